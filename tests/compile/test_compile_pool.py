@@ -56,7 +56,7 @@ def compilations(monkeypatch):
 
 def test_what_another_process_compiled_is_found(pool, compilations):
     prepares = [warm(kernels.scale, 2.0, BLOCK=block) for block in (32, 64, 128)]
-    digests = [digest for prepare in prepares for digest in pool.missing(prepare)]
+    digests = [digest for prepare in prepares for digest in pool.collect(prepare)]
     assert len(set(digests)) == 3
     assert compiled_files() == []
     pool.begin(digests, 1)
@@ -65,7 +65,7 @@ def test_what_another_process_compiled_is_found(pool, compilations):
     assert compiled_files() == ["scale.cubin"] * 3
     for prepare in prepares:
         assert prepare().metadata.name == "scale"
-        assert pool.missing(prepare) == []
+        assert pool.collect(prepare) == []
     assert compilations == [("scale", "found")] * 3
 
 
@@ -74,7 +74,7 @@ def test_listing_compiles_nothing_and_forgives_what_prepare_makes_of_it(pool, co
         warm(kernels.scale, 2.0, BLOCK=32)()._init_handles()  # of None
         raise AssertionError("unreachable")
 
-    assert len(pool.missing(prepare)) == 1
+    assert len(pool.collect(prepare)) == 1
     assert compilations == []
     assert triton.knobs.runtime.jit_cache_hook is None
 
@@ -90,19 +90,19 @@ def test_other_threads_compile_while_kernels_are_listed(pool):
         other.join()
         warm(kernels.scale, 2.0, BLOCK=32)()
 
-    assert len(pool.missing(prepare)) == 1
+    assert len(pool.collect(prepare)) == 1
     assert compiled[0].metadata.name == "scale"
 
 
 def test_the_other_process_knows_what_it_compiles_for(pool):
-    (digest,) = pool.missing(warm(kernels.targeted))
+    (digest,) = pool.collect(warm(kernels.targeted))
     pool.begin([digest], 1)
     pool.wait(digest)
     assert "9.000000e+01" in warm(kernels.targeted)().asm["ttir"]
 
 
 def test_a_function_may_be_a_constant(pool, compilations):
-    digests = pool.missing(warm(kernels.apply, kernels.twice))
+    digests = pool.collect(warm(kernels.apply, kernels.twice))
     # Triton 3.6 fails to describe such a constant to its hook: compiled by who needs it.
     assert len(digests) == 1 or triton_version().minor == 6
     pool.begin(digests, 1)
@@ -132,7 +132,7 @@ def test_a_kernel_that_cannot_be_imported(pool, compilations, local, monkeypatch
 
     if not can_fork:
         monkeypatch.setattr(os, "fork", fork)
-    (digest,) = pool.missing(warm(local))
+    (digest,) = pool.collect(warm(local))
     pool.begin([digest], 1)
     assert compilations == []
     pool.wait(digest)
@@ -143,7 +143,7 @@ def test_a_kernel_that_cannot_be_imported(pool, compilations, local, monkeypatch
 
 def test_the_other_process_holds_nothing_open(pool):
     reader, writer = os.pipe()
-    (hanging,) = pool.missing(warm(kernels.difficult, "hangs"))
+    (hanging,) = pool.collect(warm(kernels.difficult, "hangs"))
     pool.begin([hanging], 1)
     until(lambda: children_of(server_of(pool)))
     os.close(writer)
@@ -156,8 +156,8 @@ def test_the_other_process_holds_nothing_open(pool):
     ("how", "said"), [("does not compile", "it does not compile"), ("crashes", "SIGSEGV")]
 )
 def test_a_failure_is_told_and_spoils_nothing(pool, how, said):
-    (bad,) = pool.missing(warm(kernels.difficult, how))
-    (good,) = pool.missing(warm(kernels.scale, 2.0, BLOCK=32))
+    (bad,) = pool.collect(warm(kernels.difficult, how))
+    (good,) = pool.collect(warm(kernels.scale, 2.0, BLOCK=32))
     pool.begin([bad, good], 1)
     for _ in range(2):
         with pytest.raises(CandidateFailed, match=said):
@@ -169,7 +169,7 @@ def test_a_failure_is_told_and_spoils_nothing(pool, how, said):
 def test_a_compiler_that_hangs_is_ended(pool, monkeypatch):
     monkeypatch.setenv("TRITON_DIST_COMPILE_TIMEOUT", "5")
     pool = CompilePool()
-    (bad,) = pool.missing(warm(kernels.difficult, "hangs"))
+    (bad,) = pool.collect(warm(kernels.difficult, "hangs"))
     pool.begin([bad], 1)
     try:
         with pytest.raises(CompileTimeout, match=r"compiling difficult took more than 5 s"):
@@ -179,8 +179,8 @@ def test_a_compiler_that_hangs_is_ended(pool, monkeypatch):
 
 
 def test_closing_ends_every_process(pool):
-    (hanging,) = pool.missing(warm(kernels.difficult, "hangs"))
-    (quick,) = pool.missing(warm(kernels.scale, 2.0, BLOCK=32))
+    (hanging,) = pool.collect(warm(kernels.difficult, "hangs"))
+    (quick,) = pool.collect(warm(kernels.scale, 2.0, BLOCK=32))
     pool.begin([quick, hanging], 1)
     pool.wait(quick)
     server = server_of(pool)

@@ -141,7 +141,7 @@ def test_another_process_compiles_it(sm90, tmp_path, monkeypatch):
     )
     pool = CompilePool()
     try:
-        (digest,) = pool.missing(launch.compile)
+        (digest,) = pool.collect(launch.compile)
         pool.begin([digest], 1)
         pool.wait(digest)
     finally:

@@ -54,7 +54,7 @@ def note(prepare: Callable[[], object]) -> None:
 def compile_together(prepares: Iterable[Callable[[], object]]) -> None:
     """Compile what these would compile, each kernel once, on all processors. Collective."""
     pool = CompilePool()
-    _compile(pool, [digest for prepare in prepares for digest in pool.missing(prepare)])
+    _compile(pool, [digest for prepare in prepares for digest in pool.collect(prepare)])
 
 
 def _compile(pool: CompilePool, missing: list[str]) -> None:

@@ -29,7 +29,7 @@ class FakeCompiler:
     closed: int = 0
     fails: dict[str, Exception] = field(default_factory=dict)
 
-    def missing(self, prepare):
+    def collect(self, prepare):
         self.asked.clear()
         prepare()
         return list(self.asked)

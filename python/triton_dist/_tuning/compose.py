@@ -42,7 +42,7 @@ from triton_dist._tuning.values.sizes import sized_key
 from triton_dist.errors import InvalidArgument
 from triton_dist.runtime.compiling import shipped
 from triton_dist.runtime.device import current_device
-from triton_dist.runtime.ranks import group_for, group_member
+from triton_dist.runtime.ranks import default_group, group_for
 from triton_dist.runtime.sharing import ranks_per_gpu
 from triton_dist.runtime.tracing import is_traced, untraced
 
@@ -229,7 +229,7 @@ def autotune(
     )
     process = ProcessFunctions(
         functools.partial(group_for, scope=scope),
-        group_member if scope == "world" else NoGroup,
+        default_group if scope == "world" else NoGroup,
         is_traced,
         is_off,
         lambda: knobs.autotune_keys.get() or 1,

@@ -25,7 +25,7 @@ from triton_dist.debugging import modes
 from triton_dist.errors import InvalidArgument
 from triton_dist.runtime.inherited import InheritedValue, in_backward
 from triton_dist.runtime.random import RandomState
-from triton_dist.runtime.ranks import group_for, group_member
+from triton_dist.runtime.ranks import default_group, group_for
 from triton_dist.runtime.tracing import is_traced
 from triton_dist.runtime.triton_compat import is_interpreting
 
@@ -110,7 +110,7 @@ def contextual_autotune(
             fn,
             parts_now,
             _interception,
-            group_member if is_dist else NoGroup,
+            default_group if is_dist else NoGroup,
             ranks_now,
             is_off,
             functools.partial(RandomState, torch_only=True),

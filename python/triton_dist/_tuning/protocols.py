@@ -280,7 +280,7 @@ class Compiler(Protocol):
     def cache(self) -> str:
         """Identifies the cache. Ranks with equal values share their compiled kernels."""
 
-    def missing(self, prepare: Callable[[], object]) -> list[str]:
+    def collect(self, prepare: Callable[[], object]) -> list[str]:
         """Return the names of the kernels that ``prepare`` would compile. Compile nothing."""
 
     def begin(self, kernels: Sequence[str], sharers: int) -> None:

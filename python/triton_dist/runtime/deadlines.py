@@ -1,7 +1,8 @@
 """Deadlines that do not expire while a rank of the job is stopped in a debugger.
 
-A stopped rank leaves a note in the job's folder. When a deadline has passed, the time for which
-some rank was stopped is added to it. ``time.monotonic`` is one clock for all processes of a host.
+While a debugger stops a rank, a file of this rank lies in the job's folder. A deadline is extended
+by the time for which at least one rank was stopped. ``time.monotonic`` is one clock for all
+processes of a host.
 """
 
 from __future__ import annotations
@@ -24,32 +25,35 @@ def paused() -> Iterator[None]:
     try:
         yield
     finally:
-        # Written before the note is removed, so that the pause is never missing from both.
+        # Written before the note is removed: a reader finds the pause in at least one of the files.
         with (folder / "pauses").open("a") as file:
             file.write(f"{begin!r} {time.monotonic()!r}\n")
         note.unlink(missing_ok=True)
 
 
 def is_overdue(deadline: float, limit: float) -> bool:
-    """Return whether a limit of ``limit`` seconds that ends at ``deadline`` has expired."""
+    """Return whether ``deadline``, a time of ``time.monotonic``, has passed.
+
+    Pauses in the ``limit`` seconds before the deadline, and after it, extend the deadline.
+    """
     now = time.monotonic()
     return now > deadline and now > deadline + _seconds_paused(deadline - limit)
 
 
 def _seconds_paused(since: float) -> float:
-    """Return for how many seconds since ``since`` some rank of the job was stopped."""
+    """Return for how many seconds since ``since`` at least one rank of the job was stopped."""
     folder, now = job_folder(), time.monotonic()
-    spans: list[tuple[float, float]] = []
+    pauses: list[tuple[float, float]] = []
     with suppress(OSError):
         for note in folder.glob("stopped-*"):
             with suppress(OSError, ValueError):  # removed, or not yet written
                 if is_running(int(note.name.split("-")[1])):
-                    spans.append((float(note.read_text()), now))
+                    pauses.append((float(note.read_text()), now))
         for line in (folder / "pauses").read_text().splitlines():
             first, _, last = line.partition(" ")
-            spans.append((float(first), float(last)))
-    total, reached = 0.0, since
-    for begin, end in sorted(spans):
-        total += max(0.0, min(end, now) - max(begin, reached))
-        reached = max(reached, end)
+            pauses.append((float(first), float(last)))
+    total, counted_until = 0.0, since
+    for begin, end in sorted(pauses):
+        total += max(0.0, min(end, now) - max(begin, counted_until))
+        counted_until = max(counted_until, end)
     return total

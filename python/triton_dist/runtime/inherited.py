@@ -1,12 +1,12 @@
-"""Thread-local values that threads of autograd inherit.
+"""Thread-local values that autograd's threads inherit from the thread that calls ``backward``.
 
-``threading.local`` and context variables do not reach the thread on which torch runs ``backward``
-on GPUs. torch copies its own thread-local state to those threads, and that state has room for
-Python objects.
+On GPUs, torch runs ``backward`` on its own threads. They do not see the caller's
+``threading.local`` and context variables. torch copies its own thread-local state to these threads,
+and this state can contain Python objects.
 
-torch drops these objects when the operating system ends the thread, and takes the GIL to do so.
-``Thread.join`` may return earlier. If the interpreter exits meanwhile, taking the GIL aborts the
-process. Therefore the process waits at exit until threads that have ended in Python are gone.
+When the operating system ends a thread, torch takes the GIL to drop these objects. ``Thread.join``
+may return earlier. If the interpreter exits before torch takes the GIL, the process aborts.
+Therefore the process waits at exit until threads that have ended in Python are gone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _has = torch._C._is_key_in_tls
 _get = torch._C._get_obj_in_tls
 _put = torch._C._stash_obj_in_tls
 _EXIT_SECONDS = 5.0
-_holders: set[int | None] = set()
+_native_ids: set[int | None] = set()
 """Native ids of the threads that have put a value."""
 
 
@@ -32,7 +32,7 @@ _holders: set[int | None] = set()
 def _wait_for_ended_threads() -> None:
     """Wait until ended threads that put a value are gone from the operating system."""
     end = time.monotonic() + _EXIT_SECONDS  # a new thread may have reused the id of an ended thread
-    ended = _holders - {thread.native_id for thread in threading.enumerate()}
+    ended = _native_ids - {thread.native_id for thread in threading.enumerate()}
     while any(os.path.exists(f"/proc/self/task/{each}") for each in ended):
         if time.monotonic() > end:
             return
@@ -40,18 +40,18 @@ def _wait_for_ended_threads() -> None:
 
 
 def in_backward() -> bool:
-    """Return True if the running thread executes a backward pass, also for another thread."""
+    """Return True if this thread executes a backward pass, even if another thread started it."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 class InheritedValue:
-    """A value for each thread, inherited by autograd's threads; ``None`` if not put. ``name`` is
-    unique in the process."""
+    """A value for each thread, which autograd's threads inherit. The default is ``None``. ``name``
+    must be unique in the process."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._slots: dict[tuple[int, _Slot | None], _Slot] = {}
-        """By thread and the slot that the thread inherited."""
+        """Slots by thread id and by the slot that the thread inherited."""
 
     def get(self) -> Any:
         slot = self._slot()
@@ -65,10 +65,10 @@ class InheritedValue:
             if value is None:
                 return None
             slot = self._slots.setdefault((this, slot), _Slot(this, slot))
-            # torch 2.11 takes a reference without incrementing the count, so the object would be
-            # freed while in use. Increment it here; these references are never released.
+            # torch 2.11 stores a reference without incrementing the object's reference count, so
+            # the object would be freed while in use. Increment the count, and never decrement it.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(slot))
-            _holders.add(threading.current_thread().native_id)
+            _native_ids.add(threading.current_thread().native_id)
             _put(self._name, slot)
         before, slot.value = slot.value, value
         return before
@@ -80,7 +80,7 @@ class InheritedValue:
 
 
 class _Slot:
-    """The value of a thread, which defaults to the value of ``outer``."""
+    """The value of a thread; while it is ``None``, the value of ``outer``, the inherited slot."""
 
     def __init__(self, thread: int, outer: _Slot | None) -> None:
         self.thread, self.outer = thread, outer

@@ -1,13 +1,14 @@
 """Workarounds for Triton's interpreter, which runs the kernels of a rank without a GPU.
 
-Each workaround is a function with the Triton versions that need it and, in its docstring, the
-reason. :func:`install` applies the entries of ``WORKAROUNDS`` that the installed Triton needs.
-``triton_dist.jit`` calls it when it decorates a kernel that will be interpreted.
+Each workaround is a function. Its decorator lists the Triton versions that need it, and its
+docstring gives the reason. Triton's own implementation is called "upstream".
+:func:`install` applies the entries of ``WORKAROUNDS`` that the installed Triton needs.
+``triton_dist.jit`` calls :func:`install` when it decorates a kernel that will be interpreted.
 
 A process is a rank. The interpreter patches ``triton.language`` and has one global builder, so
 launches from several threads run one after another. A kernel that waits for a write of another
-*launch of the same process* waits forever. It may wait for programs of its own grid, for other
-processes, and for threads that launch no kernel (copies).
+launch of its process therefore waits forever. A kernel may wait for programs of its own grid, for
+other processes, and for copy threads, which launch no kernel.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ __all__ = ["WORKAROUNDS", "Workaround", "install", "pause"]
 
 @dataclasses.dataclass(frozen=True)
 class Workaround:
-    """A patch of the interpreter for the Triton ``versions`` that need it."""
+    """A patch of the interpreter. ``versions`` specifies the Triton versions that need it."""
 
     name: str
     versions: str
@@ -59,7 +60,7 @@ WORKAROUNDS: list[Workaround] = []
 
 
 def workaround(versions: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Add a function to ``WORKAROUNDS``, for Triton ``versions`` such as ``">=3.6,<3.8"``."""
+    """Decorator that adds a function to ``WORKAROUNDS``, for ``versions`` such as ``">=3.6"``."""
 
     def add(apply: Callable[[], None]) -> Callable[[], None]:
         WORKAROUNDS.append(Workaround(apply.__name__, versions, apply))
@@ -70,9 +71,11 @@ def workaround(versions: str) -> Callable[[Callable[[], None]], Callable[[], Non
 
 @functools.cache
 def install() -> None:
-    """Apply every workaround that the installed Triton needs, and make the interpreter faster. Runs
-    once per process. Call :func:`triton_dist.debugging.modes.install_interpreter` instead, which
-    also turns on the checks of ``TRITON_DIST_DEBUG``."""
+    """Apply every workaround that the installed Triton needs, and make the interpreter faster.
+
+    Runs once per process. To also turn on the checks of ``TRITON_DIST_DEBUG``, call
+    :func:`triton_dist.debugging.modes.install_interpreter` instead.
+    """
     check_versions()
     for entry in WORKAROUNDS:
         if entry.is_needed:
@@ -80,20 +83,21 @@ def install() -> None:
     interpreter_speed.install(upstream)
 
 
-_launching = threading.RLock()
+_launch_lock = threading.RLock()
 
 
-def _release() -> None:
-    """Replace the lock in a forked child: a thread of the parent may hold it."""
-    global _launching
-    _launching = threading.RLock()
+def _replace_lock() -> None:
+    """Replace the lock in a forked child, because a thread of the parent may have held it."""
+    global _launch_lock
+    _launch_lock = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_release)
+os.register_at_fork(after_in_child=_replace_lock)
 
 
-class _Languages:
-    """Language modules that the running launch has patched, each once, and must restore."""
+class _LanguagePatches:
+    """The language modules (such as ``triton.language``) that the running launch has patched and
+    must restore."""
 
     def __init__(self) -> None:
         self._patched: set[ModuleType] = set()
@@ -110,8 +114,8 @@ class _Languages:
             self._scopes.pop().restore()
 
 
-_languages: _Languages | None = None
-"""Language modules of the running launch."""
+_patches: _LanguagePatches | None = None
+"""Patches of the running launch."""
 
 
 @functools.cache
@@ -136,25 +140,25 @@ def _is_on_host(arg: Any) -> bool:
 
 
 def _launch(executor: Any, /, *args: Any, **kwargs: Any) -> None:
-    """``kernel[grid](*args, **kwargs)``: bind, patch the language, run the grid, restore."""
-    global _languages
+    """Run ``kernel[grid](*args, **kwargs)``. Replaces upstream's ``GridExecutor.__call__``."""
+    global _patches
     signature = _signature(executor.fn)
     kwargs = {name: value for name, value in kwargs.items() if name in signature.parameters}
-    with _launching:
-        # CPU tensors are used in place. Upstream copies each storage onto itself after a launch.
+    with _launch_lock:
+        # Use CPU tensors in place. Upstream would copy each storage onto itself after the launch.
         in_place = all(map(_is_on_host, args)) and all(map(_is_on_host, kwargs.values()))
-        host = (args, kwargs) if in_place else executor._init_args_hst(args, kwargs)
+        host_arguments = (args, kwargs) if in_place else executor._init_args_hst(args, kwargs)
         for hook in executor.pre_run_hooks:
-            hook(*host[0], **host[1])
-        outer, _languages = _languages, _Languages()
+            hook(*host_arguments[0], **host_arguments[1])
+        outer, _patches = _patches, _LanguagePatches()
         try:
-            _languages.patch_for(executor.fn)
-            _run_grid(executor, signature, *host)
+            _patches.patch_for(executor.fn)
+            _run_grid(executor, signature, *host_arguments)
         finally:
-            _languages.restore()
-            _languages = outer
+            _patches.restore()
+            _patches = outer
         if not in_place:
-            executor._restore_args_dev(args, host[0], kwargs, host[1])
+            executor._restore_args_dev(args, host_arguments[0], kwargs, host_arguments[1])
 
 
 def _run_grid(executor: Any, signature: inspect.Signature, args: Any, kwargs: Any) -> None:
@@ -186,8 +190,8 @@ def _run_grid(executor: Any, signature: inspect.Signature, args: Any, kwargs: An
 
 @workaround(">=3.6,<3.10")
 def cooperative_grid() -> None:
-    """Let a program of a grid wait for a later program. Upstream runs each program to its end
-    before the next, so the wait would never end."""
+    """Let a program of a grid wait for a later program of the grid. Upstream starts a program after
+    the previous program has ended, so the wait would never end."""
     upstream.GridExecutor.__call__ = _launch
 
 
@@ -195,19 +199,20 @@ def cooperative_grid() -> None:
 def typed_errors() -> None:
     """Raise triton_dist's errors unchanged, and other exceptions as one ``InterpreterError``.
 
-    Upstream converts an exception at each level of a kernel's calls to an ``InterpreterError`` that
-    contains only its ``repr``. A caller could not distinguish a ``WaitTimeout`` from a type error.
+    At each level of calls in a kernel, upstream replaces an exception by an ``InterpreterError``
+    with the exception's ``repr``. A caller could not distinguish ``WaitTimeout`` from a type error.
 
-    Also patches ``triton.language`` once per launch. Upstream patches it at each call of a device
-    function and never restores it, a third of the time of a descriptor matmul.
+    This also patches ``triton.language`` only once per launch. Upstream patches it at each call of
+    a device function, which takes a third of the time of a descriptor matmul, and never restores
+    it.
     """
     original = upstream.InterpretedFunction.__call__
 
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if _languages is None:
+        if _patches is None:
             return original(self, *args, **kwargs)
         fn = self.rewrite()
-        _languages.patch_for(fn)
+        _patches.patch_for(fn)
         return fn(*args, **kwargs)
 
     upstream.InterpretedFunction.__call__ = call
@@ -215,9 +220,9 @@ def typed_errors() -> None:
 
 @workaround("<3.7")
 def runtime_range() -> None:
-    """Support ``range(n)`` with a runtime ``n``. Upstream calls ``int`` on an array of one element,
-    which numpy ≥ 2.4 rejects ("only 0-dimensional arrays can be converted"). Fixed in Triton
-    3.7."""
+    """Support ``range(n)`` with a value ``n`` that is not constexpr. Upstream calls ``int`` on an
+    array of one element, which numpy ≥ 2.4 rejects ("only 0-dimensional arrays can be converted").
+    Fixed in Triton 3.7."""
     original = upstream._patch_lang_tensor
 
     def patch(tensor: Any, scope: Any) -> None:
@@ -243,10 +248,11 @@ def bool_argument() -> None:
 
 @workaround(">=3.6,<3.10")
 def device_assert() -> None:
-    """Enable ``tl.device_assert``, which upstream's fixed ``debug=False`` turns off. ``debug``
-    would also enable assertions on integer overflow, which stay off here. Compiled kernels check
-    overflow in debug builds only. Upstream's arithmetic for it takes half of the time of an
-    elementwise kernel."""
+    """Enable ``tl.device_assert`` by ``debug=True``; upstream always uses ``debug=False``.
+
+    ``debug=True`` alone would also check integer overflow. This check stays off, as in compiled
+    kernels without debug mode, because it takes half of the time of an elementwise kernel.
+    """
     builder = upstream.interpreter_builder
     builder.options = dataclasses.replace(builder.options, debug=True, sanitize_overflow=False)
 
@@ -255,27 +261,32 @@ def device_assert() -> None:
 def bfloat16() -> None:
     """Compute bf16 in fp32.
 
-    Upstream stores a bf16 block as bit patterns in ``uint16``, and most operations compute with the
-    patterns as numbers: ``tl.dot`` is off by 1e9, ``+`` by 1e38, and comparisons of negative
-    numbers are reversed. Casts from fp16 and integers read the bits as values, and the cast from
-    fp32 truncates instead of rounding.
+    Upstream stores a bf16 block as bit patterns in ``uint16``. Most operations treat the patterns
+    as integers: ``tl.dot`` is off by 1e9, ``+`` by 1e38, and comparisons of negative numbers are
+    reversed. Casts from fp16 and integers have the same fault, and the cast from fp32 truncates
+    instead of rounding.
     """
     interpreter_operators.use_float32_for_bfloat16(upstream)
 
 
 @workaround(">=3.6,<3.10")
 def descriptor_copy() -> None:
-    """Copy descriptor blocks as strided views of memory. Upstream builds a pointer and a mask for
-    each element, a quarter of the time of a descriptor matmul. Its padding of a bf16 block with
-    NaN casts NaN to an integer, which yields zeros."""
+    """Copy blocks of tensor descriptors as strided views of memory.
+
+    Upstream builds a pointer and a mask for each element, which takes a quarter of the time of a
+    descriptor matmul. If a descriptor pads bf16 blocks with NaN, upstream pads with zeros, because
+    it casts NaN to an integer.
+    """
     interpreter_descriptors.apply_copy(upstream)
 
 
 @workaround(">=3.6,<3.10")
 def descriptor_reduce() -> None:
-    """Add ``create_descriptor_reduce``, which ``desc.atomic_add`` and similar calls need. Atomic
-    across processes like the interpreter's own atomics, except for fp16 and bf16, which are
-    atomic within the process only."""
+    """Add ``create_descriptor_reduce``, which ``desc.atomic_add`` and similar calls need.
+
+    The reductions are atomic across processes, like the interpreter's own atomics. Reductions of
+    fp16 and bf16 are atomic within a process only.
+    """
     interpreter_descriptors.apply_reduce(upstream)
 
 
@@ -286,8 +297,8 @@ class _InterpretingDriver(HostDriver):
         def benchmark(
             kernel_call: Callable[[], Any], *, quantiles: Sequence[float] = (0.5,), **_: Any
         ) -> list[float]:
-            """Return milliseconds of wall clock at ``quantiles`` of three calls after an untimed
-            call."""
+            """Time three calls after an untimed call. Return the ``quantiles`` of the wall-clock
+            times in milliseconds."""
             samples = []
             for _round in range(4):
                 started = time.perf_counter()
@@ -300,8 +311,10 @@ class _InterpretingDriver(HostDriver):
 
 @workaround(">=3.6,<3.10")
 def autotune_without_gpu() -> None:
-    """Set a driver whose benchmarker uses the wall clock, unless the process has set a driver.
-    ``@triton.autotune`` requests the active driver's benchmarker; without a GPU this raises "0
-    active drivers"."""
+    """Set a driver that benchmarks by the wall clock, unless the process has set another driver.
+
+    ``@triton.autotune`` requests the active driver's benchmarker. Without a GPU, upstream then
+    raises "0 active drivers".
+    """
     if triton.runtime.driver._active is None:
         triton.runtime.driver.set_active(_InterpretingDriver(GPUTarget("cuda", 90, 32)))

@@ -1,14 +1,14 @@
-"""Operators of Triton's interpreter: faster for numbers, and correct for bf16.
+"""Operators for Triton's interpreter: faster for common types, and correct for bf16 and fp8.
 
-Upstream, ``a + b`` of two ``int32`` blocks passes through a dozen functions for type checks,
-conversions without effect and wrapper objects, around one numpy operation. Most operations of a
-kernel are of this kind (rows, columns, offsets, flags). :class:`Operators` calls numpy directly for
-them and leaves the others to upstream.
+In Triton ("upstream"), ``a + b`` of two ``int32`` blocks passes through a dozen functions for type
+checks, conversions without effect and wrapper objects, around one numpy operation. Most operations
+of a kernel compute such rows, columns, offsets and flags. :class:`Operators` calls numpy directly
+for common types, and upstream for other types.
 
 The interpreter stores a bf16 block as bit patterns in ``uint16``. Each bf16 operation here widens
 its operands to fp32 and rounds the result once to nearest even, like hardware. fp8 blocks are bit
-patterns in ``uint8``; ``tl.dot`` widens them by tables. Upstream reads the NaN of e4m3 as
-480, flushes subnormals of e5m2, and loses carries when it rounds to fp8.
+patterns in ``uint8``, which ``tl.dot`` widens to fp32 by a table. Upstream reads the NaN of e4m3 as
+480, flushes subnormals of e5m2 to zero, and loses carries when it rounds to fp8.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def use_float32_for_bfloat16(upstream: Any) -> None:
         )
 
     def ternary(self: Any, lhs: Any, rhs: Any, other: Any, op: Any) -> Any:
-        if op is np.where or not is_bfloat16(other):  # a selection copies bits of any type
+        if op is np.where or not is_bfloat16(other):  # ``where`` copies bits of any type
             return ternary_op(self, lhs, rhs, other, op)
         return narrow(ternary_op(self, widen(lhs), widen(rhs), widen(other), op))
 
@@ -97,9 +97,9 @@ def use_float32_for_bfloat16(upstream: Any) -> None:
         float8 = _TORCH_FLOAT8.get(dst_type.scalar.name)
         if float8 is not None and rounding == ir.ROUNDING_MODE.RTNE:
             wide = torch.from_numpy(widen(src).data.astype(np.float32))
-            most = torch.finfo(float8).max  # GPUs saturate
+            largest = torch.finfo(float8).max  # GPUs saturate instead of overflowing
             return Handle(
-                wide.clamp(-most, most).to(float8).view(torch.uint8).numpy(), dst_type.scalar
+                wide.clamp(-largest, largest).to(float8).view(torch.uint8).numpy(), dst_type.scalar
             )
         if (to_bf16 or from_bf16) and src.dtype.scalar.primitive_bitwidth > 8:
             return cast(self, src, dst_type)
@@ -160,8 +160,8 @@ _OPERATIONS: dict[str, tuple[Callable[..., Any], _Kinds]] = {
     **{name: (operation, _INTEGERS) for name, operation in _SHIFTS.items()},
     **{name: (operation, _NUMBERS) for name, operation in _COMPARISONS.items()},
 }
-"""By operator name: numpy's operation, and the types for which upstream does no more than this
-operation, each with its numpy dtype."""
+"""By operator name: a numpy function, and the operand types for which upstream's result equals that
+of the function (numpy dtypes by Triton's name of the type)."""
 
 _MAX_CONSTANTS = 4096
 _FLOAT32 = np.finfo(np.float32)
@@ -177,17 +177,18 @@ class Operators:
         self._results: dict[tuple[str, str], Any] = {}
 
     def operator_for(self, method: str, slow: Operator) -> Operator:
-        """Return ``tl.tensor.<method>`` for a launch; ``slow`` is upstream's method."""
+        """Return a fast ``tl.tensor.<method>``, or upstream's method ``slow`` if there is none."""
         name = method.strip("_") if method.startswith("__") else ""
         if name == "add":
-            slow = self._addresses(slow)
+            slow = self._pointer_add(slow)
         if name in _OPERATIONS:
-            return self._forward(name, slow)
+            return self._fast_operator(name, slow)
         if name[:1] == "r" and name[1:] in _OPERATIONS and name[1:] not in _SHIFTS:
-            return self._forward(name[1:], slow, is_reflected=True)
+            return self._fast_operator(name[1:], slow, is_reflected=True)
         return slow
 
-    def _forward(self, name: str, slow: Operator, is_reflected: bool = False) -> Operator:
+    def _fast_operator(self, name: str, slow: Operator, is_reflected: bool = False) -> Operator:
+        """Return the operator ``name``, which calls ``slow`` for types without a fast version."""
         operation, kinds = _OPERATIONS[name]
         if is_reflected:  # ``number - tensor``: the tensor is the right operand
             operation = _swapped(operation)
@@ -220,8 +221,8 @@ class Operators:
 
         return call
 
-    def _addresses(self, slow: Operator) -> Operator:
-        """Return the operator that adds offsets to addresses."""
+    def _pointer_add(self, slow: Operator) -> Operator:
+        """Return an operator that adds offsets to pointers, and calls ``slow`` for other types."""
         tensor, pointer, int32 = tl.tensor, tl.pointer_type, tl.int32
         wrap, constant = self._wrap, self._constant
 
@@ -249,13 +250,15 @@ class Operators:
         return call
 
     def _wrap(self, data: Any, dtype: Any, kind: Any) -> Any:
-        """Wrap ``data``, which fits ``dtype``, as a tensor of type ``kind``."""
+        """Return a ``tl.tensor`` of type ``kind`` with the numpy array ``data``, whose elements
+        have the Triton type ``dtype``."""
         handle = object.__new__(self._handle)
         handle.data, handle.dtype, handle.attr = data, dtype, {}
         return tl.tensor(handle, kind)
 
     def _constant(self, value: Any, dtype: Any) -> Any:
-        """Return an array with ``value``, or None if upstream must choose its type."""
+        """Return ``value`` as an array of type ``dtype``, or None if upstream must choose the
+        type."""
         if type(value) is tl.constexpr:
             value = value.value
         if type(value) is int:
@@ -264,7 +267,7 @@ class Operators:
         elif type(value) is not float or dtype.name != "fp32":
             return None
         known = self._constants.get((dtype.name, value))
-        if known is None and _is_plain(value):
+        if known is None and _is_32_bit(value):
             if len(self._constants) >= _MAX_CONSTANTS:
                 self._constants.clear()
             known = self._semantic.scalar_constant(value, dtype).handle.data
@@ -272,14 +275,16 @@ class Operators:
         return known
 
     def _shift_count(self, value: Any, dtype: Any) -> Any:
-        """Return a shift distance as an array, or None if upstream must warn about it."""
+        """Return a shift distance as an array, or None if upstream must check the distance."""
         bits = value.value if type(value) is tl.constexpr else value
         return self._constant(value, dtype) if type(bits) is int and 0 <= bits < 32 else None
 
     def _result_type(self, left: Any, right: Any) -> Any:
-        """Return the result type of an operation, or None if upstream must handle the operands.
-        Upstream handles operands that it rejects, that need more dimensions or that need a type
-        promotion."""
+        """Return the result type of an operation, or None if upstream must compute it.
+
+        Upstream computes operations whose operands it rejects, adds dimensions to, or promotes.
+        Promotion of int32 to int64 is computed here.
+        """
         key = left.name, right.name
         if key not in self._results:
             self._results[key] = _broadcast(left, right)
@@ -290,7 +295,7 @@ def _swapped(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return lambda left, right: operation(right, left)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_32_bit(value: Any) -> bool:
     """Return whether upstream represents a number as int32 or float32."""
     if type(value) is int:
         return -(2**31) <= value < 2**31

@@ -1,5 +1,5 @@
-"""Compile, run and repeat kernel launches. A repeated launch takes a few us of host time, and a
-launch by Triton takes tens of us."""
+"""Compile, run and repeat kernel launches. A repeated launch takes a few µs of host time; a launch
+through Triton takes tens of µs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _NO_TENSORS: Mapping[str, torch.Tensor] = {}
 
 
 class BoundedDict(dict[K, V]):
-    """A cache that is emptied before it exceeds ``max_entries`` entries of a few KB each."""
+    """A dict used as a cache: an insertion that would exceed ``max_entries`` first removes all
+    entries. An entry takes a few KB."""
 
     max_entries = 4096
 
@@ -42,8 +43,8 @@ class Launch:
 
     def run(self) -> Any:
         """Launch and return Triton's compiled kernel, or ``None`` in the interpreter."""
-        # Triton allocates device-side descriptors with an allocator from a context variable. Keep
-        # an allocator that the user has set.
+        # Triton allocates memory for device-side descriptors through an allocator that the user
+        # may have set: keep the user's allocator.
         if not has_allocator():
             triton.set_allocator(_allocate)
         return self.kernel[self.grid](*self.args, **self.options)
@@ -58,16 +59,16 @@ class Launch:
             return
         try:
             compiled = self.kernel.warmup(*self.args, grid=self.grid, **self.options)
-            if compiled is not None:  # ``None`` in ``kernels_to_compile``, which only collects.
+            if compiled is not None:  # ``None`` if ``kernels_to_compile`` only lists kernels
                 compiled._init_handles()
         except Exception as failure:  # Triton's compiler can raise any exception.
             raise CandidateFailed(f"{type(failure).__name__}: {failure}") from failure
 
     def preload(self, *others: Launch) -> Launch:
-        """Load the kernels of ``others``, which follow on the stream, and return this launch.
+        """Load the kernels of ``others``, which will be launched next, and return this launch.
 
         Loading a kernel waits for running kernels (``cuModuleLoadData``, driver 580). If this
-        launch waits for peers, loading after it would block the host until the peers arrive.
+        launch's kernel waits for other ranks, a later load would block the host until they arrive.
         """
         for other in others:
             other.compile()
@@ -75,9 +76,10 @@ class Launch:
 
 
 class Launcher:
-    """Repeat launches with a few us of host time each, unless their grid is callable.
+    """Repeat launches with a few µs of host time each. A launch with a callable grid always goes
+    through Triton.
 
-    All launches share the scratch memory of their TMA descriptors, so they must execute in order on
+    All launches share scratch memory for their TMA descriptors, so they must execute in order on
     the device.
     """
 
@@ -96,19 +98,19 @@ class Launcher:
         """Run ``launch()``, or repeat the earlier launch that had an equal key.
 
         Args:
-            key: equal only for launches that differ in nothing but the addresses of ``tensors``. It
+            key: launches with equal keys may differ only in the addresses of ``tensors``. The key
                 may contain the ``id`` of objects in ``keep_alive``.
             launch: builds the launch; called for new keys.
-            tensors: tensors whose addresses may change, by kernel argument; ``"out.c"`` for a
-                member of a tuple.
-            keep_alive: object to keep alive with the prepared launch.
+            tensors: tensors whose addresses differ between launches, by kernel argument. The name
+                ``"out.c"`` is the member ``c`` of a named tuple ``out``.
+            keep_alive: object to keep alive as long as the launch can be repeated.
         """
         addresses, bits = [], 0
         for tensor in tensors.values():
             address = tensor.data_ptr()
             addresses.append(address)
             bits |= address
-        # Triton specialises on 16-byte alignment: an unaligned pointer needs another kernel.
+        # Triton compiles separate kernels for 16-byte aligned pointers and for other pointers.
         if bits % _TMA_ALIGNMENT:
             key = key, tuple([address % _TMA_ALIGNMENT for address in addresses])
         prepared = self._prepared.get(key)
@@ -118,7 +120,7 @@ class Launcher:
             return
         new_launch = launch()
         compiled = new_launch.run()
-        # A tool that must see the launch may have instrumented the kernel: do not keep it.
+        # While a profiling tool requires launches through Triton, it may instrument the kernel.
         if compiled is None or callable(new_launch.grid) or through_triton:
             return
         names = new_launch.kernel.arg_names
@@ -176,8 +178,8 @@ def fits_descriptor(*matrices: torch.Tensor) -> bool:
 def normalise_strides(matrix: torch.Tensor) -> torch.Tensor:
     """Return ``matrix`` with the strides of a contiguous tensor if it has a single row.
 
-    PyTorch calls a one-row tensor contiguous whatever its row stride. Without this, equal calls
-    would compile different kernels.
+    PyTorch calls a one-row tensor contiguous whatever its row stride. Triton would compile
+    different kernels for equal shapes with different row strides.
     """
     if matrix.shape[0] == 1 and matrix.is_contiguous():
         return matrix.as_strided(matrix.shape, (matrix.shape[1], 1))
@@ -185,7 +187,8 @@ def normalise_strides(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """Return the ``input_precision`` of ``tl.dot`` that matches torch's current matmul setting."""
+    """Return the ``input_precision`` for ``tl.dot``: ``"ieee"`` for fp32 unless torch allows TF32,
+    else ``"tf32"``, which has no effect on other dtypes."""
     return (
         "ieee" if dtype is torch.float32 and not torch.backends.cuda.matmul.allow_tf32 else "tf32"
     )

@@ -1,8 +1,9 @@
-"""Marks inside kernels: whether kernels make marks, and the buffer that receives the marks.
+"""Switch marks in kernels on and off, and read the marks from the buffer that kernels store to.
 
-A compiled kernel either contains no marks, or contains the address of this process's buffer as a
-constant. Triton's cache key includes the names of instrumentation modes, so a mode name for the
-buffer separates the two variants.
+A mark is a named time span within a kernel, for a timeline. A kernel is compiled either without
+marks, or with the address of this process's buffer as a constant. Triton's cache key includes
+``knobs.compilation.instrumentation_mode``. While marks are on, that knob contains a name with the
+buffer's address, so the two variants have different cache keys.
 """
 
 from __future__ import annotations
@@ -17,62 +18,67 @@ import torch
 import triton
 
 MARK_NAMES = ("wait", "load", "mma", "store", "push", "notify")
-"""Names of marks; compiled kernels store the index in this tuple."""
+"""Names of marks. Compiled kernels store the index of the name in this tuple."""
 FLAG_AWAITED, FLAG_SET = len(MARK_NAMES), len(MARK_NAMES) + 1
-"""Indices that compiled kernels store for a flag that a wait has seen, and for a flag that is
-set."""
+"""Indices that compiled kernels store for a flag that a wait has received, and for a flag that a
+program sets."""
 MAX_MARKS = 1 << 18
 """Maximum number of stored marks; further marks are only counted."""
 HEADER_WORDS, WORDS_PER_MARK = 4, 4
-"""Number of int64 words before the first mark (word 0 counts marks), and per mark: begin, end, a
-packed word that ``_of_words`` decodes, and nothing; for a flag: time, address, packed, value."""
+"""Sizes in int64 words of the buffer's header, whose word 0 counts marks, and of each mark after
+it. A mark has begin, end, a packed word and an unused word. A flag has time, address, a packed word
+and its value. ``_decode`` reads the packed word."""
 _PREFIX = "triton_dist-marks-"
 _CODE_VERSION = 2
-"""Version of the code that kernels run at a mark; a change invalidates cached kernels."""
+"""Version of the code that compiled kernels run at a mark. A new version invalidates cached
+kernels."""
 
 
 class Mark(NamedTuple):
-    """A time span of a program, or of four of its warps, on the device's clock."""
+    """A time span of one group of four warps of a program, on the device's clock."""
 
     name: str
     program: int
-    group: int
-    """Index of the group of four warps."""
+    """Program id; negative for the copy streams of CPU ranks."""
+    warp_group: int
+    """Index of the group of four warps in the program."""
     begin_ns: int
     end_ns: int
     nbytes: int = 0
-    """Size of a copy by a copy stream of CPU ranks, whose ``program`` is negative."""
+    """Size of a copy by a copy stream; otherwise 0."""
 
 
 class Flag(NamedTuple):
-    """A flag that a program has set, or has seen at the end of a wait."""
+    """A flag that a program sets, or has received at the end of a wait."""
 
     is_set: bool
     program: int
-    group: int
+    warp_group: int
     at_ns: int
-    """Time within the mark "notify" or "push", or "wait"; before the flag is set."""
+    """Time: just before the flag is set, within the mark "notify" or "push"; or after it was
+    received, within the mark "wait"."""
     address: int
     value: int
-    """Value that the flag gets, or the awaited value."""
+    """Value to which the flag is set, or the awaited value."""
 
 
-def _of_words(first: int, second: int, what: int, value: int) -> Mark | Flag:
-    kind, group, program = what & 0xFF, what >> 8 & 0xFF, what >> 32
+def _decode(first: int, second: int, packed: int, value: int) -> Mark | Flag:
+    kind, warp_group, program = packed & 0xFF, packed >> 8 & 0xFF, packed >> 32
     if kind < len(MARK_NAMES):
-        return Mark(MARK_NAMES[kind], program, group, first, second)
-    return Flag(kind == FLAG_SET, program, group, first, second, value)
+        return Mark(MARK_NAMES[kind], program, warp_group, first, second)
+    return Flag(kind == FLAG_SET, program, warp_group, first, second, value)
 
 
 class Marks:
-    """The buffer of ``device`` for marks of kernels; for interpreted kernels (``None``) a list.
+    """A buffer on ``device`` for marks of compiled kernels; without a device, a list for marks of
+    interpreted kernels.
 
-    A process has one at a time. Its memory is never freed, because compiled kernels contain its
+    All objects of a device use one buffer, which is never freed: compiled kernels contain its
     address.
     """
 
     def __init__(self, device: torch.device | None) -> None:
-        self._listed: list[Mark | Flag] = []
+        self._interpreted: list[Mark | Flag] = []
         self._count = 0
         self._buffer = None if device is None else _buffer(device)
         if self._buffer is not None:
@@ -85,12 +91,12 @@ class Marks:
     def add(self, mark: Mark | Flag) -> None:
         """Add a mark or flag of an interpreted kernel, or of a copy stream of CPU ranks."""
         self._count += 1
-        if len(self._listed) < MAX_MARKS:
-            self._listed.append(mark)
+        if len(self._interpreted) < MAX_MARKS:
+            self._interpreted.append(mark)
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Context manager in which launched kernels make marks; reentrant."""
+        """Context manager in which launched kernels store marks here. Reentrant."""
         _state.change(self, wanted=1)
         try:
             yield
@@ -98,24 +104,26 @@ class Marks:
             _state.change(self, wanted=-1)
 
     def read(self) -> tuple[list[Mark | Flag], int]:
-        """Wait for the device; return the stored marks and the number of marks that were made."""
+        """Wait for the device. Return the stored marks, and the number of marks including those
+        after ``MAX_MARKS``, which are not stored."""
         if self._buffer is None:
-            return list(self._listed), self._count
+            return list(self._interpreted), self._count
         count = int(self._buffer[0])
         words = self._buffer[
             HEADER_WORDS : HEADER_WORDS + WORDS_PER_MARK * min(count, MAX_MARKS)
         ].view(-1, WORDS_PER_MARK)
-        return [_of_words(*each) for each in words.tolist()], count
+        return [_decode(*each) for each in words.tolist()], count
 
 
 class _State:
-    """The state of the process; not per thread, because threads share compiled kernels."""
+    """The active buffer of the process. All threads share it, because they share compiled
+    kernels."""
 
     def __init__(self) -> None:
         self.marks: Marks | None = None
         self._lock = threading.Lock()
         self._latest: Marks | None = None
-        self._wanted = self._unwanted = 0  # number of active regions of all threads
+        self._wanted = self._unwanted = 0  # active contexts ``on`` and ``off`` of all threads
 
     def change(self, marks: Marks | None = None, wanted: int = 0, unwanted: int = 0) -> None:
         with self._lock:
@@ -124,8 +132,8 @@ class _State:
             self._unwanted += unwanted
             self.marks = self._latest if self._wanted and not self._unwanted else None
             knobs = triton.knobs.compilation
-            others = knobs.instrumentation_mode.split(",")
-            names = [name for name in others if name and not name.startswith(_PREFIX)]
+            modes = knobs.instrumentation_mode.split(",")
+            names = [name for name in modes if name and not name.startswith(_PREFIX)]
             if self.marks is not None and self.marks.address:
                 names.append(f"{_PREFIX}{_CODE_VERSION}@{self.marks.address:x}")
             knobs.instrumentation_mode = ",".join(names)
@@ -135,13 +143,13 @@ _state = _State()
 
 
 def current() -> Marks | None:
-    """Return the active buffer; ``None``: kernels make no marks."""
+    """Return the active buffer, or ``None`` while kernels make no marks."""
     return _state.marks
 
 
 @contextmanager
 def off() -> Iterator[None]:
-    """Context manager in which no kernel makes marks; the tuner uses it for candidates."""
+    """Context manager in which no kernel makes marks. The tuner measures candidates in it."""
     _state.change(unwanted=1)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Detect calls that are only traced or use fake tensors, and exclude functions from tracing."""
+"""Detect calls that torch only traces, without data, and exclude functions from tracing."""
 
 from __future__ import annotations
 
@@ -10,36 +10,37 @@ import torch
 from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_leaves
 
-_MODES = frozenset({"FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMode"})
-_FAKES = frozenset({"FakeTensor", "FunctionalTensor"})
+_TRACING_MODES = frozenset({"FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMode"})
+_FAKE_TENSORS = frozenset({"FakeTensor", "FunctionalTensor"})
 
 
 def is_traced(values: Iterable[Any]) -> bool:
-    """Return whether a call with ``values`` (nested in tuples, lists and dicts) computes nothing.
+    """Return whether a call with the arguments ``values`` is only traced and computes no data.
 
-    This is the case under ``FakeTensorMode``, ``torch.export``, ``make_fx``, ``torch.jit.trace``
-    and ``torch.fx``, and for fake tensors and tensors on the meta device.
+    Calls are traced under ``FakeTensorMode``, ``torch.compile``, ``torch.export``, ``make_fx``,
+    ``torch.jit.trace`` and ``torch.fx``. Calls with a fake tensor or a tensor on the meta device
+    count as traced. ``values`` may nest tuples, lists and dicts.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return True
     modes = _python_dispatch._get_current_dispatch_mode_stack()
-    return any(type(mode).__name__ in _MODES for mode in modes) or any(
+    return any(type(mode).__name__ in _TRACING_MODES for mode in modes) or any(
         map(_is_fake, tree_leaves(values))
     )
 
 
 def _is_fake(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        return value.is_meta or type(value).__name__ in _FAKES
+        return value.is_meta or type(value).__name__ in _FAKE_TENSORS
     proxy = getattr(sys.modules.get("torch.fx"), "Proxy", None)
     return proxy is not None and isinstance(value, proxy)
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` such that ``torch.compile`` traces neither it nor its callees.
+    """Wrap ``function``; ``torch.compile`` does not trace the wrapper or any function it calls.
 
-    ``torch.compiler.disable`` imports torch._dynamo, which takes a second. Before another import of
-    torch._dynamo nothing can be traced, and ``function`` is called directly.
+    ``torch.compiler.disable`` imports torch._dynamo, which takes about a second. Nothing can be
+    traced before torch._dynamo is imported. Until then, the wrapper calls ``function`` directly.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:

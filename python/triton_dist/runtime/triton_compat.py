@@ -46,10 +46,10 @@ class HostDriver(DriverBase):
         return torch.device("cpu")
 
     def map_python_to_cpp_type(self, ty: str) -> str:
-        raise NotImplementedError("nothing is launched here")
+        raise NotImplementedError("this process launches no kernel")
 
     def get_benchmarker(self) -> Any:
-        raise NotImplementedError("nothing is launched here")
+        raise NotImplementedError("this process launches no kernel")
 
 
 SUPPORTED = {"torch": ">=2.9", "triton": ">=3.6,<3.10"}
@@ -66,8 +66,8 @@ def triton_version() -> Version:
 def check_versions() -> None:
     """Raise :class:`UnsupportedVersion` unless torch and triton match ``SUPPORTED``.
 
-    Called at first use, not at import; only success is cached. A pre-release or local build
-    (``2.11.0a0+git``, ``2.13.0+cpu``) counts as its release.
+    Callers check at first use, not at import. A success is cached, an error is raised again. A
+    pre-release or local build (``2.11.0a0+git``, ``2.13.0+cpu``) counts as its release.
     """
     for package, found in (("torch", torch.__version__), ("triton", triton.__version__)):
         release = Version(Version(str(found)).base_version)
@@ -78,14 +78,14 @@ def check_versions() -> None:
             raise UnsupportedVersion(package, str(found), SUPPORTED[package], remedy)
 
 
-_VARIABLES = (
+_FINGERPRINTED_VARIABLES = (
     "CUDA_LAUNCH_BLOCKING", "NCCL_ALGO", "NCCL_PROTO", "TRITON_F32_DEFAULT", "TRITON_PTXAS_PATH",
 )  # fmt: skip
 
 
 def software_versions() -> dict[str, str]:
-    """Return versions of everything that can change generated code or its speed, for the
-    fingerprint."""
+    """Return the versions and settings that can change generated code or its speed. Tuning records
+    store them; a record with other versions is not used."""
     try:
         own = metadata.version("triton-dist-tuner")
     except metadata.PackageNotFoundError:  # a source tree on PYTHONPATH
@@ -100,28 +100,29 @@ def software_versions() -> dict[str, str]:
 
 
 def _settings() -> str:
-    """Return the set environment variables that change generated code or its speed. These are
-    Triton's cache-invalidating variables, ``_VARIABLES`` and the interpreter's checks."""
+    """Return, as text, the environment variables that are set and change generated code or its
+    speed: Triton's cache-invalidating variables, ``_FINGERPRINTED_VARIABLES``, and the
+    interpreter's checks in ``TRITON_DIST_DEBUG``."""
     found: dict[str, str] = {}
     with suppress(ImportError):  # an internal name of Triton
         from triton._C.libtriton import get_cache_invalidating_env_vars
 
         found.update(get_cache_invalidating_env_vars())
     given = knobs.environment()
-    found.update({name: given[name] for name in _VARIABLES if name in given})
+    found.update({name: given[name] for name in _FINGERPRINTED_VARIABLES if name in given})
     if modes := [mode for mode in knobs.debug.get() if mode.startswith("interp")]:
         found["TRITON_DIST_DEBUG"] = ",".join(modes)
     return ", ".join(f"{name}={value}" for name, value in sorted(found.items()))
 
 
 def is_interpreting() -> bool:
-    """Return True if a kernel decorated now would be interpreted (Triton's
-    ``TRITON_INTERPRET``)."""
+    """Return True if Triton would interpret a kernel that is decorated now
+    (``TRITON_INTERPRET``)."""
     return bool(triton.knobs.runtime.interpret)
 
 
 def no_device_for_kernels() -> DeviceUnavailable:
-    """Return the error for a kernel that needs compilation on a host without a GPU."""
+    """Return the error for a kernel that is compiled, not interpreted, on a host without a GPU."""
     return DeviceUnavailable(
         "cuda",
         "there is no GPU, and kernels are not interpreted",
@@ -132,8 +133,8 @@ def no_device_for_kernels() -> DeviceUnavailable:
 
 @functools.cache
 def explain_missing_driver() -> None:
-    """Replace Triton's error for a missing GPU by an error with instructions. Triton 3.6 to 3.9
-    raise "0 active drivers ([]). There should only be one."."""
+    """Make Triton's error for a missing GPU state what to do. Triton 3.6 to 3.9 raise "0 active
+    drivers ([]). There should only be one."."""
     module = importlib.import_module("triton.runtime.driver")
     create = getattr(module, "_create_driver", None)
     if create is None:
@@ -151,11 +152,11 @@ def explain_missing_driver() -> None:
 
 
 def pin_defaults() -> None:
-    """Set Triton's default of floating-point fusion explicitly, unless the user has set it.
+    """Turn on floating-point fusion in Triton, unless ``TRITON_DEFAULT_FP_FUSION`` is set.
 
-    Floating-point fusion (``a * b + c`` with one rounding) is on in Triton 3.6 to 3.9 and off in
-    3.10; 3.9 warns about it at each process's first compilation. Setting it keeps results and
-    timings equal across versions and avoids the warning.
+    Floating-point fusion (``a * b + c`` with one rounding) is on by default in Triton 3.6 to 3.9,
+    and off in 3.10. Triton 3.9 warns about the change in each process that compiles. An explicit
+    setting keeps results and times equal across versions, and avoids the warning.
     """
     if not knobs.is_set("TRITON_DEFAULT_FP_FUSION"):
         knobs.put("TRITON_DEFAULT_FP_FUSION", "1")
@@ -163,27 +164,28 @@ def pin_defaults() -> None:
 
 def has_allocator() -> bool:
     """Return True if ``triton.set_allocator`` was called in this thread's context. Triton has no
-    getter. The internal context variable is the same in 3.6 to 3.9."""
+    getter; this reads an internal variable of Triton 3.6 to 3.9."""
     from triton.runtime import _allocation
 
     return _allocation._allocator.get() is not _allocation._NULL_ALLOCATOR
 
 
-def compilation() -> Mapping[str, Any]:
+def running_compilation() -> Mapping[str, Any]:
     """Return the local variables of this thread's running ``triton.compile``; empty if none runs.
 
-    Includes ``src``, ``target`` and ``options``. Triton passes only a key to a cache manager, so
-    the frame is read. The names are the same in 3.6 to 3.9 and are used for messages and manifests
-    only.
+    They include ``src``, ``target`` and ``options``. Triton passes only a key to a cache manager,
+    so the variables are read from the stack frame. Their names are equal in Triton 3.6 to 3.9. The
+    values are only used in messages and in the manifests of packs.
     """
     return _locals_of(triton.compiler.compiler.compile)
 
 
-def module_source() -> str:
-    """Return the C source of the native module that this thread looks up or builds, or "".
+def native_module_source() -> str:
+    """Return the C source of the native module that this thread's call of Triton looks up or
+    builds; "" if there is no such call.
 
-    Triton's key of a module depends on whether the host has the command ``file``
-    (``platform.architecture``), so a module built on one host is not found on another.
+    The source identifies a module on all hosts. Triton's own key depends on whether the host has
+    the command ``file`` (``platform.architecture``).
     """
     return str(_locals_of(triton.runtime.build.compile_module_from_src).get("src", ""))
 
@@ -197,14 +199,14 @@ def _locals_of(function: Any) -> Mapping[str, Any]:
 
 
 def has_loaded_kernels() -> bool:
-    """Return True if Triton's CUDA utilities are loaded: it has loaded or launched a kernel."""
+    """Return True if Triton has loaded or launched a kernel in this process."""
     from triton.backends.nvidia.driver import CudaUtils
 
     return hasattr(CudaUtils, "instance")
 
 
 def source_class(function: Any) -> Any:
-    """Return the class from which Triton compiles the kernel ``function``. Gluon's class is
+    """Return Triton's class for the source of the kernel ``function``. ``GluonASTSource`` is
     imported only for a Gluon kernel."""
     if function.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource
@@ -215,7 +217,7 @@ def source_class(function: Any) -> Any:
 
 @functools.cache
 def has_gluon_for_hopper() -> bool:
-    """Return True if Triton has the Gluon calls for TMA, shared-memory barriers and warpgroup MMA.
+    """Return True if Triton has Gluon functions for TMA, shared-memory barriers and warpgroup MMA.
     Triton 3.6 to 3.9 have them. Gluon is experimental, so check for each name."""
     try:
         from triton.experimental.gluon.language import warp_specialize  # noqa: F401
@@ -231,14 +233,14 @@ def compiles_for_hopper() -> bool:
         return False
     try:
         target = triton.runtime.driver.active.get_current_target()
-    except RuntimeError:  # Triton's, for "no driver"
+    except RuntimeError:  # Triton finds no GPU
         return False
     return bool(target.backend == "cuda" and target.arch // 10 == 9)
 
 
 def gluon_tma_copies() -> tuple[Any, Any]:
-    """Return Gluon's functions (load, store) for a tile by TMA. Triton 3.6 has other names for
-    them."""
+    """Return Gluon's two functions that load and store a tile by TMA. Their names in Triton 3.6
+    differ from later versions."""
     from triton.experimental.gluon.language.nvidia.hopper import tma
 
     if hasattr(tma, "async_load"):

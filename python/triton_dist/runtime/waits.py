@@ -1,8 +1,8 @@
 """Limit the time for which kernels wait for a flag: unlimited in production, limited in tuning.
 
-The host learns that a wait gave up only after the device has finished. An op that waited for the
-device inside its call would lengthen every sample of a tuner. The op therefore defers its check to
-the tuner inside ``deferred_checks``, and checks within the call otherwise.
+The host can check whether a wait gave up only after the device has finished. An op that waited for
+the device in its call would lengthen every sample of a tuner. Inside ``deferred_checks``, the op
+therefore leaves the check to the tuner. Otherwise the op checks within the call.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from triton_dist.errors import RankDisagreement, WaitTimeout
 from triton_dist.runtime.sharing import ranks_per_gpu
 
 Check: TypeAlias = Callable[[], WaitTimeout | RankDisagreement | None]
-"""Called after the device has finished; returns the error of the first wait since the last check
-that gave up or found that ranks disagree, or ``None``."""
+"""Function to call after the device has finished. It returns an error if, since its previous call,
+a wait gave up or found that ranks disagree. It returns the error of the first of these waits, or
+``None``."""
 
 # Measured on H200: one poll of a flag in local memory takes about 0.5 us.
 _POLLS_PER_SECOND = 2_000_000
 
-# Per process, not per thread: kernels and copy streams wait on their own threads. A list, because
-# several groups may tune at the same time on different threads.
+# The active limits in seconds. Per process, not per thread: kernels and copy streams wait on their
+# own threads. A list, because several groups may tune at the same time on different threads.
 _limits: list[float] = []
 
 
 on_poll: Callable[[Any, Any, Any, int, int, bool], None] | None = None
-"""Called for each unsuccessful poll of an interpreted wait, if kernels are checked. Arguments:
-pointers, the value seen, the value awaited, the number of flag bits that hold a size, the number of
-earlier polls, and whether the wait is overdue."""
+"""Hook of the deadlock check, called after each unsuccessful poll of a wait in an interpreted
+kernel. Arguments: pointers, the value seen, the value awaited, the number of low bits of a flag
+that do not count calls, the number of earlier polls, and whether the wait is overdue."""
 
 
 on_publish: Callable[[], None] | None = None
-"""Called for each interpreted ``publish_tile``, if kernels are checked."""
+"""Hook of the race check, called by each ``publish_tile`` in an interpreted kernel."""
 
 
 class Device(Protocol):
@@ -48,8 +49,8 @@ class Device(Protocol):
 def bounded_waits(seconds: float) -> Iterator[None]:
     """Context manager in which waits in kernels give up after ``seconds``.
 
-    An op whose wait gave up raises ``WaitTimeout``, in the call or through ``deferred_checks``. A
-    candidate that deadlocks therefore fails, and the GPU stays usable.
+    If a wait of an op gave up, the op raises ``WaitTimeout`` in its call or in
+    ``deferred_checks``. A candidate that deadlocks therefore fails, and the GPU stays usable.
     """
     _limits.append(seconds)
     try:
@@ -63,7 +64,7 @@ os.register_at_fork(after_in_child=_limits.clear)
 
 
 def limit_seconds() -> float | None:
-    """Return the current limit for kernels on GPUs, or ``None`` without one."""
+    """Return the smallest active limit, or ``None`` if there is none."""
     return min(_limits, default=None)
 
 
@@ -73,9 +74,9 @@ def are_limited() -> bool:
 
 
 def limit_polls() -> int:
-    """Return the limit in polls of a flag; 0 without a limit.
+    """Return the limit as a number of polls of a flag; 0: unlimited.
 
-    A rank that shares its GPU polls only in its time slices, so it makes fewer polls per second.
+    A rank that shares its GPU polls only in its time slices, so it polls less often.
     """
     if not _limits:  # fast path in production: runs in each call of an op
         return 0
@@ -86,13 +87,17 @@ def limit_polls() -> int:
 
 
 def interpreted_limit_seconds() -> float:
-    """Return the limit for waits in interpreted kernels, which always have one."""
+    """Return the limit for waits in interpreted kernels: the smallest active limit or
+    ``TRITON_DIST_WAIT_TIMEOUT``, whichever is smaller."""
     return min([knobs.wait_timeout.get(), *_limits])
 
 
 class _DeferredChecks:
-    """Checks passed by ops, without duplicates. They are kept until the end, because a CUDA graph
-    that was captured here repeats the waits at each replay without calling the op."""
+    """Checks that ops have passed to ``defer`` in one ``deferred_checks`` context, each once.
+
+    They are kept until the context ends: a CUDA graph captured in the context repeats the waits at
+    each replay without calling the op.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -102,7 +107,8 @@ class _DeferredChecks:
         """Wait up to ``seconds`` for the device, then run all checks.
 
         Raises:
-            WaitTimeout, RankDisagreement: a wait gave up; the first error of several.
+            WaitTimeout, RankDisagreement: a wait gave up or found that ranks disagree. If several
+                checks return an error, the first is raised.
             TimeoutError: the device did not finish in time.
         """
         if not self.checks:
@@ -115,8 +121,8 @@ class _DeferredChecks:
 
 
 class _ThreadState(threading.local):
-    """State per thread: only the caller of an op on this thread knows when to run the
-    deferred checks. Ops on other threads check in their call."""
+    """The active ``deferred_checks`` contexts of a thread. Ops on other threads check within their
+    call."""
 
     def __init__(self) -> None:
         self.contexts: list[_DeferredChecks] = []
@@ -129,10 +135,9 @@ _thread = _ThreadState()
 def deferred_checks(device: Device, seconds: float) -> Iterator[Callable[[], None]]:
     """Context manager in which ops of this thread pass their checks to the caller.
 
-    Yields a function to call after each op, outside of the timed section. It waits up to
-    ``seconds`` for ``device`` and raises ``WaitTimeout`` if a wait gave up. If the contexts are
-    nested, the checks of the outer one run first, so that its errors are not attributed to the
-    inner one.
+    Yields a function to call after each op, outside of the timed section. The function waits up to
+    ``seconds`` for ``device`` and raises ``WaitTimeout`` if a wait gave up. A nested context first
+    runs the checks of the outer context: their errors must not be attributed to the inner context.
     """
     contexts, own = _thread.contexts, _DeferredChecks(device)
     if contexts:
@@ -142,13 +147,13 @@ def deferred_checks(device: Device, seconds: float) -> Iterator[Callable[[], Non
         yield functools.partial(own.run_checks, seconds)
     finally:
         contexts.remove(own)
-        # Drop the checks of a call that raised, without waiting.
+        # If a call raised, its checks have not run: run them now, without waiting.
         with suppress(Exception):
             own.run_checks(0.0)
 
 
 def defer(check: Check) -> bool:
-    """Pass ``check`` to the innermost ``deferred_checks`` of this thread; return False without
+    """Pass ``check`` to this thread's innermost ``deferred_checks``. Return whether there is
     one."""
     if not _thread.contexts:
         return False

@@ -92,7 +92,7 @@ _Rows: TypeAlias = dict[tuple[int, int], list[Mark]]
 def _rows(marks: Iterable[Mark]) -> _Rows:
     rows: _Rows = {}
     for mark in sorted(marks, key=lambda each: (each.program, each.begin_ns, -each.end_ns)):
-        rows.setdefault((mark.program, mark.group), []).append(mark)
+        rows.setdefault((mark.program, mark.warp_group), []).append(mark)
     return dict(sorted(rows.items()))
 
 
@@ -106,7 +106,7 @@ def shares(marks: list[Mark]) -> dict[str, float]:
     for mark in marks:
         if mark.program < 0:  # a copy stream
             continue
-        row = mark.program, mark.group
+        row = mark.program, mark.warp_group
         begin, end = rows.get(row, (mark.begin_ns, mark.end_ns))
         rows[row] = min(begin, mark.begin_ns), max(end, mark.end_ns)
         ns_by_name[mark.name] += mark.end_ns - mark.begin_ns
@@ -138,7 +138,7 @@ def _flags_in_marks(
     numbers = {row: number for number, row in enumerate(rows)}
     begins = {row: [mark.begin_ns for mark in marks] for row, marks in rows.items()}
     for flag in flags:
-        row, identity = (flag.program, flag.group), addresses.identify(flag.address)
+        row, identity = (flag.program, flag.warp_group), addresses.identify(flag.address)
         first = bisect_right(begins.get(row, ()), flag.at_ns)
         around = (mark for mark in reversed(rows.get(row, ())[:first]) if mark.end_ns >= flag.at_ns)
         mark = next(around, None)

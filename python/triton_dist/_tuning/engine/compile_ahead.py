@@ -60,7 +60,7 @@ class CompileAhead:
         step = Step("list the kernels")
         new = [config for config in candidates if config.digest not in self._needed]
         with self._ranks.user_code(step, self._seconds):
-            kernels = {c.digest: compiler.missing(functools.partial(prepare, c)) for c in new}
+            kernels = {c.digest: compiler.collect(functools.partial(prepare, c)) for c in new}
         own = MissingKernels(compiler.cache, kernels)
         everyone = self._ranks.all_gather(step, own, self._seconds)
         for digest in kernels:

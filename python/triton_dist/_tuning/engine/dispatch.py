@@ -110,7 +110,7 @@ class AutoTuner(Decorated[P, R_co]):
         self._parts_for, self._forget = parts_for, forget
         self.sizes, self.fallback_fn = sizes, fallback_fn
         self._untraced_slow_path = self._process.untraced(self._slow_path)
-        self._group_member = self._process.group_member
+        self._default_group = self._process.default_group
         self._is_compiled = self._process.is_compiled
         self._reset_for_world()
         self._names: frozenset[str] = frozenset()  # empty until the space is evaluated
@@ -178,7 +178,7 @@ class AutoTuner(Decorated[P, R_co]):
             NoValidConfig: no config can be used.
         """
         if autotune and (not kwargs or self._names.isdisjoint(kwargs)):
-            world = self._group_member.WORLD
+            world = self._default_group.WORLD
             try:
                 if world is not self._world:
                     self._reset_for_world()
@@ -320,7 +320,7 @@ class AutoTuner(Decorated[P, R_co]):
 
         All other groups end with it.
         """
-        world = self._group_member.WORLD
+        world = self._default_group.WORLD
         self._choices = Choices()
         self._hits, self._group_hits = self._choices.hits, self._choices.group_hits
         self._published_absences: set[tuple[int, str]] = set()
@@ -467,7 +467,7 @@ class AutoTuner(Decorated[P, R_co]):
 
     def _count_call(self) -> None:
         """Count a call that is not a hit."""
-        if self._group_member.WORLD is not self._world:
+        if self._default_group.WORLD is not self._world:
             self._reset_for_world()
         self._calls += 1
 

@@ -65,7 +65,7 @@ class ProcessFunctions:
     ranks: Callable[[Any], RankGroup]
     """Returns the ranks that tune together, for the process group that the call passes as
     ``autotune_pg``. For equal process groups it returns the same object."""
-    group_member: Any = NoGroup
+    default_group: Any = NoGroup
     """Class or object whose ``WORLD`` is the group of all ranks; ``None`` before its creation."""
     is_traced: Callable[[Iterable[Any]], bool] = lambda values: False
     """Returns ``True`` if a call with these arguments computes nothing: it is traced, or has

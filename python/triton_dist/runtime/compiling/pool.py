@@ -20,14 +20,15 @@ from triton_dist.runtime.compiling import server
 from triton_dist.runtime.compiling.kernels import Kernel, kernels_to_compile
 from triton_dist.runtime.compiling.server import Job, Verdict
 
-_WAIT_FRACTION = 0.9  # of the time limit; after the whole limit, other ranks give up on this rank
-_MAX_WORKERS = 16  # each takes several hundred MB
+_WAIT_FRACTION = 0.9  # of the compile time limit; after the full limit, other ranks stop waiting
+_MAX_WORKERS = 16  # a process takes several hundred MB
 _POLL_SECONDS = 0.2
 
 
 class CompilePool:
-    """Processes that compile kernels ahead of their first use. If no process can be started,
-    :meth:`wait` compiles in this process."""
+    """Processes that compile kernels before their first use. If no process can be started,
+    :meth:`wait` compiles in this process. Kernels are identified by their digest, the key in
+    Triton's disk cache."""
 
     def __init__(self) -> None:
         self._kernels: dict[str, Kernel] = {}
@@ -44,8 +45,9 @@ class CompilePool:
         """Return host and folder of Triton's disk cache; equal values mean a shared cache."""
         return f"{platform.node()}:{os.path.realpath(triton.knobs.cache.dir)}"
 
-    def missing(self, prepare: Callable[[], object]) -> list[str]:
-        """Return the digests of the kernels that ``prepare`` would compile, without compiling."""
+    def collect(self, prepare: Callable[[], object]) -> list[str]:
+        """Register the kernels that ``prepare`` would compile, without compiling them, and return
+        their digests. Kernels that are in the disk cache are left out."""
         found = kernels_to_compile(prepare)
         self._kernels.update(found)
         return list(found)
@@ -53,8 +55,12 @@ class CompilePool:
     def begin(self, digests: Sequence[str], sharers: int) -> None:
         """Compile these kernels in this order, in parallel.
 
-        Use this rank's share of the host's cores, which ``sharers`` ranks share. Compilations of
-        earlier calls continue concurrently.
+        Compilations of earlier calls continue concurrently.
+
+        Args:
+            digests: results of ``collect``. Kernels that were passed before are ignored.
+            sharers: number of ranks that compile on this host. This rank uses at most this fraction
+                of the host's cores.
         """
         digests = [each for each in digests if each not in self._begun]
         self._begun.update(digests)
@@ -106,11 +112,8 @@ class CompilePool:
                 try:
                     verdict: Verdict = verdicts.recv()
                     self._verdicts[verdict.digest] = verdict
-                except (
-                    EOFError,
-                    ConnectionError,
-                ):  # the process died: the caller compiles the rest
-                    self._end(verdicts)
+                except (EOFError, ConnectionError):
+                    self._end(verdicts)  # the process died: the caller compiles its kernels
         return self._verdicts.get(digest)
 
     def _compile_here(self, digest: str) -> Verdict:

@@ -51,7 +51,7 @@ class Recorder:
         Kernels that ``triton_dist.runner`` built are not recorded.
         """
         try:
-            compilation = triton_compat.compilation()
+            compilation = triton_compat.running_compilation()
             if compilation:
                 paths: Mapping[str, str] = details["metadata_group"]
                 named = {

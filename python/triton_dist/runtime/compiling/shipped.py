@@ -104,7 +104,7 @@ class ShippedCache(CacheManager):
 
     def _module_digest(self) -> str:
         """Return the digest of the C source. The file name contains the Python version."""
-        source = triton_compat.module_source()
+        source = triton_compat.native_module_source()
         return sha256(source.encode()) if source else self._digest
 
 
@@ -207,7 +207,8 @@ def _not_shipped(filename: str, reason: str = "") -> KernelNotShipped:
         name, here = filename.removesuffix(MODULE_SUFFIX), module_facts()
         known, unlisted = here, "its C source, such as types of arguments,"
     else:
-        name, here = filename.removesuffix(".json"), compilation_facts(triton_compat.compilation())
+        name = filename.removesuffix(".json")
+        here = compilation_facts(triton_compat.running_compilation())
         known, unlisted = main_facts(here), "Triton's own files"
     candidates = [
         (differences(entry.facts, here), digest, pack)

@@ -22,23 +22,23 @@ __all__ = [
     "SoloRank",
     "StoreRanks",
     "WorldRank",
-    "group_member",
+    "default_group",
     "group_for",
     "process_group_of",
 ]
 
 
 class _DefaultGroup:
-    """Replacement for ``distributed_c10d.GroupMember`` that works in compiled code. torch 2.11 does
-    not evaluate a property of a metaclass there."""
+    """The default process group as an attribute that ``torch.compile`` can trace. torch 2.11 cannot
+    trace ``distributed_c10d.GroupMember.WORLD``, a property of a metaclass."""
 
     @property
     def WORLD(self) -> dist.ProcessGroup | None:
-        """The current world, or ``None``."""
+        """The default process group, or ``None`` if it is not initialised."""
         return distributed_c10d._world.default_pg
 
 
-group_member: Any = _DefaultGroup()
+default_group: Any = _DefaultGroup()
 
 Group = dist.ProcessGroup | DeviceMesh | None
 """Argument that selects ranks: a process group, a 1-D mesh, or ``None`` for the world."""
@@ -47,17 +47,18 @@ _solo = SoloRank()
 # Weak: threads and sockets of a process group end when it is destroyed.
 _groups: WeakKeyDictionary[dist.ProcessGroup, ProcessGroupRanks] = WeakKeyDictionary()
 _inherited: set[dist.ProcessGroup] = set()
-"""Groups inherited by a forked process, which is not a rank of them."""
+"""Groups of the parent process in a forked child, which is not a rank of these groups."""
 
 
 def group_for(group: Group = None, scope: str = "world") -> ProcessGroupRanks | SoloRank:
-    """Return the ranks of ``group``, by default of the world; without a world, a group of one.
+    """Return an object for messages between the ranks of ``group``, by default of all ranks.
 
-    Returns the same object as long as the process group exists. A new world, or a new group with an
-    old name, gives a new object.
+    The result is the same object as long as the process group exists. A new process group has a new
+    object, even if it has the name of an earlier group.
 
-    ``scope="rank"`` always returns a group of one. So do groups with the backend ``fake``, whose
-    other ranks do not exist, and groups inherited by a fork.
+    The result is a group of this rank alone for ``scope="rank"``, and without an initialised
+    ``torch.distributed``. It is also this rank alone for the backend ``fake``, whose other ranks do
+    not exist, and in a forked child for the groups of its parent.
 
     Raises:
         InvalidArgument: unknown scope, or a group that this rank does not belong to.
@@ -77,17 +78,17 @@ def group_for(group: Group = None, scope: str = "world") -> ProcessGroupRanks | 
 
 
 def process_group_of(group: Any) -> dist.ProcessGroup | None:
-    """Return the process group of a group or 1-D mesh, the world for ``None``, or ``None`` if
-    there is no world.
+    """Return the process group that ``group`` selects: a process group itself, the group of a 1-D
+    mesh, or for ``None`` the default group (``None`` if it is not initialised).
 
     Raises:
-        InvalidArgument: another type, a group without this rank, or a destroyed group.
+        InvalidArgument: ``group`` has another type, does not contain this rank, or was destroyed.
     """
     if group is None:
         return dist.group.WORLD if dist.is_initialized() else None
     members = group
     if isinstance(group, DeviceMesh) and group.ndim == 1 and group.get_coordinate() is not None:
-        with suppress(RuntimeError):  # its group was destroyed
+        with suppress(RuntimeError):  # the mesh's group was destroyed
             members = group.get_group()
     # ``new_group`` returns a number on ranks that are not members.
     if not isinstance(members, dist.ProcessGroup) or members not in distributed_c10d._world.pg_map:

@@ -46,8 +46,10 @@ class MissingRanks(Exception):
     """Raised when messages of some ranks did not arrive.
 
     Attributes:
-        notice: the message of a rank that left.
-        because: known reasons, by rank.
+        missing: the ranks whose messages did not arrive.
+        notice: the message of a rank that left the channel, or ``None``.
+        because: known reasons why a rank is missing, by rank.
+        seconds: time waited.
     """
 
     def __init__(
@@ -78,12 +80,12 @@ class Mailbox:
         self._client().set(name, pickle.dumps(value))  # type: ignore[arg-type]  # takes bytes
 
     def put_first(self, name: str, value: Any) -> bool:
-        """``put`` unless an entry exists; return whether this call stored it."""
+        """Store ``value`` unless the entry exists. Return whether this call stored it."""
         entry = pickle.dumps(value)
         return self._client().compare_set(name, "", entry) == entry  # type: ignore[arg-type]
 
     def find(self, name: str) -> Any:
-        """Return the entry, or ``None``."""
+        """Return the value of the entry ``name``, or ``None`` if it does not exist."""
         client = self._client()
         return pickle.loads(client.get(name)) if client.check([name]) else None
 
@@ -103,7 +105,7 @@ class Mailbox:
         """Wait for the entries of these ranks and return them.
 
         Args:
-            names: name of the entry of each rank.
+            names: name of the awaited entry of each rank.
             seconds: time limit. Time in which this process is stopped does not count. Time in which
                 an awaited process is stopped does not count either, up to
                 ``max_stopped_seconds()`` seconds.
@@ -111,7 +113,8 @@ class Mailbox:
             on_wait: called regularly with the missing ranks and the seconds waited so far.
 
         Raises:
-            MissingRanks: after ``seconds``, or when a missing rank left or its process has ended.
+            MissingRanks: after the time limit, or as soon as a rank has left the channel or the
+                process of a missing rank has ended.
         """
         client = self._client()
         wanted = list(names.values())
@@ -138,7 +141,7 @@ class Mailbox:
                     raise MissingRanks(missing, None, stopped, now - begin)
                 on_wait(missing, now - begin)
                 last_check, next_check = now, min(now + _CHECK_INTERVAL_SECONDS, max(now, deadline))
-            # Back off in proportion to the time waited; ranks in step never sleep.
+            # Back off in proportion to the time waited. Waits of up to 0.5 ms never sleep.
             if now - begin > _SPIN_SECONDS:
                 time.sleep(min((now - begin) / 16, 0.02))
         if client.has_extended_api():  # type: ignore[attr-defined]
@@ -148,11 +151,12 @@ class Mailbox:
     def delete(self, names: Iterable[str]) -> None:
         client = self._client()
         for name in names:
-            with suppress(RuntimeError):  # a store written in Python may not be able to
+            with suppress(RuntimeError):  # a store written in Python may not support it
                 client.delete_key(name)
 
     def ended_or_stopped(self, missing: Sequence[int]) -> tuple[dict[int, str], dict[int, str]]:
-        """Return the ranks on this host with an ended process, and with a stopped process."""
+        """Return the missing ranks whose process has ended, and those whose process is stopped.
+        Both dicts have a text for messages by rank. Processes of other hosts are not checked."""
         gone, stopped = {}, {}
         for rank in missing:
             process = self.process(rank)

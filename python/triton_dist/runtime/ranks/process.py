@@ -1,4 +1,4 @@
-"""Identity of a rank: its process, whether the process still runs, and how messages name it."""
+"""Identity of a rank's process, whether the process still runs, and the rank's text in messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from triton_dist.runtime.job import ENDED, process_state
 
 
 class Process(NamedTuple):
-    """Identity of a process, distinct from a later process with the same number."""
+    """Identity of a process. A later process with the same process id has another identity."""
 
     host: str
     namespace: str
@@ -34,8 +34,8 @@ class Process(NamedTuple):
         return cls(socket.gethostname(), namespace, pid, process_state(pid)[1], local_rank)
 
     def has_ended(self) -> bool:
-        """Return whether the process is known to have ended; ``False`` if unknown (another
-        host)."""
+        """Return whether the process is known to have ended. ``False`` for a process of another
+        host, whose state is unknown."""
         state = self._known_state()
         return state is not None and state in ENDED
 
@@ -44,7 +44,8 @@ class Process(NamedTuple):
         return self._known_state() in ("T", "t")
 
     def _known_state(self) -> str | None:
-        """Return the state letter, empty if the process does not exist, ``None`` if unknown."""
+        """Return the state letter of ``/proc/<pid>/stat``, "" if the process does not exist, or
+        ``None`` if the state is unknown."""
         own = Process.own()
         if not self.started or (self.host, self.namespace) != (own.host, own.namespace):
             return None
@@ -53,7 +54,7 @@ class Process(NamedTuple):
 
 
 class WorldRank(int):
-    """Global rank. Its text may include the location: ``3 (host a, local rank 1)``."""
+    """A global rank whose ``str`` may include the location: ``3 (host a, local rank 1)``."""
 
     where: str
 

@@ -1,4 +1,4 @@
-"""Group of one rank. An exchange returns this rank's message, so callers need no special case."""
+"""A group of one rank with the interface of larger groups, so that callers need no special case."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class SoloRank:
-    """This process alone."""
+    """This process alone. Gathers and broadcasts return this rank's own value."""
 
     process_group = None
     rank = 0
@@ -48,7 +48,7 @@ class SoloRank:
         return [value]
 
     def broadcast(self, phase: str, value: T | None, seconds: float | None = None) -> T:
-        return value  # type: ignore[return-value]  # the leader always brings a value
+        return value  # type: ignore[return-value]  # the leader always passes a value
 
     def all_gather(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
         return [value]

@@ -1,8 +1,8 @@
 """Exchange messages between the ranks of a group over a key-value store.
 
-Every message has a deadline, so a missing rank leads to an error that names it. A collective on the
-data plane would hang until the timeout of the process group, 30 minutes by default. (Two-phase
-agreement over the store instead of a collective: pytorch/pytorch#176920.)
+Every wait for a message has a deadline, so a missing rank leads to an error that names the rank. A
+collective of the process group would hang until the group's timeout, which is 10 minutes by default
+with NCCL and 30 minutes with gloo.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from triton_dist.runtime.ranks.process import WorldRank
 T = TypeVar("T")
 
 _REMIND_SECONDS = 60.0
+"""Time after which a waiting rank logs once which ranks are missing."""
 _RETURN_SECONDS = 0.5
-"""Seconds to wait for a rank that left an earlier channel. It may have continued after an error in
-a call that was a hit on the other ranks, and then joins the next channel."""
+"""Seconds to wait for a rank that left an earlier channel. The error that made it leave may belong
+to an earlier call, which needed no channel on the other ranks. The rank may then continue and join
+the next channel."""
 
 _log = logging.getLogger("triton_dist")
 
@@ -40,22 +42,22 @@ class StoreRanks:
     """Messages that all ranks of a group send in the same order.
 
     Messages are numbered by step: message n of a rank pairs with message n of the other ranks.
-    ``phase`` names the purpose of a step. It appears in the error when a rank is missing, and
-    different phases at one step raise on every rank.
+    ``phase`` names the purpose of a step. Errors about missing ranks contain the phase. If ranks
+    are in different phases at one step, every rank raises an error.
 
-    Each tuning uses a separate channel with separate step numbers, because the tuned function may
-    itself send messages while a config is tried.
+    Each tuning uses a separate *channel* with separate step numbers, because the tuned function may
+    itself send messages while a config is tried. A rank joins a channel with its first message.
 
-    Channels are numbered too. Ranks may count differently, because a rank may raise in a call that
-    is a hit on the other ranks. A rank *leaves* a channel when an error ends it, or instead of
-    sending its first message. If a rank left a channel before all ranks joined it,
-    ``first_all_gather`` continues with the next number. All ranks therefore meet in the first
+    Channels are numbered too. The numbers of ranks may differ, because a rank may raise in a call
+    that needs no channel on the other ranks. A rank *leaves* a channel if an error ends its call,
+    before or after the first message. If a rank left a channel before all ranks joined it,
+    ``first_all_gather`` continues with the next channel. All ranks therefore meet in the first
     channel that no rank has left.
 
     Args:
-        store: a store without older entries, which no other group uses. (torch's groups have the
-            same requirement.)
-        world: global rank of each rank of the group; default: the same number.
+        store: a store without earlier entries. Only this group may use it.
+        rank, size: this rank, and the number of ranks.
+        world: global rank of each rank of the group; default: global ranks are equal to ranks.
     """
 
     def __init__(
@@ -73,12 +75,12 @@ class StoreRanks:
         self._reminded = False
 
     def global_rank(self, rank: int) -> int:
-        """Return the global rank of ``rank``, for messages and errors. Its text includes host and
-        local rank unless the group is the world of a single host."""
+        """Return the global rank of ``rank``, for messages and errors. Its ``str`` includes host
+        and local rank, unless the group has all ranks and ``rank`` is on this host."""
         with suppress(dist.DistError):
             own, process = self._mailbox.process(self.rank), self._mailbox.process(rank)
             per_host, known = knobs.local_world_size.get(), process is not None
-            index, local_rank = divmod(self.world[rank], per_host)  # as launchers number them
+            index, local_rank = divmod(self.world[rank], per_host)  # hosts are numbered in order
             if process is not None and process.local_rank >= 0:
                 local_rank = process.local_rank
             host = process.host if process is not None else f"number {index}"
@@ -93,6 +95,7 @@ class StoreRanks:
         return is_on_this_host and self.world == tuple(range(self.size))
 
     def facts(self) -> Mapping[str, str]:
+        """Return the numbers of ranks in the group and on this host, for tuning records."""
         return {"world_size": str(self.size), "local_world_size": str(knobs.local_world_size.get())}
 
     def is_current(self) -> bool:
@@ -109,10 +112,12 @@ class StoreRanks:
         """Open a channel: channel n of a rank pairs with channel n of the other ranks.
 
         Args:
-            function, key: subject of the channel, for messages. The function also decides whether
-                a rank left because of the same subject.
-            call: position of the call among the calls of ``function`` since all ranks last used a
-                channel for it. It identifies a call that another rank refused.
+            function: the tuned function, for messages, and to check whether another rank left a
+                channel of the same function.
+            key: the tuned key, for messages.
+            call: position of the call among the calls of ``function``, counted from 1 after the
+                last channel that all ranks used for it. Identifies a call that another rank
+                refused.
             hint: possible reason why other ranks do not join, for the reminder message.
         """
         new = copy.copy(self)
@@ -126,13 +131,13 @@ class StoreRanks:
         return new
 
     def abort(self, reason: str, refused: bool = False) -> None:
-        """Leave the channel and report the reason to ranks that wait for this one. Does not
-        block."""
+        """Leave the channel, and report the reason to the ranks that wait for this rank. Does not
+        block. ``refused``: the call's arguments were invalid, so this rank sent no message."""
         last = LeaveNotice(self.rank, self._function, self._call, reason, refused)
         with self._reporting_lost_store(f"leaving ({reason})"):
             while not self._mailbox.put_first(f"{self._topic}left", last):
                 left = self._mailbox.find(f"{self._topic}left")
-                # The first rank that left has the cause.
+                # Keep the notice of the first rank that left: its reason is the original cause.
                 if self._step or self._is_of_this_call(left):
                     return
                 self._next_topic()  # the channel that the remaining ranks join
@@ -152,9 +157,9 @@ class StoreRanks:
         Raises:
             RankTimeout: a rank does not join within ``seconds`` (default: ``agreement_seconds``),
                 or left a channel of the same function and does not return within 0.5 s.
-            RankDisagreement: as ``all_gather``.
+            RankDisagreement: ranks are in different phases.
         """
-        begin, before = time.monotonic(), len(self._written_names)
+        begin, num_earlier = time.monotonic(), len(self._written_names)
         end = begin + (self.agreement_seconds() if seconds is None else seconds)
         return_deadline = end
         left_ranks: dict[int, LeaveNotice] = {}
@@ -170,11 +175,11 @@ class StoreRanks:
                     entries = self._wait(
                         1, phase, range(self.size), return_deadline - time.monotonic()
                     )
-                    return self._checked_values(1, phase, entries, before)
+                    return self._checked_values(1, phase, entries, num_earlier)
                 except MissingRanks as error:
                     absent, left = error, error.notice
                 if left is None and left_ranks and left_ranks.keys().isdisjoint(absent.missing):
-                    # These ranks have returned; others are late.
+                    # The ranks that left have returned; other ranks are late.
                     left_ranks, return_deadline = {}, end
                     if not absent.because and time.monotonic() < end:
                         continue
@@ -203,15 +208,17 @@ class StoreRanks:
 
     def all_gather(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
         step = self._next_step()
-        before = len(self._written_names)
+        num_earlier = len(self._written_names)
         self._put(step, phase, value)
         entries = self._receive_all(step, phase, range(self.size), seconds)
-        return self._checked_values(step, phase, entries, before)
+        return self._checked_values(step, phase, entries, num_earlier)
 
     def barrier(self, phase: str, seconds: float | None = None) -> None:
         self.all_gather(phase, None, seconds)
 
     def pending_values(self) -> tuple[dict[int, Any], dict[int, str]]:
+        """Return the values that other ranks have sent for the next step, and the reasons why
+        other ranks cannot send theirs (process ended or stopped). Both by rank."""
         values: dict[int, Any] = {}
         why: dict[int, str] = {}
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -227,22 +234,23 @@ class StoreRanks:
         return values, why
 
     def align_devices(self) -> None:
-        """Do nothing: these ranks queue no work."""
+        """Do nothing: these ranks queue no work on a device."""
 
     def _checked_values(
-        self, step: int, phase: str, entries: list[tuple[str, T]], before: int
+        self, step: int, phase: str, entries: list[tuple[str, T]], num_earlier: int
     ) -> list[T]:
-        """Return the values if all ranks are in ``phase``, else raise ``RankDisagreement``."""
+        """Return the values if all ranks are in ``phase``, else raise ``RankDisagreement``. Delete
+        the ``num_earlier`` first entries that this rank wrote."""
         if any(other != phase for other, _ in entries):
             by_rank = {self.global_rank(rank): other for rank, (other, _) in enumerate(entries)}
             raise RankDisagreement(f"step {step} of the tuning", by_rank)
-        # All ranks are here, so all have read the earlier entries, also of the last channel.
-        self._mailbox.delete(self._written_names[:before])
-        del self._written_names[:before]
+        # All ranks have reached this step, so they have read all earlier entries.
+        self._mailbox.delete(self._written_names[:num_earlier])
+        del self._written_names[:num_earlier]
         return [value for _, value in entries]
 
     def _is_of_this_call(self, left: LeaveNotice) -> bool:
-        """Return whether a rank left because it refused this call."""
+        """Return whether ``left`` reports that a rank refused this call."""
         return left.refused and (left.function, left.call) == (self._function, self._call)
 
     def _next_topic(self) -> None:
@@ -266,7 +274,7 @@ class StoreRanks:
             return self._wait(step, phase, ranks, seconds)
         except MissingRanks as error:
             absent = error
-        # Not in the ``except`` block: only an exception that the caller handles is the context.
+        # Raised outside of the ``except`` block, so that MissingRanks is not its context.
         raise self._timeout(phase, absent)
 
     def _wait(
@@ -291,7 +299,7 @@ class StoreRanks:
         awaited = ", ".join(str(self.global_rank(rank)) for rank in missing)
         known = "".join(f" Rank {r} {text}." for r, text in self._notes(missing).items())
         known = known or f" {self._hint}".rstrip()
-        with suppress(OSError, ValueError):  # a handler of the user whose stream is closed
+        with suppress(OSError, ValueError):  # the user's logging handler has a closed stream
             _log.warning(
                 f"rank {self.global_rank(self.rank)}: {subject}{phase}{key}: waiting for rank(s) "
                 f"{awaited} for {waited:.0f} s.{known}"
@@ -308,7 +316,7 @@ class StoreRanks:
         notices = dict(left_ranks or {})
         if absent.notice is not None:
             if self._is_of_this_call(absent.notice):
-                notices.clear()  # these reports are about earlier calls
+                notices.clear()  # the other notices are about earlier calls
             notices[absent.notice.rank] = absent.notice
         known = {rank: f"left: {left.reason}" for rank, left in notices.items()}
         # The reason why a rank left is more useful than the fact that its process ended.
@@ -332,8 +340,8 @@ class StoreRanks:
 
     @contextmanager
     def _reporting_lost_store(self, phase: str) -> Iterator[None]:
-        """Context manager that turns a lost store (its launcher or rank ended) into
-        ``RankTimeout``."""
+        """Context manager that raises ``RankTimeout`` if the store is lost, because the launcher or
+        rank that serves it has ended."""
         begin = time.monotonic()
         try:
             yield
@@ -378,11 +386,12 @@ class ProcessGroupRanks(StoreRanks):
         return process_group
 
     def is_current(self) -> bool:
-        """Return whether the process group still exists. If not, its agreements are void."""
+        """Return whether the process group still exists."""
         return self._process_group() in distributed_c10d._world.pg_map
 
     def agreement_seconds(self) -> float:
-        """Return the knob's value, else the timeout of the group's collectives, else 30 minutes."""
+        """Return ``TRITON_DIST_AUTOTUNE_MEETING_TIMEOUT`` if it is set, else the timeout of the
+        group's collectives, else 30 minutes; in seconds."""
         limit = knobs.autotune_meeting_timeout.get()
         if limit is not None:
             return limit
@@ -394,9 +403,10 @@ class ProcessGroupRanks(StoreRanks):
         return min(seconds, default=1800.0)
 
     def align_devices(self) -> None:
-        """Queue a one-element all-reduce on the current stream of a GPU, so that the ranks' devices
-        continue at the same time. With gloo (ranks that share a GPU) it waits on the host. Call it
-        right after a barrier; otherwise it waits up to the timeout of the process group."""
+        """Queue a one-element all-reduce on the current stream, so that the GPUs of all ranks
+        continue at the same time. With gloo (ranks that share a GPU) the host waits for the
+        all-reduce. Call this right after a barrier: for a missing rank it waits until the timeout
+        of the process group. Does nothing without GPUs."""
         if not torch.cuda.is_available():
             return
         is_on_gpu = knobs.share_gpus.get() and torch.cuda.is_initialized()

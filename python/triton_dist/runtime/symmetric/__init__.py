@@ -1,4 +1,4 @@
-"""Symmetric memory: equal named regions on every rank, each mapped by all ranks."""
+"""Symmetric memory: every rank allocates the same named regions, and maps those of all ranks."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def allocate(
 
     Args:
         name: name of the memory in error messages.
-        regions: shape and dtype of each region; equal on all ranks.
-        group: the ranks; default: the world, or this process alone.
+        regions: shape and dtype of each region, by its name; equal on all ranks.
+        group: the ranks; default: all ranks, or this process alone without torch.distributed.
 
     Raises:
-        InvalidArgument: a region is not a shape and a dtype.
+        InvalidArgument: a value of ``regions`` is not a pair of shape and dtype.
         RankDisagreement: ranks request different regions.
         SymmetricMemoryFull: on every rank, if any rank has too little memory.
-        DeviceUnavailable: on every rank, if ranks that share a GPU cannot share its memory.
+        DeviceUnavailable: on every rank, if ranks that share a GPU cannot map each other's memory.
     """
     layout = Layout.of(name, regions_of(regions))
     device = current_device()
     group = process_group_of(group)
-    # Inference tensors cannot be written outside of inference mode or by copy threads.
+    # In inference mode torch would allocate inference tensors, which copy threads cannot write.
     with torch.inference_mode(False):
         if group is None or dist.get_world_size(group) == 1:
             return SoloSymmetricMemory(layout, device.torch_device)
@@ -46,9 +46,9 @@ def allocate(
             places = ranks.all_gather("GPUs of the ranks", Place.of(device.torch_device.index))
             if not share_a_gpu(places):
                 return CudaSymmetricMemory(layout, device.torch_device, group)
-            refused = sharing_error(places, ranks.global_rank)
-            if refused is not None:
-                raise refused
+            error = sharing_error(places, ranks.global_rank)
+            if error is not None:
+                raise error
             return SharedGpuSymmetricMemory(layout, device.torch_device, group)
         return HostSymmetricMemory(layout, group)
 
@@ -56,5 +56,5 @@ def allocate(
 def regions_of(
     regions: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
 ) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return the regions to allocate. Checks of kernels replace this to add regions."""
+    """Return ``regions``. The race check replaces this function to allocate more regions."""
     return regions

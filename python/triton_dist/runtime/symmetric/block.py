@@ -16,12 +16,13 @@ import torch
 from triton_dist.errors import InvalidArgument, RankDisagreement, SymmetricMemoryFull
 from triton_dist.runtime import addresses
 
-# Regions are aligned to 512 bytes: more than TMA (16) and a cache line (128) require. Flags of
-# different regions never share a cache line.
 T = TypeVar("T")
 _ALIGNMENT = 512
-_numbers: dict[tuple[str, tuple[int, ...]], Iterator[int]] = {}
-"""By name and global ranks: numbers of allocations, equal on all ranks of the group."""
+"""Bytes; more than TMA (16) and a cache line (128) require. Flags of different regions never share
+a cache line."""
+_allocation_counters: dict[tuple[str, tuple[int, ...]], Iterator[int]] = {}
+"""Counters of allocations, by memory name and global ranks. They are equal on all ranks of a group,
+because allocation is collective."""
 
 
 @dataclass(frozen=True)
@@ -30,41 +31,43 @@ class Layout:
 
     name: str
     nbytes: int
-    slots: tuple[tuple[str, int, tuple[int, ...], torch.dtype], ...]
+    regions: tuple[tuple[str, int, tuple[int, ...], torch.dtype], ...]
+    """Name, offset in bytes, shape and dtype of each region."""
 
     @classmethod
     def of(cls, name: str, regions: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Layout:
-        offset, slots = 0, []
-        for region, requests in regions.items():
-            shape, dtype = _checked(region, requests)
-            slots.append((region, offset, shape, dtype))
+        offset, placed = 0, []
+        for region, shape_and_dtype in regions.items():
+            shape, dtype = _checked(region, shape_and_dtype)
+            placed.append((region, offset, shape, dtype))
             nbytes = math.prod(shape) * dtype.itemsize
             offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        return cls(name, max(offset, _ALIGNMENT), tuple(slots))
+        return cls(name, max(offset, _ALIGNMENT), tuple(placed))
 
-    def agreed(self, ranks: Any, value: T) -> list[T]:
-        """Return the values of all ranks, which must request this layout. Collective.
+    def check_and_gather(self, ranks: Any, value: T) -> list[T]:
+        """Check that all ranks use this layout, and gather ``value`` from all ranks. Collective.
 
         Raises:
             RankDisagreement: the layouts of ranks differ.
         """
-        own = ", ".join(f"{name} {list(shape)} {dtype}" for name, _, shape, dtype in self.slots)
-        requests = ranks.all_gather("symmetric allocation", (f"{self.name}: {own}", value))
-        if len({layout for layout, _ in requests}) > 1:
-            by_rank = {ranks.global_rank(rank): each for rank, (each, _) in enumerate(requests)}
+        own = ", ".join(f"{name} {list(shape)} {dtype}" for name, _, shape, dtype in self.regions)
+        gathered = ranks.all_gather("symmetric allocation", (f"{self.name}: {own}", value))
+        if len({layout for layout, _ in gathered}) > 1:
+            by_rank = {ranks.global_rank(rank): each for rank, (each, _) in enumerate(gathered)}
             raise RankDisagreement("symmetric regions", by_rank)
-        return [value for _, value in requests]
+        return [value for _, value in gathered]
 
 
-def _checked(region: str, requests: Any) -> tuple[tuple[int, ...], torch.dtype]:
+def _checked(region: str, shape_and_dtype: Any) -> tuple[tuple[int, ...], torch.dtype]:
     try:
-        shape, dtype = requests
+        shape, dtype = shape_and_dtype
         sizes = tuple(map(operator.index, shape))
     except (TypeError, ValueError):
         sizes, dtype = (), None
     if not isinstance(dtype, torch.dtype) or min(sizes, default=0) < 0:
         expected = "a shape and a torch.dtype, such as ((4,), torch.int32)"
-        raise InvalidArgument("symmetric.allocate", f"regions[{region!r}]", requests, expected)
+        argument = f"regions[{region!r}]"
+        raise InvalidArgument("symmetric.allocate", argument, shape_and_dtype, expected)
     return sizes, dtype
 
 
@@ -74,8 +77,9 @@ class Region:
 
     Attributes:
         local: this rank's tensor.
-        peers: the tensor of each rank, mapped here; ``peers[rank]`` is ``local``.
-        pointers: int64 [world size] on the device, the address of each rank's tensor, for kernels.
+        peers: the tensor of each rank of the group, mapped in this process; ``peers[rank]`` is
+            ``local``.
+        pointers: int64 [number of ranks] on the device: addresses of ``peers``, for kernels.
     """
 
     name: str
@@ -85,8 +89,8 @@ class Region:
 
 
 class SymmetricMemory(AbstractContextManager["SymmetricMemory"]):
-    """Named regions over the raw bytes of every rank. Use as a context manager, or call
-    ``free``."""
+    """Named regions in the memory of every rank of a group. Use as a context manager, or call
+    ``free``. ``blocks`` are the bytes of each rank, mapped in this process."""
 
     def __init__(
         self,
@@ -96,12 +100,12 @@ class SymmetricMemory(AbstractContextManager["SymmetricMemory"]):
         global_rank: Callable[[int], int] = int,
     ) -> None:
         ranks = tuple(map(global_rank, range(len(blocks))))
-        number = next(_numbers.setdefault((layout.name, ranks), itertools.count()))
+        number = next(_allocation_counters.setdefault((layout.name, ranks), itertools.count()))
         self.name = layout.name
         self.rank = rank
         self._regions: dict[str, Region] = {}
         device = blocks[rank].device
-        for name, offset, shape, dtype in layout.slots:
+        for name, offset, shape, dtype in layout.regions:
             nbytes = math.prod(shape) * dtype.itemsize
             peers = tuple(
                 block[offset : offset + nbytes].view(dtype).view(shape) for block in blocks
@@ -122,10 +126,11 @@ class SymmetricMemory(AbstractContextManager["SymmetricMemory"]):
 
     @abstractmethod
     def barrier(self) -> None:
-        """Wait until all ranks have reached this barrier on their current streams."""
+        """Make the current stream wait until the current streams of all ranks reach this call.
+        Some implementations block the host too."""
 
     def free(self) -> None:
-        """Free the memory; idempotent. Tensors taken from it must not be used afterwards."""
+        """Free the memory. Idempotent. Tensors of its regions must not be used afterwards."""
         for region in self._regions.values():
             for peer in region.peers:
                 addresses.forget(peer.data_ptr())

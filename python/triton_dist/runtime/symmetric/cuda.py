@@ -1,6 +1,6 @@
 """Symmetric memory on GPUs of one host, by ``torch.distributed._symmetric_memory``.
 
-Multicast is not used: kernels access peers through mapped addresses over NVLink.
+Kernels access the memory of other ranks through mapped addresses over NVLink, without multicast.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class CudaSymmetricMemory(SymmetricMemory):
             reason = str(failure)
         else:
             reason = ""
-        # The rendezvous below would hang if a rank did not join, so all ranks agree first.
-        for rank, refusal in enumerate(layout.agreed(ranks, reason)):
+        # The rendezvous below hangs if a rank has failed, so ranks exchange their errors first.
+        for rank, refusal in enumerate(layout.check_and_gather(ranks, reason)):
             if refusal:
                 free = torch.cuda.mem_get_info(device)[0] if rank == ranks.rank else 0
                 raise SymmetricMemoryFull(
@@ -58,14 +58,15 @@ class CudaSymmetricMemory(SymmetricMemory):
         self._handle = None
 
 
-@functools.cache  # called in each call of an op
+@functools.cache  # ops check this in each call
 def has_operator(name: str) -> bool:
     """Return whether this torch has ``torch.ops.symm_mem.<name>``."""
     return hasattr(torch.ops.symm_mem, name)
 
 
 def group_name(group: dist.ProcessGroup | None) -> Any:
-    """Return the name of ``group`` for operators, and enable symmetric memory for it."""
+    """Enable symmetric memory for ``group`` (default: the world) and return the group's name, which
+    ``torch.ops.symm_mem`` takes."""
     name = (group or dist.distributed_c10d._get_default_group()).group_name
     _enable(name)
     return name

@@ -1,7 +1,7 @@
 """Symmetric memory of CPU ranks on one host: POSIX shared memory that every rank maps.
 
-Each rank's block is an unnamed file in /dev/shm (``O_TMPFILE``), which other ranks open through
-``/proc/<pid>/fd/<n>``. A killed run leaves no file.
+Each rank creates an unnamed file in /dev/shm (``O_TMPFILE``). Other ranks open the file through
+``/proc/<pid>/fd/<n>``. The file disappears with the processes, even if they are killed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ SHARED_MEMORY = Path("/dev/shm")
 class HostSymmetricMemory(SymmetricMemory):
     def __init__(self, layout: Layout, group: dist.ProcessGroup) -> None:
         self._ranks = group_for(group)
-        own = os.open(SHARED_MEMORY, os.O_TMPFILE | os.O_RDWR, 0o600)
+        own_fd = os.open(SHARED_MEMORY, os.O_TMPFILE | os.O_RDWR, 0o600)
         try:
-            requests = layout.agreed(self._ranks, (os.getpid(), own, _reserve(own, layout.nbytes)))
-            for rank, (_, _, available) in enumerate(requests):
+            available = _reserve(own_fd, layout.nbytes)
+            files = layout.check_and_gather(self._ranks, (os.getpid(), own_fd, available))
+            for rank, (_, _, available) in enumerate(files):
                 if available is not None:
                     raise SymmetricMemoryFull(
                         f"{layout.name}, rank {self._ranks.global_rank(rank)}, {SHARED_MEMORY}",
@@ -35,10 +36,10 @@ class HostSymmetricMemory(SymmetricMemory):
                         f"Enlarge {SHARED_MEMORY} (mount -o remount,size=…, docker run "
                         "--shm-size=…) or use a smaller context.",
                     )
-            blocks = [_map(f"/proc/{pid}/fd/{fd}", layout.nbytes) for pid, fd, _ in requests]
+            blocks = [_map(f"/proc/{pid}/fd/{fd}", layout.nbytes) for pid, fd, _ in files]
             self._ranks.barrier("symmetric memory is mapped")
         finally:
-            os.close(own)
+            os.close(own_fd)
         super().__init__(layout, self._ranks.rank, blocks, self._ranks.global_rank)
 
     def barrier(self) -> None:
@@ -46,8 +47,8 @@ class HostSymmetricMemory(SymmetricMemory):
 
 
 def _reserve(fd: int, nbytes: int) -> int | None:
-    """Allocate the file's pages. If /dev/shm is full, a later access would raise SIGBUS.
-    Returns ``None``, or the number of available bytes if they are too few."""
+    """Allocate the file's pages now: if /dev/shm is full, a later access would raise SIGBUS.
+    Returns ``None`` on success, and the number of available bytes if /dev/shm is full."""
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError:
@@ -58,7 +59,7 @@ def _reserve(fd: int, nbytes: int) -> int | None:
 
 
 def _map(path: str, nbytes: int) -> torch.Tensor:
-    """Return the file as a uint8 tensor, which keeps the mapping alive."""
+    """Map a file and return its bytes as a uint8 tensor. The tensor keeps the mapping alive."""
     fd = os.open(path, os.O_RDWR)
     try:
         return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)

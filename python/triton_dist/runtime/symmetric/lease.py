@@ -1,9 +1,9 @@
-"""Leases of a rank's memory, which show the owner when no other process uses it.
+"""Leases on a rank's memory. They show the owner when no other process uses the memory any more.
 
-A file without a name (memfd) represents the memory. Each process that uses the memory holds a
-shared lock of the file, which it opens through ``/proc/<pid>/fd/<n>``. The kernel releases the lock
-when the process closes the file or ends in any way. The owner needs no message and never waits,
-even if a rank has died.
+The owner creates a file without a name (memfd) for the memory. Each process that uses the memory
+opens this file through ``/proc/<pid>/fd/<n>`` and holds a shared lock on it. The operating system
+releases the lock when the process closes the file or ends in any way. The owner needs no message
+and never waits, even if a rank has died.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class LeaseOffer(NamedTuple):
 
 
 class LeaseOwner:
-    """The file of this process's memory; ``release`` is called when the lease ends."""
+    """The file for memory of this process. ``release`` is called when the lease ends."""
 
     def __init__(self, release: Callable[[], object]) -> None:
         self._release = release
@@ -31,7 +31,7 @@ class LeaseOwner:
 
     def end(self) -> bool:
         """Release the memory unless a process still uses it, and return whether it was released."""
-        if os.getpid() != self.offer.pid:  # a fork owns nothing
+        if os.getpid() != self.offer.pid:  # a forked child does not own the memory
             return True
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -43,14 +43,14 @@ class LeaseOwner:
 
 
 class LeaseHolder:
-    """Shared lock on another process's memory, held until it is closed."""
+    """Shared lock on the file for another process's memory, held until ``close``."""
 
     def __init__(self, offer: LeaseOffer) -> None:
         self._fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDWR | os.O_CLOEXEC)
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     def close(self) -> None:
-        fcntl.flock(self._fd, fcntl.LOCK_UN)  # explicitly: a fork may have the file open too
+        fcntl.flock(self._fd, fcntl.LOCK_UN)  # a forked child may keep the file open
         os.close(self._fd)
 
 
@@ -58,7 +58,7 @@ _retired: list[LeaseOwner] = []
 
 
 def retire(lease: LeaseOwner) -> None:
-    """End ``lease`` now, or in ``end_retired`` when no process uses its memory any more."""
+    """End ``lease``, now or in a later ``end_retired``, once no process uses its memory."""
     _retired.append(lease)
     end_retired()
 

@@ -1,7 +1,7 @@
-"""Symmetric memory of ranks that share GPUs: each rank maps the others' memory by CUDA IPC.
+"""Symmetric memory of ranks that share GPUs: each rank maps the memory of all ranks by CUDA IPC.
 
-torch's symmetric memory rejects two ranks on a GPU. CUDA IPC also works between GPUs with peer
-access.
+torch's symmetric memory rejects two ranks on one GPU. CUDA IPC works on one GPU, and between GPUs
+with peer access.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from triton_dist.runtime.symmetric import lease
 from triton_dist.runtime.symmetric.block import Layout, SymmetricMemory
 from triton_dist.runtime.symmetric.lease import LeaseHolder, LeaseOffer, LeaseOwner
 
-_QUEUE_SECONDS = 10.0
+_MAX_SYNCHRONIZE_SECONDS = 10.0
 
 
 class _Offer(NamedTuple):
-    """A rank's memory, or the reason why it has none."""
+    """What other ranks need to map a rank's memory, or the reason why the rank has no memory."""
 
     handle: bytes = b""
     lease: LeaseOffer = LeaseOffer(0, 0)
     refusal: str = ""
-    free: int | None = None
-    """Free bytes, if they are too few."""
+    free_bytes: int | None = None
+    """Free bytes of the GPU, if they are too few."""
 
 
 class SharedGpuSymmetricMemory(SymmetricMemory):
-    """A block of driver memory for every rank.
+    """A block of memory for every rank, allocated by the CUDA driver API.
 
-    ``free`` closes the mapped blocks of other ranks. The rank's own block is released when all
-    other ranks have closed it or ended: immediately, or at the next allocation.
+    ``free`` closes the mapped blocks of other ranks. It releases the rank's own block if all other
+    ranks have closed that block or ended. Otherwise a later allocation releases it.
     """
 
     def __init__(self, layout: Layout, device: torch.device, group: dist.ProcessGroup) -> None:
         self._ranks, self._device = group_for(group), device
-        layout.agreed(self._ranks, None)
+        layout.check_and_gather(self._ranks, None)
         cuda_driver.use_gpu(device.index)
-        lease.end_retired()  # all ranks are here, so all have closed the memory they freed before
+        lease.end_retired()  # all ranks are here, so they have closed all memory freed before
         with ExitStack() as cleanup:
             self._own = 0
             offers = self._ranks.all_gather(
@@ -55,7 +55,7 @@ class SharedGpuSymmetricMemory(SymmetricMemory):
             _raise_refusal(layout, offers, self._ranks)
             closing = cleanup.enter_context(ExitStack())  # closes before the own block is released
             addresses, refusal = self._open(offers, closing)
-            # Every rank has zeroed its block before this step, so all may use them afterwards.
+            # Every rank zeroes its block before this step. Afterwards all blocks may be used.
             refusals = self._ranks.all_gather("shared GPU memory is mapped", refusal)
             for rank, refusal in enumerate(refusals):
                 if refusal:
@@ -75,7 +75,7 @@ class SharedGpuSymmetricMemory(SymmetricMemory):
         try:
             self._own = _allocate(nbytes)
         except MemoryError as failure:
-            return _Offer(refusal=str(failure), free=cuda_driver.free_bytes())
+            return _Offer(refusal=str(failure), free_bytes=cuda_driver.free_bytes())
         except RuntimeError as failure:
             return _Offer(refusal=str(failure))
         own = self._own
@@ -94,7 +94,7 @@ class SharedGpuSymmetricMemory(SymmetricMemory):
         return _Offer(handle, leased.offer)
 
     def _open(self, offers: Sequence[_Offer], closing: ExitStack) -> tuple[list[int], str]:
-        """Return the addresses of all blocks and "", or no addresses and the reason."""
+        """Map all blocks. Return their addresses and "", or no addresses and the error's text."""
         addresses = []
         for rank, offer in enumerate(offers):
             if rank == self._ranks.rank:
@@ -105,12 +105,12 @@ class SharedGpuSymmetricMemory(SymmetricMemory):
                 address = cuda_driver.open_(offer.handle)
             except (OSError, RuntimeError, MemoryError) as failure:
                 return [], str(failure)
-            closing.callback(cuda_driver.close, address)  # before the lease: last in, first out
+            closing.callback(cuda_driver.close, address)  # runs before the lease is closed
             addresses.append(address)
         return addresses, ""
 
     def barrier(self) -> None:
-        """Wait for all ranks' current streams. Blocks the host."""
+        """Block the host until the queued work of all ranks' devices has finished."""
         current_device().synchronize()
         self._ranks.barrier(f"barrier of {self.name}")
 
@@ -121,13 +121,14 @@ class SharedGpuSymmetricMemory(SymmetricMemory):
 
 
 def _release(mapped: ExitStack, pid: int) -> None:
-    """Unmap and release memory after all queued work of the GPU."""
-    if os.getpid() != pid:  # a fork has mapped nothing
+    """Unmap and release memory after the work that this process queued on the GPU."""
+    if os.getpid() != pid:  # a forked child has mapped nothing
         return
     try:
-        current_device().synchronize(_QUEUE_SECONDS)
+        current_device().synchronize(_MAX_SYNCHRONIZE_SECONDS)
     except (TimeoutError, RuntimeError):
-        return  # a kernel failed or waits for a rank that has ended: the driver frees at exit
+        # A kernel failed, or waits for a rank that has ended. The driver frees memory at exit.
+        return
     mapped.close()
 
 
@@ -135,7 +136,7 @@ def _allocate(nbytes: int) -> int:
     try:
         return cuda_driver.allocate(nbytes)
     except MemoryError:
-        torch.cuda.empty_cache()  # torch caches freed memory
+        torch.cuda.empty_cache()  # return memory that torch's caching allocator holds
         return cuda_driver.allocate(nbytes)
 
 
@@ -143,12 +144,12 @@ def _raise_refusal(
     layout: Layout, offers: Sequence[_Offer], ranks: ProcessGroupRanks | SoloRank
 ) -> None:
     for rank, offer in enumerate(offers):
-        if offer.free is not None:
+        if offer.free_bytes is not None:
             raise SymmetricMemoryFull(
                 f"{layout.name}, rank {ranks.global_rank(rank)}, which shares a GPU "
                 f"({offer.refusal})",
                 layout.nbytes,
-                offer.free,
+                offer.free_bytes,
                 "Use a smaller context or fewer ranks, or free GPU memory.",
             )
         if offer.refusal:
@@ -161,6 +162,6 @@ def _raise_refusal(
 
 
 def _tensor(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return the bytes at ``address`` as a tensor of ``device`` that does not own them."""
+    """Return a uint8 tensor over the memory at ``address``. The tensor does not own the memory."""
     storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

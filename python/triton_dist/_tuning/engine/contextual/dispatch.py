@@ -68,7 +68,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         fn: Callable[P, R_co],
         compose: Callable[[], ContextualParts],
         interception: Interception,
-        group_member: Any,
+        default_group: Any,
         ranks: Callable[[], RankGroup],
         is_off: Callable[[], bool],
         torch_state: Callable[[Any], RandomState],
@@ -76,7 +76,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         super().__init__(fn)
         self.tuning_calls = 0
         self._compose, self._interception, self._ranks = compose, interception, ranks
-        self._group_member, self._is_off_now = group_member, is_off
+        self._default_group, self._is_off_now = default_group, is_off
         self._torch_state, self._uses_random_numbers = torch_state, False
         self._contexts: Contexts = {}
         self._chosen_for_world: object = None
@@ -121,7 +121,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
                 rank.
             NoValidConfig: every config of some kernel failed.
         """
-        if self._settled_for_world is not self._group_member.WORLD or self._interception.sessions:
+        if self._settled_for_world is not self._default_group.WORLD or self._interception.sessions:
             return self._call_unsettled(args, kwargs)  # type: ignore[no-any-return]
         return self._watched(args, kwargs)  # type: ignore[no-any-return]
 
@@ -163,13 +163,13 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         # A recursive call belongs to the same tuning.
         if own is not None and own.session is not None:
             return self._run(Call(self, outer, own.session), args, kwargs)
-        if self._settled_for_world is not self._group_member.WORLD:
+        if self._settled_for_world is not self._default_group.WORLD:
             if self._is_off():
                 with self._untuned() as session:
                     return self._run(Call(self, outer, session), args, kwargs)
             with self._tuning:
                 # Another thread may have tuned the function while this thread waited.
-                if self._settled_for_world is not self._group_member.WORLD:
+                if self._settled_for_world is not self._default_group.WORLD:
                     return self._tune(outer, args, kwargs)
         return self._run(Call(self, outer, None), args, kwargs)
 
@@ -198,7 +198,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
             interception.leave(call)
 
     def _session(self, values: Any = ()) -> Session:
-        world = self._group_member.WORLD
+        world = self._default_group.WORLD
         # Configs are agreed by the ranks of one world, so a new world starts without configs.
         if world is not self._chosen_for_world:
             self.clear()
