@@ -17,7 +17,7 @@ from tests.docs.run_blocks import LAUNCHER_VARIABLES
 from triton_dist.errors import DeviceUnavailable
 from triton_dist.runtime import distributed
 from triton_dist.runtime.device import current_device
-from triton_dist.runtime.device.place import Place
+from triton_dist.runtime.device.location import RankLocation
 from triton_dist.runtime.distributed import (
     dist_print,
     finalize_distributed,
@@ -93,7 +93,7 @@ def test_cpu_ranks_without_the_interpreter_say_what_to_set(spawn_ranks):
 
 
 def join_on_one_gpu(mistakes):
-    """Ranks join as if they had one GPU; ``mistakes``: of ranks, in their place or its use."""
+    """Ranks join as if they had one GPU; ``mistakes``: of ranks, in their location or its use."""
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
     mistake, used = mistakes.get(rank, {}), []
 
@@ -105,10 +105,10 @@ def join_on_one_gpu(mistakes):
     distributed.current_device = lambda: SimpleNamespace(name="cuda", synchronize=lambda: None)
     distributed.torch.cuda.device_count = lambda: 1
     distributed._set_current_gpu = use
-    place = Place("a", "boot", ("", ""), "gpu", "0:1", ("gpu",), ranks_per_gpu())
+    location = RankLocation("a", "boot", ("", ""), "gpu", "0:1", ("gpu",), ranks_per_gpu())
     if "visible" in mistake:
-        place = replace(place, visible=("gpu", "another"))
-    distributed.Place = SimpleNamespace(of=lambda gpu: place)
+        location = replace(location, visible=("gpu", "another"))
+    distributed.RankLocation = SimpleNamespace(of=lambda gpu: location)
     try:
         initialize_distributed()
     except DeviceUnavailable as error:

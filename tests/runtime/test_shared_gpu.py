@@ -1,4 +1,4 @@
-"""Ranks that share a GPU: their place, and their symmetric memory, for which memory of CPU ranks
+"""Ranks that share a GPU: their location, and their symmetric memory, for which memory of CPU ranks
 stands in."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from triton_dist.runtime import sharing, symmetric, waits
 from triton_dist.runtime.device import cuda, cuda_driver
 from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.runtime.device.cuda import CudaDevice
-from triton_dist.runtime.device.place import Place, share_a_gpu, sharing_error
+from triton_dist.runtime.device.location import RankLocation, share_a_gpu, sharing_error
 from triton_dist.runtime.ranks import SoloRank, group_for
 from triton_dist.runtime.symmetric import lease
 from triton_dist.runtime.symmetric.shared_gpu import SharedGpuSymmetricMemory
@@ -195,7 +195,9 @@ def test_an_op_over_such_memory(spawn_ranks):
     assert spawn_ranks(2, call_an_op) == [16] * 2
 
 
-ONE = Place("a", "boot 1", ("pid 1", "ipc 1"), "gpu 0", "0:1", ("gpu 0", "gpu 1"), ranks_per_gpu=2)
+ONE = RankLocation(
+    "a", "boot 1", ("pid 1", "ipc 1"), "gpu 0", "0:1", ("gpu 0", "gpu 1"), ranks_per_gpu=2
+)
 BESIDE = replace(ONE, gpu="gpu 1", bus="0:2")
 
 
@@ -213,7 +215,7 @@ def test_ranks_that_share_a_gpu_may():
 
 
 @pytest.mark.parametrize(
-    ("places", "message"),
+    ("locations", "message"),
     [
         (
             [ONE, ONE, replace(ONE, host="b", machine="boot 2")],
@@ -247,8 +249,8 @@ def test_ranks_that_share_a_gpu_may():
         ([replace(ONE, is_mps=True)] * 2, "rank 10 uses its GPU through MPS.* quit"),
     ],
 )
-def test_what_cannot_be_shared_is_named_with_the_remedy(places, message):
-    refused = sharing_error(places, named)
+def test_what_cannot_be_shared_is_named_with_the_remedy(locations, message):
+    refused = sharing_error(locations, named)
     assert refused is not None
     with pytest.raises(type(refused), match=message):
         raise refused
@@ -327,20 +329,20 @@ def driver(monkeypatch):
 
 
 def test_the_driver_is_asked_without_making_a_context(driver):
-    place = Place.of(1)
-    assert place.visible == ("00" * 15 + "05", "00" * 15 + "06")
-    assert (place.gpu, place.bus) == (place.visible[1], "0000:6")
-    assert (place.is_exclusive, place.is_mps, place.ranks_per_gpu) == (True, True, 1)
-    assert all(place.namespaces)
-    assert place.machine
+    location = RankLocation.of(1)
+    assert location.visible == ("00" * 15 + "05", "00" * 15 + "06")
+    assert (location.gpu, location.bus) == (location.visible[1], "0000:6")
+    assert (location.is_exclusive, location.is_mps, location.ranks_per_gpu) == (True, True, 1)
+    assert all(location.namespaces)
+    assert location.machine
     assert not any("Ctx" in name for name in driver.calls)
 
 
 def test_attributes_that_a_driver_does_not_know_are_no(driver, monkeypatch):
     monkeypatch.setattr(driver, "cuDeviceGetAttribute", lambda *_: 1)
-    place = Place.of(0)
-    assert not place.is_exclusive
-    assert not place.is_mps
+    location = RankLocation.of(0)
+    assert not location.is_exclusive
+    assert not location.is_mps
 
 
 def test_memory_goes_through_the_driver_whole(driver):

@@ -1,4 +1,5 @@
-"""Names of regions of symmetric memory, so that error messages can name the flag at an address."""
+"""Names of the regions of symmetric memory, so that messages can name the flag at an address. A
+region is *live* from its registration until its memory is freed."""
 
 from __future__ import annotations
 
@@ -6,11 +7,11 @@ import bisect
 import math
 from collections.abc import Sequence
 
-# Sorted by base address. Each entry is (base, bytes, element bytes, name, strides). ``strides`` has
-# the stride of each dimension but the last, in elements.
-_ranges: list[tuple[int, int, int, str, tuple[int, ...]]] = []
+# Live regions, sorted by base address: (base, bytes, element bytes, name, strides). ``strides`` are
+# the strides of all dimensions except the last, in elements.
+_regions: list[tuple[int, int, int, str, tuple[int, ...]]] = []
 _identities: dict[int, str] = {}
-"""By base address of a region: text that is equal on all ranks that map the region."""
+"""Texts that identify regions on all ranks that map them, by base address in this process."""
 
 
 def register(
@@ -21,9 +22,9 @@ def register(
     shape: Sequence[int] = (),
     identity: str = "",
 ) -> None:
-    """Name a region of ``nbytes`` bytes.
+    """Register the region of ``nbytes`` bytes at address ``base``.
 
-    Registered regions that overlap the new region are removed: their memory was freed.
+    Registered regions that overlap the new region are removed, because their memory was freed.
 
     Args:
         shape: shape of the region, to describe an element by an index for each dimension.
@@ -31,13 +32,13 @@ def register(
     """
     _identities[base] = identity
     end = base + nbytes
-    _ranges[:] = [each for each in _ranges if each[0] + each[1] <= base or end <= each[0]]
+    _regions[:] = [each for each in _regions if each[0] + each[1] <= base or end <= each[0]]
     strides = tuple(math.prod(shape[dimension:]) for dimension in range(1, len(shape)))
-    bisect.insort(_ranges, (base, nbytes, element_bytes, name, strides))
+    bisect.insort(_regions, (base, nbytes, element_bytes, name, strides))
 
 
 def forget(base: int) -> None:
-    _ranges[:] = [entry for entry in _ranges if entry[0] != base]
+    _regions[:] = [entry for entry in _regions if entry[0] != base]
 
 
 def region_at(address: int) -> tuple[int, int, str] | None:
@@ -47,19 +48,21 @@ def region_at(address: int) -> tuple[int, int, str] | None:
 
 
 def regions_between(low: int, high: int) -> list[tuple[int, int, str]]:
-    """Return ``(begin, end, name)`` of each live region that overlaps ``low`` to ``high``."""
-    first = max(0, bisect.bisect_right(_ranges, (low, 1 << 62, 0, "", ())) - 1)
-    last = bisect.bisect_right(_ranges, (high, 1 << 62, 0, "", ()))
+    """Return ``(begin, end, name)`` of each live region with bytes between the addresses ``low``
+    and ``high``, both included."""
+    first = max(0, bisect.bisect_right(_regions, (low, 1 << 62, 0, "", ())) - 1)
+    last = bisect.bisect_right(_regions, (high, 1 << 62, 0, "", ()))
     return [
         (base, base + nbytes, name)
-        for base, nbytes, _, name, _ in _ranges[first:last]
+        for base, nbytes, _, name, _ in _regions[first:last]
         if low < base + nbytes
     ]
 
 
 def next_named(address: int, name: str) -> tuple[int, int] | None:
-    """Return ``(begin, bytes)`` of the first region ``name`` at or after ``address``, or None."""
-    for base, nbytes, _, each, _ in _ranges[bisect.bisect_left(_ranges, (address,)) :]:
+    """Return ``(begin, bytes)`` of the first live region called ``name`` that begins at or after
+    ``address``, or None."""
+    for base, nbytes, _, each, _ in _regions[bisect.bisect_left(_regions, (address,)) :]:
         if each == name:
             return base, nbytes
     return None
@@ -80,7 +83,8 @@ def describe_address(address: int) -> str:
 
 
 def identify(address: int) -> str | None:
-    """Return text that is equal on all ranks for the memory at ``address``; ``None``: unknown."""
+    """Return a text that identifies the memory at ``address`` on all ranks that map it, or None if
+    no live region contains ``address``."""
     entry = _entry_at(address)
     if entry is None or not _identities.get(entry[0]):
         return None
@@ -88,9 +92,9 @@ def identify(address: int) -> str | None:
 
 
 def _entry_at(address: int) -> tuple[int, int, int, str, tuple[int, ...]] | None:
-    position = bisect.bisect_right(_ranges, (address, 1 << 62, 0, "", ())) - 1
+    position = bisect.bisect_right(_regions, (address, 1 << 62, 0, "", ())) - 1
     if position >= 0:
-        entry = _ranges[position]
+        entry = _regions[position]
         if address < entry[0] + entry[1]:
             return entry
     return None

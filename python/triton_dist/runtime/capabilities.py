@@ -26,19 +26,19 @@ def is_fp8_dtype(dtype: torch.dtype) -> bool:
 
 
 def has_tma() -> bool:
-    """Return True if tensor descriptors compile to TMA: compute capability 9.0 and later."""
+    """Return True if tensor descriptors compile to TMA: compute capability 9.0 and above."""
     device = current_device()
     return device.name == "cuda" and device.prefers_descriptors
 
 
 def is_nvshmem_multimem_supported() -> bool:
-    """Return ``False``: kernels store to each peer and do not use multicast (NVLink SHARP)."""
+    """Return ``False``: kernels of this package do not use multicast (NVLink SHARP)."""
     return False
 
 
 def supports_p2p_native_atomic() -> bool:
-    """Return True if this GPU supports atomics on the memory of every other GPU of the host. Also
-    ``True`` for a single GPU, and for CPU ranks, which share memory."""
+    """Return True if this GPU supports atomics on the memory of every other GPU of the host. The
+    result is also True for a single GPU, and for CPU ranks, which share memory."""
     device = current_device()
     if device.name != "cuda":
         return True
@@ -50,8 +50,8 @@ def supports_p2p_native_atomic() -> bool:
 def has_links_between_all_gpus() -> bool:
     """Return whether NVLink connects every pair of visible GPUs of this host.
 
-    Detected by support for atomics on a peer's memory, which PCIe lacks. ``True`` for a single GPU
-    and for CPU ranks, which share memory.
+    A pair counts as connected by NVLink if it supports atomics on each other's memory, which PCIe
+    does not. The result is True for a single GPU, and for CPU ranks, which share memory.
     """
     if current_device().name != "cuda":
         return True
@@ -67,13 +67,14 @@ def _has_native_atomics(source: int, target: int) -> bool:
     value = ctypes.c_int()
     ends = cuda_driver.device(source), cuda_driver.device(target)
     what = f"query peer access from GPU {source} to GPU {target}"
-    known = ctypes.byref(value)
-    cuda_driver.call("cuDeviceGetP2PAttribute", what, known, _NATIVE_ATOMIC_SUPPORTED, *ends)
+    result = ctypes.byref(value)
+    cuda_driver.call("cuDeviceGetP2PAttribute", what, result, _NATIVE_ATOMIC_SUPPORTED, *ends)
     return value.value == 1
 
 
 def requires_p2p_native_atomic(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that needs atomics on peers' memory to warn if they are missing."""
+    """Decorator for a function that needs atomics on peers' memory. A call warns if this GPU does
+    not support them."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,13 +1,13 @@
 """Run the programs of a grid in one process without a GPU, so that they may wait for each other.
 
-On a GPU the resident programs of a grid make progress together, and one may spin on a flag that
-another sets. Here programs run in order on the calling thread until one *pauses* in a wait. The
-paused program keeps its thread, and a new thread continues with the programs that have not started.
+On a GPU the resident programs of a grid make progress together, and a program may spin on a flag
+that another program sets. Here programs run in order on the calling thread until a program *pauses*
+in a wait. The paused program keeps its thread, and a new thread starts the remaining programs.
 
-Exactly one program runs at any time. A turn ends when its program pauses or ends, and turns are
-assigned round robin, so each run is deterministic. A program that passes ``unchanged`` to its pause
-gets no turn before the awaited value has changed: the check costs 1 µs, a turn 100 µs. This module
-does not depend on Triton.
+Exactly one program runs at any time. Its turn ends when the program pauses or ends. Turns are
+assigned round robin, so each run is deterministic. A program that passes ``unchanged`` to ``pause``
+gets no turn before the awaited value has changed: a call of ``unchanged`` takes 1 µs, a turn 100
+µs. This module does not depend on Triton.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 PAUSE_SECONDS = 200e-6
-"""First pause of a waiting program if no other program of its grid can run: about the cost of a
-poll. Long enough for a copy thread to take the GIL and for another process to take the core."""
+"""First pause of a waiting program if no other program of its grid can run. This is about the time
+of a poll, and long enough for a copy thread or another process to run."""
 LONGEST_PAUSE_SECONDS = 5e-3
-"""Maximum pause. A wait reaches it after 0.1 s, so it is short compared with the time waited."""
+"""Maximum pause. Waits shorter than about 0.1 s do not reach it."""
 _SHARE_OF_WAITED = 1 / 16
-"""Ratio of a pause to the time waited so far, if polling is cheap."""
+"""Ratio of a pause to the time waited so far, for waits that check ``unchanged``."""
 
 Unchanged: TypeAlias = Callable[[], bool]
 """Returns True while a waiting program would read the same value as at its last poll."""
@@ -53,9 +53,11 @@ class _ProgramThread:
         self._signals.put(None)
 
     def await_turn(self, interrupted: Callable[[BaseException], None]) -> None:
-        """Block until :meth:`give_turn`. An exception that a signal handler raises meanwhile is
-        passed to ``interrupted``: leaving the wait without the turn would leave two programs
-        running."""
+        """Block until :meth:`give_turn`.
+
+        If a signal handler raises an exception, pass it to ``interrupted`` and keep waiting. If the
+        wait ended without the turn, two programs would run at the same time.
+        """
         while not self._turn:
             try:
                 self._signals.get()
@@ -73,11 +75,13 @@ _local = _Local()
 
 
 class CooperativeGrid:
-    """Runner of ``body(0) … body(count - 1)``.
+    """Runner of a grid of ``count`` programs; ``body(i)`` runs program ``i``.
 
     Args:
-        state: dictionary of the running program (the interpreter's globals). It is saved when a
-            program pauses and restored when the program continues.
+        count: number of programs.
+        body: function that runs a program.
+        state: dictionary that describes the running program (the interpreter's builder). It is
+            saved when a program pauses and restored when the program continues.
         residents: maximum number of programs that have started and not ended, as on a GPU with this
             many slots; ``None``: unlimited.
     """
@@ -116,10 +120,11 @@ class CooperativeGrid:
             raise self._error
 
     def pause(self, seconds: float, unchanged: Unchanged | None = None) -> bool:
-        """End the running program's turn.
+        """End the running program's turn. Called by the running program.
 
-        Returns when ``unchanged`` returns False. Without ``unchanged``, waits ``seconds`` if every
-        program is waiting. Returns ``False`` if no other program of the grid could take a turn.
+        Returns when the program has a turn again, with ``unchanged`` not before it returns False.
+        Without ``unchanged``, sleeps ``seconds`` if every program waits. Returns ``False``
+        immediately if the grid has no other program to run.
         """
         worker = _local.worker
         assert worker is not None, "only a program of this grid can pause it"
@@ -156,7 +161,7 @@ class CooperativeGrid:
                 self._body(program)
                 self._pauses = 0
                 if self._starts_next(worker) and (other := self._next_runnable()) is not None:
-                    worker.unchanged = None  # it has programs to start
+                    worker.unchanged = None  # this thread has programs to start
                     self._pass_turn(worker, other)
         except _Stop:
             pass
@@ -185,7 +190,7 @@ class CooperativeGrid:
             self._run_programs(worker)
             (self._ready.popleft() if self._ready else self._all_done).give_turn()
 
-        # The context carries numpy's error state, which a kernel inherits from its launcher.
+        # The context contains numpy's error state, which the program needs from the caller.
         thread = threading.Thread(
             target=contextvars.copy_context().run,
             args=(work,),
@@ -201,13 +206,12 @@ class CooperativeGrid:
 
 
 def pause(polls: int = 0, unchanged: Unchanged | None = None) -> bool:
-    """Pause a blocked wait after ``polls`` earlier polls without success.
+    """Pause a wait in a program after ``polls`` earlier polls without success.
 
     Lets another program of the grid run and returns ``True``. If there is no other program, sleeps,
     so that copy threads and other processes can run, and returns ``False``. The sleep grows with
-    ``polls`` from 200 µs to 5 ms: a poll costs as much as the first sleep, and with more ranks than
-    cores, polling takes the core from the rank that should set the flag. With ``unchanged``,
-    returns when ``unchanged`` returns False.
+    ``polls`` from 200 µs to 5 ms. With more ranks than cores, frequent polls would take the core
+    from the rank that should set the flag. With ``unchanged``, sleeps until it returns False.
     """
     seconds = min(PAUSE_SECONDS * (1 + polls), LONGEST_PAUSE_SECONDS)
     if _local.grid is not None and _local.grid.pause(seconds, unchanged):

@@ -15,7 +15,7 @@ from triton_dist._traceback import fold_uncaught
 from triton_dist.errors import DeviceUnavailable
 from triton_dist.runtime.compiling import shipped
 from triton_dist.runtime.device import current_device
-from triton_dist.runtime.device.place import Place, sharing_error
+from triton_dist.runtime.device.location import RankLocation, sharing_error
 from triton_dist.runtime.random import init_seed
 from triton_dist.runtime.ranks import group_for
 from triton_dist.runtime.sharing import gpu_of, ranks_per_gpu
@@ -27,12 +27,12 @@ _TIMEOUT = datetime.timedelta(minutes=5)
 def initialize_distributed(
     seed: int | None = None, initialize_shmem: bool = True
 ) -> dist.ProcessGroup:
-    """Join the world that the launcher's variables describe (RANK, WORLD_SIZE, MASTER_ADDR, …).
+    """Initialise ``torch.distributed`` from the launcher's variables (RANK, WORLD_SIZE, …).
 
     With GPUs, this rank's GPU becomes the current device; CPU tensors use gloo and GPU tensors
     NCCL. Without GPUs, or if ranks share GPUs (which NCCL rejects), only gloo is used. A process
-    without a launcher becomes a world of size 1. A second call returns the same group. From now on,
-    the traceback of an uncaught exception is folded (``TRITON_DIST_TRACEBACK``).
+    without a launcher becomes a world of size 1. A second call returns the same group. The first
+    call also makes Python fold tracebacks of uncaught exceptions (``TRITON_DIST_TRACEBACK``).
 
     Args:
         seed: seed for ``init_seed``; default: the rank.
@@ -43,8 +43,8 @@ def initialize_distributed(
         The group of all ranks.
 
     Raises:
-        DeviceUnavailable: there are fewer GPUs than ranks on this host, and sharing was not
-            requested or is not possible; or CPU ranks run without the interpreter.
+        DeviceUnavailable: there are fewer GPUs than ranks on this host, and sharing GPUs was not
+            requested or is not possible; or there is no GPU and kernels are not interpreted.
     """
     fold_uncaught()
     shipped.install()
@@ -58,8 +58,9 @@ def initialize_distributed(
 
 
 def init_nvshmem_by_torch_process_group(pg: dist.ProcessGroup) -> None:
-    """Prepare the ranks of a program that created its process groups without
-    ``initialize_distributed``. Collective over ``pg``. NVSHMEM is not used.
+    """Prepare the ranks of ``pg`` if the program did not call ``initialize_distributed``.
+
+    Collective over ``pg``. NVSHMEM is not used; existing scripts call this name.
     """
     fold_uncaught()
     shipped.install()
@@ -103,19 +104,19 @@ def _join_world() -> None:
 def _use_shared_gpu(gpu: int) -> None:
     """Make ``gpu``, which other ranks use too, the current device. Collective."""
     ranks = group_for()
-    places = ranks.all_gather("GPUs of the ranks", Place.of(gpu))
-    for machine in sorted({place.machine for place in places}):
-        here = [rank for rank, place in enumerate(places) if place.machine == machine]
+    locations = ranks.all_gather("GPUs of the ranks", RankLocation.of(gpu))
+    for machine in sorted({location.machine for location in locations}):
+        here = [rank for rank, location in enumerate(locations) if location.machine == machine]
         names = [ranks.global_rank(rank) for rank in here]
-        refused = sharing_error([places[rank] for rank in here], names.__getitem__)
-        if refused is not None:
-            raise refused
-    failed = ""
+        sharing_failure = sharing_error([locations[rank] for rank in here], names.__getitem__)
+        if sharing_failure is not None:
+            raise sharing_failure
+    own_failure = ""
     try:
         _set_current_gpu(gpu)
-    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is one
-        failed = str(error).partition("\n")[0]
-    for rank, failure in enumerate(ranks.all_gather("ranks have settled on their GPUs", failed)):
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        own_failure = str(error).partition("\n")[0]
+    for rank, failure in enumerate(ranks.all_gather("ranks use their shared GPUs", own_failure)):
         if failure:
             raise DeviceUnavailable(
                 f"cuda:{gpu}",
@@ -131,10 +132,10 @@ def _set_current_gpu(gpu: int) -> None:
 
 
 def finalize_distributed() -> None:
-    """Wait for all ranks, then leave the world.
+    """Wait for all ranks, then destroy all process groups.
 
-    Does not wait while an exception is being handled, for example in ``finally``: other ranks may
-    never arrive, and the exception would be hidden until the process group's timeout.
+    Does not wait while an exception is handled, for example in ``finally``. Other ranks may never
+    arrive, and the wait would hide the exception until the process group's timeout.
     """
     if dist.is_initialized():
         if sys.exc_info()[0] is None:
@@ -144,11 +145,11 @@ def finalize_distributed() -> None:
 
 
 def barrier_all_on_stream(stream: torch.cuda.Stream | None = None) -> None:
-    """Block work queued on ``stream`` until all ranks of the world have reached this barrier.
+    """Make later work of ``stream`` wait until all ranks have reached this barrier.
 
-    If the world has a backend for GPU tensors, the barrier is queued on ``stream`` (default: the
-    current stream) and does not block the host. Otherwise the host waits for the stream and for the
-    ranks.
+    If the default process group has a backend for GPU tensors, the barrier is queued on ``stream``
+    (default: the current stream) and does not block the host. Otherwise the host waits for the
+    stream and for all ranks. Without process groups, this does nothing.
     """
     if not dist.is_initialized():
         return
@@ -173,10 +174,11 @@ def dist_print(
 ) -> None:
     """Call ``print`` on some ranks.
 
-    Before the world is joined, ranks are taken from the launcher's variables and print in any
-    order.
+    Before ``torch.distributed`` is initialised, ranks are read from the launcher's variables, and
+    ranks print in any order.
 
     Args:
+        *values: objects to print.
         need_sync: print in rank order. Every rank must then call this function.
         allowed_ranks: the ranks that print, or ``"all"``.
         prefix: begin each output with the rank.

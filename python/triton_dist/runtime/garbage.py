@@ -15,45 +15,46 @@ T = TypeVar("T")
 def weak_method(method: Callable[..., T]) -> Callable[..., T]:
     """Return a function that calls a bound ``method`` without keeping its object alive.
 
-    An object that stores its own bound methods is part of a reference cycle, and its memory is
+    An object that stores its own bound methods is part of a reference cycle. Its memory would be
     released only when the garbage collector runs.
     """
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> T:
         bound = reference()
-        assert bound is not None, "its object is gone"
+        assert bound is not None, "the object of the method was freed"
         return bound(*args)
 
     return call
 
 
-class _Collection:
-    """Number of active contexts that disable collection, and whether it was enabled before the
-    first."""
+class _CollectionState:
+    """Number of active ``no_garbage_collection`` contexts, and whether garbage collection was
+    enabled before the first of them."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # a collection here may call a destructor that enters it too
-        self.contexts, self.was_on = 0, True
+        # Reentrant: a collection while the lock is held may run a destructor that takes the lock.
+        self.lock = threading.RLock()
+        self.num_contexts, self.was_enabled = 0, True
 
 
-_collection = _Collection()
+_state = _CollectionState()
 
 
 class no_garbage_collection:
-    """Context manager that disables garbage collection; may be entered by several threads.
+    """Context manager that disables garbage collection. Several threads may enter it.
 
-    Freeing garbage may call CUDA functions that are not allowed in a capture. Between launches that
-    wait for each other, freeing may deadlock: torch 2.11's symmetric memory in a reference cycle
-    waits for all queued work of the GPU when it is freed.
+    Freeing garbage may call CUDA functions that are not allowed in a capture. Freeing symmetric
+    memory of torch 2.11 waits for all queued work of the GPU. Between launches that wait for each
+    other, this wait would never end.
     """
 
     def __enter__(self) -> None:
-        with _collection.lock:
-            if _collection.contexts == 0:
-                _collection.was_on = gc.isenabled()
+        with _state.lock:
+            if _state.num_contexts == 0:
+                _state.was_enabled = gc.isenabled()
                 gc.disable()
-            _collection.contexts += 1
+            _state.num_contexts += 1
 
     def __exit__(
         self,
@@ -61,7 +62,7 @@ class no_garbage_collection:
         failure: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with _collection.lock:
-            _collection.contexts -= 1
-            if _collection.contexts == 0 and _collection.was_on:
+        with _state.lock:
+            _state.num_contexts -= 1
+            if _state.num_contexts == 0 and _state.was_enabled:
                 gc.enable()

@@ -71,11 +71,9 @@ def workaround(versions: str) -> Callable[[Callable[[], None]], Callable[[], Non
 
 @functools.cache
 def install() -> None:
-    """Apply every workaround that the installed Triton needs, and make the interpreter faster.
-
-    Runs once per process. To also turn on the checks of ``TRITON_DIST_DEBUG``, call
-    :func:`triton_dist.debugging.modes.install_interpreter` instead.
-    """
+    """Apply every workaround that the installed Triton needs, and make the interpreter faster. Runs
+    once per process. To also turn on the checks of ``TRITON_DIST_DEBUG``, call
+    :func:`triton_dist.debugging.modes.install_interpreter` instead."""
     check_versions()
     for entry in WORKAROUNDS:
         if entry.is_needed:
@@ -249,10 +247,8 @@ def bool_argument() -> None:
 @workaround(">=3.6,<3.10")
 def device_assert() -> None:
     """Enable ``tl.device_assert`` by ``debug=True``; upstream always uses ``debug=False``.
-
     ``debug=True`` alone would also check integer overflow. This check stays off, as in compiled
-    kernels without debug mode, because it takes half of the time of an elementwise kernel.
-    """
+    kernels without debug mode, because it takes half of the time of an elementwise kernel."""
     builder = upstream.interpreter_builder
     builder.options = dataclasses.replace(builder.options, debug=True, sanitize_overflow=False)
 
@@ -271,22 +267,17 @@ def bfloat16() -> None:
 
 @workaround(">=3.6,<3.10")
 def descriptor_copy() -> None:
-    """Copy blocks of tensor descriptors as strided views of memory.
-
-    Upstream builds a pointer and a mask for each element, which takes a quarter of the time of a
-    descriptor matmul. If a descriptor pads bf16 blocks with NaN, upstream pads with zeros, because
-    it casts NaN to an integer.
-    """
+    """Copy blocks of tensor descriptors as strided views of memory. Upstream builds a pointer and a
+    mask for each element, which takes a quarter of the time of a descriptor matmul. If a descriptor
+    pads bf16 blocks with NaN, upstream pads with zeros, because it casts NaN to an integer."""
     interpreter_descriptors.apply_copy(upstream)
 
 
 @workaround(">=3.6,<3.10")
 def descriptor_reduce() -> None:
-    """Add ``create_descriptor_reduce``, which ``desc.atomic_add`` and similar calls need.
-
-    The reductions are atomic across processes, like the interpreter's own atomics. Reductions of
-    fp16 and bf16 are atomic within a process only.
-    """
+    """Add ``create_descriptor_reduce``, which ``desc.atomic_add`` and similar calls need. The
+    reductions are atomic across processes, like the interpreter's own atomics. Reductions of fp16
+    and bf16 are atomic within a process only."""
     interpreter_descriptors.apply_reduce(upstream)
 
 
@@ -312,9 +303,7 @@ class _InterpretingDriver(HostDriver):
 @workaround(">=3.6,<3.10")
 def autotune_without_gpu() -> None:
     """Set a driver that benchmarks by the wall clock, unless the process has set another driver.
-
     ``@triton.autotune`` requests the active driver's benchmarker. Without a GPU, upstream then
-    raises "0 active drivers".
-    """
+    raises "0 active drivers"."""
     if triton.runtime.driver._active is None:
         triton.runtime.driver.set_active(_InterpretingDriver(GPUTarget("cuda", 90, 32)))

@@ -1,4 +1,4 @@
-"""Tensor descriptors for Triton's interpreter, as strided views of memory."""
+"""Memory accesses through tensor descriptors in Triton's interpreter, as strided numpy views."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triton_dist.runtime.interpreter_operators import NAN_BITS
 
 
 class _Memory:
-    """Memory at an address, to be passed to ``np.asarray``."""
+    """Adapter with which ``np.asarray`` returns a view of the memory at an address."""
 
     def __init__(
         self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any
@@ -28,10 +28,11 @@ class _Memory:
 
 
 def _view(desc: Any, indices: Sequence[Any], dtype: Any) -> tuple[Any, tuple[slice, ...]]:
-    """Return (view of the tensor's elements in the block at ``indices``, their position in the
-    block).
+    """Return a view of the elements of the block at ``indices`` that lie within the tensor, and the
+    slices of the block that they fill.
 
-    Raise ``ValueError`` if the block's byte offset is not a multiple of 16, which TMA requires.
+    Raise ``ValueError`` if the block's offset in the last dimension is not a multiple of 16 bytes,
+    which TMA requires.
     """
     address, shape, strides, inside = desc.base.data.item(), [], [], []
     start = 0
@@ -83,8 +84,8 @@ def apply_copy(upstream: Any) -> None:
 
 
 def apply_reduce(upstream: Any) -> None:
-    """Add the operation that ``desc.atomic_add`` and similar calls use to the builder of
-    ``upstream``."""
+    """Add ``create_descriptor_reduce`` to the builder of ``upstream``, which is
+    ``triton.runtime.interpreter``. ``desc.atomic_add`` and similar calls use it."""
     ops, kinds = ir.ATOMIC_OP, ir.DESCRIPTOR_REDUCE_KIND
     signed = {
         kinds.ADD: ops.ADD,
@@ -99,7 +100,7 @@ def apply_reduce(upstream: Any) -> None:
 
     def reduce(self: Any, kind: Any, desc: Any, value: Any, indices: Sequence[Any]) -> None:
         element = desc.base.get_element_ty()
-        if element == tl.bfloat16:  # only ADD is defined; one program runs at a time
+        if element == tl.bfloat16:  # ``kind`` is ADD. Not atomic, but one program runs at a time.
             view, inside = _view(desc, indices, upstream._get_np_dtype(element))
             part = Handle(value.data[inside], element)
             view[...] = self.binary_op(Handle(view, element), part, np.add).data

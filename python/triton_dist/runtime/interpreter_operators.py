@@ -160,8 +160,8 @@ _OPERATIONS: dict[str, tuple[Callable[..., Any], _Kinds]] = {
     **{name: (operation, _INTEGERS) for name, operation in _SHIFTS.items()},
     **{name: (operation, _NUMBERS) for name, operation in _COMPARISONS.items()},
 }
-"""By operator name: a numpy function, and the operand types for which upstream's result equals that
-of the function (numpy dtypes by Triton's name of the type)."""
+"""By operator name: a numpy function, and the operand types for which upstream's result equals the
+function's result (numpy dtypes by Triton's name of the type)."""
 
 _MAX_CONSTANTS = 4096
 _FLOAT32 = np.finfo(np.float32)
@@ -280,11 +280,9 @@ class Operators:
         return self._constant(value, dtype) if type(bits) is int and 0 <= bits < 32 else None
 
     def _result_type(self, left: Any, right: Any) -> Any:
-        """Return the result type of an operation, or None if upstream must compute it.
-
-        Upstream computes operations whose operands it rejects, adds dimensions to, or promotes.
-        Promotion of int32 to int64 is computed here.
-        """
+        """Return the result type of an operation, or None if upstream must compute it. Upstream
+        computes operations whose operands it rejects, adds dimensions to, or promotes. Only int32
+        is promoted (to int64) here."""
         key = left.name, right.name
         if key not in self._results:
             self._results[key] = _broadcast(left, right)

@@ -6,7 +6,7 @@ from triton.runtime import interpreter as upstream
 
 
 def current_program() -> tuple[int, int, int]:
-    """Return ``tl.program_id`` of the running (or last) program, for error messages."""
+    """Return ``tl.program_id`` of the program that runs, or ran last, for error messages."""
     x, y, z = getattr(upstream.interpreter_builder, "grid_idx", (0, 0, 0))
     return x, y, z
 

@@ -22,15 +22,18 @@ def _root() -> Path:
 
 
 def job_folder() -> Path:
-    """Return the folder of this process's job. Its name contains the job's ``MASTER_PORT``, or the
-    parent's process id if it is not set."""
+    """Return the folder of this process's job. Its name contains ``MASTER_PORT``, or the process id
+    of the parent if ``MASTER_PORT`` is not set. All ranks of a job have the same folder."""
     job = knobs.environment().get("MASTER_PORT") or f"of-{os.getppid()}"
     return _root() / f"{_prefix()}{job}"
 
 
 def create_job_folder() -> Path:
     """Create the job's folder if needed, register this process as a member and return the folder.
-    Removes folders without a running member, because a killed process cannot remove its own."""
+
+    This also removes the folders of jobs without a running process. A process that was killed could
+    not remove its folder.
+    """
     folder = job_folder()
     member = folder / f"{_MEMBER}{os.getpid()}"
     if not member.exists():
@@ -69,9 +72,10 @@ ENDED = ("", "Z", "X")
 
 
 def process_state(pid: int) -> tuple[str, str]:
-    """Return state letter and start time, empty if the process or ``/proc`` does not exist."""
+    """Return state letter and start time (clock ticks since boot). Both are empty if the process or
+    ``/proc`` does not exist."""
     try:
-        # The name in parentheses may contain spaces and parentheses itself.
+        # The second field, the program's name in parentheses, may contain spaces and parentheses.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "", ""

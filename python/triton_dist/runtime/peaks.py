@@ -1,8 +1,8 @@
-"""Peak rates of known GPUs, from datasheets, and of this host's network, for limits and pruning.
+"""Peak rates of known GPUs, from datasheets, and of this host's network.
 
-Rates are dense, without sparsity. On H200, a matrix product on random data reaches 0.8 of the
-16-bit rate (790 of 989 TFLOP/s, measured), a copy 0.9 of the memory bandwidth, and a copy engine
-0.88 of the link bandwidth.
+Matrix rates are dense, without sparsity. On H200, a matrix product on random data reaches 0.8 of
+the 16-bit rate (790 of 989 TFLOP/s, measured). A copy reaches 0.9 of the memory bandwidth, and a
+copy engine 0.88 of the link bandwidth.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from triton_dist.runtime.device.cuda import CudaDevice
 
 @dataclass(frozen=True)
 class Peak:
-    """The peaks of one GPU."""
+    """The peak rates of a GPU model."""
 
     tflops: float
-    """16-bit matrix TFLOP/s."""
+    """TFLOP/s of 16-bit matrix products."""
     memory_gbps: float
-    """Device memory GB/s."""
+    """Bandwidth of the device memory in GB/s."""
     link_gbps: float
-    """GB/s to other GPUs of the host, one direction."""
+    """Bandwidth to other GPUs of the host in GB/s, one direction."""
     sms: int
+    """Number of SMs."""
 
 
 RELATIVE_RATE = {
@@ -41,7 +42,7 @@ RELATIVE_RATE = {
     torch.float8_e4m3fn: 2.0,
     torch.float8_e5m2: 2.0,
 }
-"""Matrix rates relative to the 16-bit rate; fp32 operands are multiplied as tf32."""
+"""Rates of matrix products relative to the 16-bit rate; fp32 operands are multiplied as TF32."""
 _PCIE_GEN4_X16 = 32.0
 _BY_NAME = {
     "A100": Peak(312.0, 2039.0, 300.0, 108),
@@ -60,8 +61,9 @@ _BY_CAPABILITY = {8: "A100", 9: "H100", 10: "B200"}
 def device_peak(index: int | None = None) -> Peak:
     """Return the peaks of this process's GPU, or of the GPU with CUDA ordinal ``index``.
 
-    CPU ranks get the peaks of an H200, so that pruning behaves as on that GPU. For an unlisted GPU,
-    scale the peaks of a listed GPU of its compute capability by the number of SMs; assume PCIe.
+    CPU ranks get the peaks of an H200, so that configs are pruned as on an H200. For a GPU that is
+    not listed, the peaks of a listed GPU with the same compute capability are scaled by the number
+    of SMs, and the links are assumed to be PCIe 4.
     """
     device = current_device()
     if device.name != "cuda":
@@ -104,7 +106,7 @@ def get_intranode_max_speed_gbps() -> float:
     """Return the peak bandwidth from this GPU to other GPUs of the host, one direction, in GB/s."""
     here = current_device()
     if here.name != "cuda":
-        return 0.0  # CPU ranks share memory
+        return 0.0  # CPU ranks have no links: they share memory
     others = [gpu for gpu in range(torch.cuda.device_count()) if gpu != here.torch_device.index]
     linked = all(torch.cuda.can_device_access_peer(here.torch_device.index, gpu) for gpu in others)
     return device_peak().link_gbps if linked else _PCIE_GEN4_X16
@@ -116,11 +118,12 @@ _SYSTEM = Path("/sys/class")
 def get_nic_gbps_per_gpu(system: Path = _SYSTEM) -> float:
     """Return the network bandwidth per GPU of this host, one direction, in GB/s.
 
-    This is the sum over the fastest adapters (InfiniBand if present), divided by the number of
-    GPUs; 0.0 if the system reports no speed.
+    This is the sum over all adapters that have the highest speed, divided by the number of GPUs.
+    InfiniBand adapters are used if there are any, else Ethernet adapters. The result is 0.0 if the
+    system reports no speed.
 
     Args:
-        system: folder in which the system lists adapters.
+        system: folder in which the operating system lists adapters.
     """
     rates = _infiniband(system / "infiniband") or _ethernet(system / "net")
     fastest = [rate for rate in rates if rate == max(rates)]
@@ -128,13 +131,14 @@ def get_nic_gbps_per_gpu(system: Path = _SYSTEM) -> float:
 
 
 def _infiniband(folder: Path) -> list[float]:
-    """Return the Gbit/s of each port; the file contains ``400 Gb/sec (4X NDR)``."""
+    """Return the speed of each port in Gbit/s. A file contains text such as ``400 Gb/sec``."""
     found = (re.match(r"[\d.]+", _text(file)) for file in folder.glob("*/ports/*/rate"))
     return [float(rate.group()) for rate in found if rate is not None]
 
 
 def _ethernet(folder: Path) -> list[float]:
-    """Return the Gbit/s of each hardware adapter; the file has Mbit/s, or -1 for "down"."""
+    """Return the speed of each hardware adapter in Gbit/s. A file contains the speed in Mbit/s, or
+    -1 if the adapter is down."""
     adapters = (path.parent for path in folder.glob("*/device"))
     speeds = (_text(adapter / "speed") for adapter in adapters)
     return [int(speed) / 1e3 for speed in speeds if speed.isdigit()]

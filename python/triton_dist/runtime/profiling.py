@@ -1,4 +1,4 @@
-"""Time a call, trace a region on this rank, and wait until the SM clock has risen."""
+"""Time calls and profile code on this rank, and wait until the GPU runs at its maximum clock."""
 
 from __future__ import annotations
 
@@ -149,13 +149,14 @@ def _check_iters(function: str, iters: int) -> None:
 
 
 def get_torch_prof_ctx(do_prof: bool = True) -> AbstractContextManager[Any]:
-    """Return torch's profiler with shapes, or a null context without ``do_prof``."""
-    # acc_events only matters for several cycles, but torch 2.11 warns without it.
+    """Return torch's profiler, which records shapes; or a null context if ``do_prof`` is False."""
+    # acc_events only matters for schedules with several cycles, but torch 2.11 warns without it.
     return torch.profiler.profile(record_shapes=True, acc_events=True) if do_prof else nullcontext()
 
 
 def timeline_profile() -> torch.autograd.profiler.profile:
-    """Return the profiler below ``torch.profiler``, which imports torch's compiler (2 s)."""
+    """Return torch's autograd profiler. The public ``torch.profiler`` uses it, but imports torch's
+    compiler, which takes 2 s."""
     _end_forks_without_destructors()
     device = "cuda" if torch.cuda.is_available() else None
     return torch.autograd.profiler.profile(use_device=device, use_kineto=True, acc_events=True)
@@ -167,10 +168,10 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 1.0
 def wait_until_max_gpu_clock_or_warning(
     device_id: int | None = None, timeout_sec: float = 10
 ) -> bool:
-    """Wait until the GPU's SMs run at their maximum clock; return whether they do.
+    """Wait until the GPU's SMs run at their maximum clock. Return whether they do.
 
-    Unless ``TRITON_DIST_WAIT_GPU_CLOCK`` is set, and on CPU ranks, return ``True`` without waiting:
-    an idle GPU whose clocks are not locked would reduce its clock during the wait.
+    Return ``True`` without waiting on CPU ranks, and unless ``TRITON_DIST_WAIT_GPU_CLOCK`` is set.
+    An idle GPU whose clocks are not locked would reduce its clock during the wait.
 
     Args:
         device_id: CUDA ordinal; default: this process's GPU.
@@ -221,7 +222,7 @@ def _megahertz(uuid: str) -> tuple[int, int]:
 def _end_forks_without_destructors() -> None:
     """Make forked children of this process exit without destructors of libraries.
 
-    The destructor of torch's profiler waits for a thread that a forked child does not have, so the
+    The destructor of torch's profiler waits for a thread that a forked child does not have. The
     child would hang at its exit, or abort (torch 2.13).
     """
     libc = ctypes.CDLL(None)
@@ -229,7 +230,7 @@ def _end_forks_without_destructors() -> None:
         return
 
     def arrange() -> None:
-        libc.on_exit(libc._exit, None)  # called with the exit status
-        libc.__cxa_atexit(libc.fflush, None, None)  # runs first: handlers run in reverse order
+        libc.on_exit(libc._exit, None)  # called with the exit status, after ``fflush``
+        libc.__cxa_atexit(libc.fflush, None, None)  # handlers run in reverse order
 
     os.register_at_fork(after_in_child=arrange)

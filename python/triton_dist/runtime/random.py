@@ -17,7 +17,7 @@ Size = int | Callable[[], int]
 
 
 def init_seed(seed: int = 0) -> None:
-    """Seed Python, NumPy and torch, and disable TF32 and 16-bit accumulation in products."""
+    """Seed Python, NumPy and torch. Disable TF32 and 16-bit accumulation in matrix products."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -28,11 +28,12 @@ def init_seed(seed: int = 0) -> None:
 
 
 class RandomState:
-    """The states of the random number generators that a call may use.
+    """Saved states of the random number generators that a call may use.
 
-    These are torch's generators of the CPU and of each GPU, each ``torch.Generator`` among
-    ``values``, and the global generators of Python and NumPy. CUDA is not initialised for this.
-    GPU generators cannot be read during a capture of the current stream and are skipped then.
+    These are torch's default generators of the CPU and of each GPU, each ``torch.Generator`` in
+    ``values``, and the global generators of Python and NumPy (not with ``torch_only``). The default
+    generators of GPUs are included only if CUDA is initialised. GPU generators are skipped during a
+    capture of the current stream, because their states cannot be read then.
     """
 
     def __init__(self, values: Any = (), torch_only: bool = False) -> None:
@@ -63,12 +64,13 @@ class RandomState:
 def rand_tensor(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | int | None = None
 ) -> torch.Tensor:
-    """Return uniform random values: in [-1, 1), or integers below the dtype's maximum.
+    """Return uniform random values: floats in [-1, 1), or integers from the dtype's minimum to its
+    maximum - 1.
 
     Args:
         shape: shape of the tensor.
         dtype: a floating or integer dtype.
-        device: device of the tensor; default: the device that this process runs kernels on.
+        device: device of the tensor; default: the device on which this process runs kernels.
 
     Raises:
         InvalidArgument: ``dtype`` is neither a floating nor an integer dtype.
@@ -85,12 +87,12 @@ def rand_tensor(
 def generate_data(
     configs: Iterable[Sequence[Any] | None],
 ) -> Iterator[tuple[torch.Tensor | None, ...]]:
-    """Yield random operands forever: in each step a tensor per entry of ``configs``.
+    """Yield tuples of random tensors, without end. A tuple has a tensor per entry of ``configs``.
 
-    An entry is ``None``, which yields ``None``, or a tuple (shape, dtype, (scale, offset)) or
-    (shape, dtype, (scale, offset), device). Values are uniform in [-scale, scale) + offset. The
-    shape is a size, a sequence of sizes, or a function that returns the shape; a size may also be a
-    function. Functions are called in each step.
+    An entry describes a tensor: (shape, dtype, (scale, offset)) or (shape, dtype, (scale, offset),
+    device). Values are uniform in [offset - scale, offset + scale). An entry ``None`` yields
+    ``None``. The shape is a size, a sequence of sizes, or a function that returns a shape. A size
+    is an int or a function that returns an int. Functions are called again for each tuple.
     """
     entries = list(configs)
     while True:

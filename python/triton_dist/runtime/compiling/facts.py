@@ -1,4 +1,4 @@
-"""Describe a compiled kernel: inputs of the compilation, registers, machine code."""
+"""Describe a kernel by name-value pairs ("facts"), its register usage and its machine code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PATH_OPTIONS = ("extern_libs",)
 
 
 def compilation_facts(compilation: Mapping[str, Any]) -> dict[str, str]:
-    """Return the inputs of a compilation by readable name: each argument, each option, the target.
+    """Return the inputs of a compilation as text, by a readable name such as ``argument x_ptr``.
 
     Args:
         compilation: ``src``, ``target`` and ``options`` of ``triton.compile``. Each may be missing.
@@ -57,7 +57,7 @@ def main_facts(facts: Mapping[str, str]) -> dict[str, str]:
 
 
 def differences(shipped: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
-    """Return one line for each fact that differs."""
+    """Return a line for each fact that differs between a kernel in a pack and this process."""
     return [
         f"{name}: shipped {shipped.get(name, 'none')}, here {here.get(name, 'none')}"
         for name in sorted(shipped.keys() | here.keys())
@@ -70,17 +70,17 @@ def _arguments(source: Any) -> Iterator[tuple[str, str]]:
     names = list(source.signature)
     constants: dict[str, list[str]] = {}
     for path, value in source.constants.items():
-        inside = "".join(f"[{place}]" for place in path[1:])
-        constants.setdefault(names[path[0]], []).append(f"{inside}={_text(value)}".lstrip("="))
-    for place, (name, kind) in enumerate(source.signature.items()):
-        known = [
-            f"{what.removeprefix('tt.')} {number}"
+        member = "".join(f"[{index}]" for index in path[1:])
+        constants.setdefault(names[path[0]], []).append(f"{member}={_text(value)}".lstrip("="))
+    for position, (name, kind) in enumerate(source.signature.items()):
+        attributes = [
+            f"{attribute.removeprefix('tt.')} {number}"
             for path, pairs in source.attrs.items()
-            if path[0] == place
-            for what, number in pairs
+            if path[0] == position
+            for attribute, number in pairs
         ]
         types = [] if kind == "constexpr" else [_text(kind) if isinstance(kind, tuple) else kind]
-        yield name, ", ".join([*types, *known, *constants.get(name, [])])
+        yield name, ", ".join([*types, *attributes, *constants.get(name, [])])
 
 
 def _text(value: Any) -> str:
@@ -92,8 +92,8 @@ def _text(value: Any) -> str:
 
 @functools.lru_cache(maxsize=256)
 def resource_usage(cubin: bytes) -> tuple[int, int]:
-    """Return (registers, bytes of local memory) per thread of the kernel in ``cubin``. About 5
-    ms."""
+    """Return the number of registers, and the bytes of local memory, per thread of the kernel in
+    ``cubin``. Takes about 5 ms."""
     report = _cuobjdump("-res-usage", cubin)
     found = re.search(r"REG:(\d+) STACK:(\d+)", report)
     if found is None:
@@ -103,7 +103,7 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=16)
 def sass(cubin: bytes) -> str:
-    """Return the machine code in ``cubin`` as text. About 0.3 s."""
+    """Return the machine code in ``cubin`` as text. Takes about 0.3 s."""
     return _cuobjdump("-sass", cubin)
 
 

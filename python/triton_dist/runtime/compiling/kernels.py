@@ -18,7 +18,7 @@ from triton.runtime.cache import get_cache_key, get_cache_manager
 
 from triton_dist.runtime import triton_compat
 
-_hook = threading.Lock()
+_hook_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Kernel:
     def digest(self) -> str:
         """Return the kernel's key in Triton's disk cache, as Triton 3.6 to 3.9 compute it."""
         if triton.knobs.runtime.add_stages_inspection_hook is not None:
-            raise ValueError("the compiler's stages are changed by a hook of this process")
+            raise ValueError("a hook of this process changes the compiler's stages")
         backend = make_backend(self.target)
         key = get_cache_key(
             self._source(),
@@ -69,13 +69,13 @@ def kernels_to_compile(prepare: Callable[[], object]) -> dict[str, Kernel]:
     """Return the kernels, by digest, that ``prepare`` would compile and that are not in the disk
     cache.
 
-    Runs ``prepare``, but each ``warmup`` in it compiles nothing and returns ``None``. Exceptions of
-    ``prepare`` are ignored: the later, real run raises them again.
+    Runs ``prepare``, but the ``warmup`` calls of kernels compile nothing and return ``None``.
+    Exceptions of ``prepare`` are ignored, because a later run without this function raises them.
     """
     found: dict[str, Kernel] = {}
 
     def on_kernel(kernel: Kernel) -> None:
-        with suppress(Exception):  # the compilation itself will raise the error
+        with suppress(Exception):  # the later compilation raises the error again
             digest = kernel.digest
             if not kernel.is_cached(digest):
                 found[digest] = kernel
@@ -87,7 +87,8 @@ def kernels_to_compile(prepare: Callable[[], object]) -> dict[str, Kernel]:
 
 @contextmanager
 def _intercept_warmups(on_kernel: Callable[[Kernel], None]) -> Iterator[None]:
-    """Pass the kernels of this thread's ``warmup`` calls to ``on_kernel`` instead of compiling."""
+    """Context manager in which ``warmup`` calls of this thread do not compile, but pass the kernel
+    to ``on_kernel``."""
     knobs, thread = triton.knobs.runtime, threading.get_ident()
 
     def skip(**details: Any) -> bool:
@@ -96,7 +97,7 @@ def _intercept_warmups(on_kernel: Callable[[Kernel], None]) -> Iterator[None]:
             return bool(before and before(**details))
         compilation = details["compile"]
         options = json.loads(compilation["specialization_data"])["options"]
-        if options.get("ir_override"):  # an artefact of ``runner`` is compiled already
+        if options.get("ir_override"):  # ``triton_dist.runner`` has already compiled this kernel
             return True
         on_kernel(
             Kernel(
@@ -110,7 +111,7 @@ def _intercept_warmups(on_kernel: Callable[[Kernel], None]) -> Iterator[None]:
         )
         return True
 
-    with _hook:
+    with _hook_lock:
         before = knobs.jit_cache_hook
         knobs.jit_cache_hook = skip
         try:
@@ -120,5 +121,5 @@ def _intercept_warmups(on_kernel: Callable[[Kernel], None]) -> Iterator[None]:
 
 
 def use_target(target: GPUTarget) -> None:
-    """Set ``target`` as this process's compile target, because its kernels cannot query a GPU."""
+    """Make Triton compile for ``target`` in this process, which must not query a GPU."""
     triton.runtime.driver.set_active(triton_compat.HostDriver(target))

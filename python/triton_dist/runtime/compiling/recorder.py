@@ -1,7 +1,7 @@
 """Record the kernels that a process compiles or loads, one pack file per kernel.
 
-Separate files lose nothing if the process is killed, and several ranks can write to one folder. The
-packs are merged later.
+With separate files, nothing is lost if the process is killed, and several ranks can write to one
+folder. ``triton-dist pack`` merges the files.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class Recorder:
             compilation = triton_compat.running_compilation()
             if compilation:
                 paths: Mapping[str, str] = details["metadata_group"]
-                named = {
+                files = {
                     name: Path(path)
                     for name, path in paths.items()
                     if name.endswith(_RECORDED_SUFFIXES)
                 }
                 facts = compilation_facts(compilation)
-                self.write(str(metadata["hash"]), str(metadata["name"]), facts, named)
+                self.write(str(metadata["hash"]), str(metadata["name"]), facts, files)
         except Exception as error:
             warn_without_raising(
                 f"kernel {metadata.get('name')} is not recorded: {error!r}", CacheWarning
@@ -71,7 +71,7 @@ class Recorder:
     def write(
         self, digest: str, name: str, facts: Mapping[str, str], paths: Mapping[str, Path]
     ) -> None:
-        """Write a kernel to the folder. Never raises, so that recording cannot fail a launch."""
+        """Write a kernel to the folder. If that fails, warn: recording must not fail a launch."""
         try:
             files = {each: path.read_bytes() for each, path in paths.items()}
             kernels = {digest: PackedKernel(name, facts, files)}
@@ -92,5 +92,5 @@ def record_module(digest: str, filename: str, path: str) -> None:
 
 
 def module_facts() -> dict[str, str]:
-    """Return the Python and Triton versions that a native module is built for."""
+    """Return the versions of Python and Triton for which native modules are built here."""
     return {"python": MODULE_SUFFIX.split(".")[1], "triton": triton.__version__}

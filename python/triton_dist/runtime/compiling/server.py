@@ -1,15 +1,15 @@
-"""The process that compiles kernels.
+"""The server process that compiles kernels for a rank.
 
-It is forked from the rank, so it does not repeat imports, which take seconds. It forks a child for
-each kernel: a compiler that crashes or hangs affects only this child, and compilation does not hold
-the GIL of the rank, which launches and measures at the same time.
+The rank forks the server, so the server does not repeat imports, which take seconds. The server
+forks a child for each kernel: if the compiler crashes or hangs, only this child is affected.
+Compilation does not hold the GIL of the rank, which launches and measures at the same time.
 
-A process with CUDA may fork if the child uses neither CUDA nor state of other threads, like the
-workers of ``torch.utils.data.DataLoader``. Therefore the child frees no objects of the rank, and it
-ends only with ``os._exit``.
+A process that uses CUDA may fork if the child uses neither CUDA nor the state of other threads,
+like the workers of ``torch.utils.data.DataLoader``. Therefore the server frees no objects of the
+rank, and ends only with ``os._exit``.
 
-Verdicts are sent over a connection. The process and its children end when all kernels are done or
-the other end of the connection is closed.
+The server sends the results ("verdicts") over a connection. The server and its children end when
+all kernels are compiled, or when the rank closes its end of the connection.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _MAX_OUTPUT = 2000
 
 @dataclass(frozen=True)
 class Job:
-    """Work for a process that compiles."""
+    """Work for a server."""
 
     kernels: Mapping[str, Kernel]
-    """By digest, in the order in which they are needed."""
+    """Kernels by digest, in the order in which they are needed."""
     workers: int
     """Number of kernels to compile in parallel."""
     seconds: float
@@ -52,6 +52,7 @@ class Verdict:
     digest: str
     status: Literal["compiled", "failed", "timeout"]
     text: str = ""
+    """Error, and the end of the compiler's output."""
 
 
 @dataclass
@@ -60,7 +61,7 @@ class _Child:
     pid: int
     pidfd: int
     output: IO[bytes]
-    """The child's output, which ends with its exception."""
+    """The child's output. If the compilation raises, the output ends with the exception."""
     deadline: float
 
 
@@ -109,7 +110,7 @@ class _Server:
                     os.write(output.fileno(), f"\n{type(error).__name__}: {error}".encode())
                 finally:
                     os._exit(status)
-            with suppress(OSError):  # the child does so too: either may come first
+            with suppress(OSError):  # the child also calls this: either process may be first
                 os.setpgid(pid, pid)
             deadline = time.monotonic() + self._job.seconds
             child = _Child(digest, pid, os.pidfd_open(pid), output, deadline)
@@ -150,13 +151,13 @@ def main(job: Job, verdicts: int) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.nice(10)  # the rank has priority
         # Close all inherited descriptors: sockets, locks and files of a rank must not outlive it.
-        nothing = os.open(os.devnull, os.O_RDWR)
+        null = os.open(os.devnull, os.O_RDWR)
         for standard in (0, 1, 2):  # each child redirects the compiler's output to a file
-            os.dup2(nothing, standard)
-        for open_one in map(int, os.listdir("/proc/self/fd")):
-            if open_one > 2 and open_one != verdicts:
-                with suppress(OSError):  # the descriptor of the directory listing itself
-                    os.close(open_one)
+            os.dup2(null, standard)
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if descriptor > 2 and descriptor != verdicts:
+                with suppress(OSError):  # ``listdir`` has already closed its own descriptor
+                    os.close(descriptor)
         with suppress(BrokenPipeError):  # the rank has closed the connection
             _Server(job, Connection(verdicts)).serve()
     finally:

@@ -1,8 +1,8 @@
 """Serve kernels from packs through Triton's compilation cache.
 
-Triton reads compiled files from a cache manager class, set in ``triton.knobs``, by the kernel's
-digest. :class:`ShippedCache` queries the previous manager, then the packs. It extracts files of a
-pack to a temporary folder, so no writable home folder is needed.
+Triton looks up compiled files by the kernel's digest, in a cache manager whose class is set in
+``triton.knobs``. :class:`ShippedCache` queries the previous cache manager first, then the packs. It
+extracts files of a pack to a temporary folder, so no writable home folder is needed.
 """
 
 from __future__ import annotations
@@ -46,19 +46,18 @@ _warned: set[str] = set()
 
 
 class ShippedCache(CacheManager):
-    """Triton cache manager that falls back to packs if the previous manager has no entry."""
+    """Triton cache manager that reads packs if the previous cache manager has no entry."""
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
         self._digest = base64.b32decode(key + "=" * (-len(key) % 8)).hex()
-        self._is_cache = not (
-            override or dump
-        )  # Triton's folders for overrides and dumps are not caches
+        # Triton also uses this class for its folders of overrides and dumps.
+        self._is_cache = not (override or dump)
         self._previous, self._creation_error = None, None
         try:
             self._previous = (_previous_class or FileCacheManager)(
                 key, override=override, dump=dump
             )
-        except OSError as error:  # it creates a folder even for reads; home may be read-only
+        except OSError as error:  # it creates a folder even for reads, and home may be read-only
             if not self._is_cache:
                 raise
             self._creation_error = error
@@ -103,7 +102,7 @@ class ShippedCache(CacheManager):
         return self._previous
 
     def _module_digest(self) -> str:
-        """Return the digest of the C source. The file name contains the Python version."""
+        """Return the digest of a native module: of its C source, if Triton's call has one."""
         source = triton_compat.native_module_source()
         return sha256(source.encode()) if source else self._digest
 
@@ -111,7 +110,7 @@ class ShippedCache(CacheManager):
 def install() -> None:
     """Use packs if there are any. Record or refuse compilations if the environment requests it.
 
-    Called by each module through which a program starts to use triton_dist.
+    The modules of the public interface call this when a program starts to use them.
     """
     if triton_compat.is_interpreting():
         return
@@ -136,7 +135,8 @@ def use_packs() -> None:
 
 
 def extracted_files(digest: str) -> dict[str, str] | None:
-    """Extract the files of ``digest`` from a pack. Return their paths by name, or ``None``."""
+    """Extract the kernel with this digest from a pack. Return the paths of its files by name, or
+    ``None`` if no pack has the kernel."""
     with _lock:
         if digest not in _extracted:
             for pack in packs_in(pack_places()):
@@ -194,7 +194,7 @@ background_jobs: list[Callable[[], object]] = []
 
 def _start_thread(job: Callable[[], object]) -> None:
     def run() -> None:
-        with suppress(Exception):  # raised again where the result is needed
+        with suppress(Exception):  # the code that needs the result raises the error again
             job()
 
     threading.Thread(target=run, name="triton_dist prepares", daemon=True).start()

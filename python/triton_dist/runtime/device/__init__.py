@@ -20,13 +20,13 @@ def get_device_max_shared_memory_size(device_index: int | None = None) -> int:
     """Return the largest shared memory of one block, in bytes.
 
     Args:
-        device_index: ignored, because all GPUs of a host are assumed to be equal. Existing scripts
-            pass it.
+        device_index: ignored, because all GPUs of a host are assumed to be equal. Accepted for
+            existing scripts.
     """
     return current_device().shared_memory_bytes()
 
 
 def sleep_async(milliseconds: float) -> None:
-    """Keep the current stream busy for about ``milliseconds`` without blocking the host (CPU:
-    sleep)."""
+    """Keep the current stream busy for about ``milliseconds`` without blocking the host. On the
+    CPU, sleep."""
     current_device().sleep_milliseconds(milliseconds)

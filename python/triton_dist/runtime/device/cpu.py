@@ -33,14 +33,14 @@ class CpuDevice:
 
     name = "cpu"
     torch_device = torch.device("cpu")
-    # Three programs of a persistent grid, with several tiles each, are enough for tests.
+    # Persistent kernels start this many programs. Three with several tiles each suffice for tests.
     num_sms = 3
     # The interpreter executes a descriptor access 3 to 5 times faster than pointer arithmetic.
     prefers_descriptors = True
     multiplies_fp8 = True
     # Interpreted kernels are run for correctness, not speed, so the config spaces are small.
     interprets: bool = True
-    # Exclude libraries: they would always win on CPU, where the purpose is to run our kernels.
+    # Exclude libraries: they would always win on the CPU, and tests need to run our kernels.
     has_nccl: bool = False
     has_async_tp: bool = False
     launches_block: bool = False
@@ -51,7 +51,7 @@ class CpuDevice:
         return is_interpreting()
 
     def synchronize(self, seconds: float | None = None) -> None:
-        """Do nothing: kernels are synchronous, and each call joins its copy streams."""
+        """Do nothing: kernels are synchronous, and each call of an op waits for its copies."""
 
     def timer(self) -> CpuTimer:
         return CpuTimer()
@@ -185,7 +185,7 @@ class CpuCopyStream:
         self._end_thread()
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        # A transfer sets the flags of its data by a copy, too.
+        # A small integer tensor contains flags, which a transfer may set by a copy.
         is_flag = not destination.is_floating_point() and destination.numel() <= _MAX_COPIED_FLAGS
         flags = destination if is_flag else destination[:0]
         self._queue(
@@ -206,7 +206,8 @@ class CpuCopyStream:
 
 
 def _marked(name: str, step: Callable[[], object], flags: torch.Tensor, nbytes: int = 0) -> None:
-    """Run a step of a copy stream, and record it and the flags that it sets or awaits."""
+    """Run a step of a copy stream. If marks are on, record a mark ``name`` for the step, and the
+    ``flags`` that it sets or awaits."""
     begin_ns = time.time_ns()
     step()
     marks, program = marking.current(), -threading.get_native_id()
@@ -227,46 +228,46 @@ def _run_steps(steps: queue.SimpleQueue[Callable[[], object] | None]) -> None:
 
 
 class CpuTransfer:
-    """Transfer whose steps are queued in order at each start."""
+    """The steps of a transfer, which each ``start`` queues in order."""
 
     def __init__(self, steps: Sequence[Step], streams: Sequence[CpuCopyStream]) -> None:
         self._steps, self._streams = steps, streams
         self._has_kernel = True
 
-    def start(self, own: torch.Tensor | tuple[torch.Tensor, ...], current: int) -> None:
-        tensors = own if isinstance(own, tuple) else (own,)
+    def start(self, source: torch.Tensor | tuple[torch.Tensor, ...], current: int) -> None:
+        tensors = source if isinstance(source, tuple) else (source,)
         # Detached: autograd must not track the copies.
         self._queue(tuple(each.detach() for each in tensors))
 
     def fork(self, current: int) -> None:
-        """Queue the steps, before the launch of the kernel whose flags they await.
+        """Queue the steps, before the launch of the kernel that sets the flags they await.
 
-        A launch on the CPU returns only when the kernel has ended, and the kernel may wait for data
-        that other ranks send by these steps.
+        A launch on the CPU returns only when the kernel has ended. The kernel may wait for data
+        that other ranks send by these steps, so the steps must be queued first.
         """
         self._has_kernel = False
         self._queue(())
 
     def queue(self) -> None:
-        """Note that the kernel whose flags the steps await has run."""
+        """Record that the kernel that sets the awaited flags has run."""
         self._has_kernel = True
 
     def join(self, current: int) -> None:
-        """Wait for the queued steps and raise the first exception. If the kernel failed, skip
-        them."""
+        """Wait for the queued steps, and raise the first exception of a step. If the kernel failed,
+        skip the steps that have not started."""
         for stream in self._streams:
             if not self._has_kernel:
                 stream.abandon()
             stream.join_current()
 
-    def _queue(self, own: tuple[torch.Tensor, ...]) -> None:
-        """Queue the steps. ``own`` are the tensors that ``InputRows`` refers to."""
+    def _queue(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Queue the steps. ``tensors`` are the tensors that ``InputRows`` refers to."""
         for step in self._steps:
             stream = self._streams[step.stream]
             if isinstance(step, Copy):
                 source = step.source
                 if isinstance(source, InputRows):
-                    rows = own[source.tensor][source.first : source.end]
+                    rows = tensors[source.tensor][source.first : source.end]
                     source = rows if source.columns is None else rows[:, slice(*source.columns)]
                 stream.copy(step.destination, source)
             elif isinstance(step, AwaitFlag):

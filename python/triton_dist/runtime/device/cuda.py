@@ -33,8 +33,8 @@ from triton_dist.runtime.triton_compat import is_interpreting
 
 _SPIN_SECONDS = 5e-3
 _POLL_SECONDS = 50e-6
-# Limits of ``delay_stream``. Queueing an overlapped op takes 0.3 ms, on some hosts more. A call
-# that synchronises with the device waits for the delay itself, so the delay has an upper limit.
+# Limits of ``delay_stream``. Queueing an overlapped op takes 0.3 ms, on some hosts more. If a call
+# synchronises with the device, it waits until the delay ends, so the delay has an upper limit.
 _MIN_DELAY_MILLISECONDS, _MAX_DELAY_MILLISECONDS = 0.5, 5.0
 _QUEUEING_MARGIN = 1.5
 _GRAPH_MEMORY_DIVISOR = 16
@@ -55,16 +55,16 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self._properties = torch.cuda.get_device_properties(index)
         self.num_sms: int = self._properties.multi_processor_count
-        # Cached: torch queries the driver each time, which takes 0.6 ms (H200).
+        # Cached, because each access of torch's ``clock_rate`` takes 0.6 ms (H200).
         self._kilohertz: int = self._properties.clock_rate
-        # Tensor descriptors compile to TMA from compute capability 9.0. Pointers are faster on
-        # older GPUs.
+        # Tensor descriptors compile to TMA for compute capability 9.0 and above. On older GPUs,
+        # pointers are faster.
         self.prefers_descriptors: bool = self._properties.major >= 9
         capability = self._properties.major, self._properties.minor
         self.multiplies_fp8: bool = capability >= (8, 9)
-        # True: a launch returns only after its kernel has ended. Like CUDA, read the variable once.
-        # ``make sanitize`` sets it, because compute-sanitizer makes launches block anyway. Ops
-        # then exclude algorithms in which a blocking launch would deadlock.
+        # True: a launch returns only after its kernel has ended. Ops then exclude algorithms in
+        # which a blocking launch would deadlock. Read once, as by CUDA. ``make sanitize`` sets the
+        # variable, because launches block under compute-sanitizer.
         self.launches_block: bool = knobs.get_bool_env("CUDA_LAUNCH_BLOCKING")
         self._last_thread = 0
         self._fork_stream: torch.cuda.Stream | None = None
@@ -72,13 +72,13 @@ class CudaDevice:
         self._reserved = 0  # torch's reserved bytes after the last release of graph memory
 
     def synchronize(self, seconds: float | None = None) -> None:
-        """Wait for all queued work. After ``seconds`` raise ``TimeoutError``."""
+        """Wait for all queued work. Raise ``TimeoutError`` if it takes longer than ``seconds``."""
         if seconds is None:
             torch.cuda.synchronize(self.index)
             return
         reached = torch.cuda.Event()
-        # An event on the legacy default stream waits for all blocking streams. The current stream
-        # waits for our side streams before a call returns.
+        # An event on the legacy default stream waits for all blocking streams. Each call of an op
+        # makes the current stream wait for the op's side streams, so the event covers these too.
         reached.record(torch.cuda.current_stream(self.index))
         begin = time.monotonic()
         while not reached.query():
@@ -87,18 +87,18 @@ class CudaDevice:
                 raise TimeoutError(
                     f"cuda:{self.index} did not finish its queued work within {seconds:.1f} s"
                 )
-            if waited > _SPIN_SECONDS:  # a sleep takes twice the requested time
+            if waited > _SPIN_SECONDS:  # a sleep would lengthen short waits
                 time.sleep(_POLL_SECONDS)
 
     def timer(self) -> CudaTimer:
         return CudaTimer()
 
     def flush_cache(self) -> None:
-        """Evict the L2 cache by reading a buffer several times its size.
+        """Evict the contents of the L2 cache by reading a buffer that is several times larger.
 
-        A write would leave dirty lines, and the next call would pay for their write-back: a GEMM
-        that reads 117 MB takes 40.6 us after a write, 33.4 us after a read, 33.2 us without a flush
-        (H200).
+        Writing the buffer would leave dirty lines, whose write-back would slow down the next call.
+        A GEMM that reads 117 MB takes 40.6 µs after writing, 33.4 µs after reading, and 33.2 µs
+        without a flush (H200).
         """
         torch.amax(self._flush_buffer, 0, out=self._flush_result)
 
@@ -132,12 +132,13 @@ class CudaDevice:
 
     @property
     def has_nccl(self) -> bool:
-        """NCCL needs one rank per GPU."""
+        """Whether NCCL can be used, which requires one rank per GPU."""
         return ranks_per_gpu() == 1
 
     @property
     def has_async_tp(self) -> bool:
-        """Torch's symmetric memory, which async tensor parallelism uses, needs one rank per GPU."""
+        """Whether torch's async tensor parallelism can be used. It uses torch's symmetric memory,
+        which requires one rank per GPU."""
         return ranks_per_gpu() == 1
 
     def shared_memory_bytes(self) -> int:
@@ -148,8 +149,8 @@ class CudaDevice:
         return torch.cuda.is_current_stream_capturing()
 
     def host_word(self) -> torch.Tensor:
-        """Return a zeroed, pinned int64 [1]: kernels can write and the host can read it at any
-        time."""
+        """Return a zeroed int64 [1] in pinned memory, which kernels can write and the host can read
+        at any time."""
         return torch.zeros(1, dtype=torch.int64, pin_memory=True)
 
     @functools.cached_property
@@ -157,8 +158,8 @@ class CudaDevice:
         return cuda_copies.ConcurrentReader(self.torch_device)
 
     def peek(self, words: torch.Tensor) -> torch.Tensor | None:
-        """Return a host copy of the current values, made in parallel with running kernels, or
-        ``None`` if that is impossible."""
+        """Return a copy of ``words`` on the host, made while kernels run, or ``None`` if it takes
+        too long (see ``ConcurrentReader``)."""
         return self._reader.read(words)
 
     def sleep(self, cycles: int) -> None:
@@ -166,21 +167,23 @@ class CudaDevice:
         torch.cuda._sleep(cycles)
 
     def sleep_milliseconds(self, milliseconds: float) -> None:
-        """Keep the current stream busy for ``milliseconds``, longer below the maximum SM clock."""
+        """Keep the current stream busy for ``milliseconds`` at the maximum SM clock. At a lower
+        clock it takes longer."""
         self.sleep(int(milliseconds * self._kilohertz))
 
     def capture(self, call: Callable[[], object], seconds: float) -> Callable[[], object]:
-        """Run ``call`` once on a side stream, capture it in a CUDA graph, and return the replay.
+        """Run ``call`` once on a side stream, capture it in a CUDA graph, and return a function
+        that replays the graph.
 
-        The first run does what cannot be captured, such as loading kernels.
+        The first run performs what cannot be captured, such as loading kernels.
 
         Raises:
             TimeoutError: the first run did not finish within ``seconds``.
-            Exception: an exception of ``call``, from the run or the capture.
+            Exception: ``call`` raised it, in the first run or in the capture.
         """
         # torch frees the memory of destroyed graphs only when an allocation outside a capture finds
-        # the GPU full. An allocation in a capture fails instead. Therefore free the memory here:
-        # after some thousand graphs, 103 GB were reserved.
+        # the GPU full. An allocation in a capture fails instead. Therefore free the memory here.
+        # Without this, 103 GB were reserved after some thousand graphs.
         reserved = torch.cuda.memory_reserved(self.index)
         if reserved - self._reserved > self._properties.total_memory // _GRAPH_MEMORY_DIVISOR:
             torch.cuda.empty_cache()
@@ -193,11 +196,11 @@ class CudaDevice:
         torch.cuda.current_stream(self.index).wait_stream(side)
         self.synchronize(seconds)
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-        # `torch.cuda.graph` waits without a time limit, and leaves its stream current if the
-        # capture fails.
+        # Not ``torch.cuda.graph``: it waits without a time limit, and if the capture fails, its
+        # stream stays current.
         with torch.cuda.stream(side), no_garbage_collection():
-            # thread_local: other threads (watchdogs, tuning in other groups) may use the GPU
-            # meanwhile.
+            # thread_local: other threads (watchdogs, tuning in other groups) may use the GPU during
+            # the capture.
             graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 call()
@@ -209,28 +212,26 @@ class CudaDevice:
                     graph.capture_end()
                 # If ``capture_end`` failed, torch before 2.13 assumes that the capture continues
                 # and never releases memory again (pytorch/pytorch#180395). The allocator still
-                # calls the graph, so keep it alive.
-                with contextlib.suppress(RuntimeError):  # newer torch has already ended it
+                # calls the graph object, so keep the object alive.
+                with contextlib.suppress(RuntimeError):  # newer torch has ended the allocation
                     torch._C._cuda_endAllocateToPool(self.index, pool)
                     self._failed_graphs.append(graph)
                 raise
         return graph.replay
 
     def delay_stream(self, queueing: float = 0.0) -> None:
-        """Keep the current stream busy until the host has queued the next call, to exclude launch
-        overhead.
+        """Keep the current stream busy until the host has queued the next call. The measured time
+        of that call then excludes launch overhead.
 
         Args:
-            queueing: the longest time, in seconds, that the host took to queue such a call.
+            queueing: the longest time that the host has taken to queue this call, in seconds.
         """
         needed = min(1e3 * _QUEUEING_MARGIN * queueing, _MAX_DELAY_MILLISECONDS)
         self.sleep_milliseconds(max(needed, _MIN_DELAY_MILLISECONDS))
 
     def run_on_side_stream(self, work: Callable[[], object]) -> None:
-        """Run ``work`` on a new stream, without waiting for earlier work of the current stream.
-
-        Later work of the current stream waits for ``work``.
-        """
+        """Run ``work`` on a new stream, which does not wait for earlier work of the current stream.
+        Later work of the current stream waits for ``work``."""
         current, side = torch.cuda.current_stream(self.index), torch.cuda.Stream(self.torch_device)
         with torch.cuda.stream(side):
             work()
@@ -239,8 +240,7 @@ class CudaDevice:
     def fork(self, work: Callable[[], object], *inputs: torch.Tensor) -> Callable[..., None]:
         """Run ``work``, which reads ``inputs``, on a second stream after the current stream's work.
 
-        Return a function that makes the stream that is then current wait for ``work``, and use the
-        tensors that it is passed.
+        Return a function ``join(*tensors)``, as ``record_event`` does, for the end of ``work``.
         """
         if self._fork_stream is None:
             self._fork_stream = torch.cuda.Stream(self.torch_device)
@@ -253,11 +253,11 @@ class CudaDevice:
             return self.record_event()
 
     def record_event(self) -> Callable[..., None]:
-        """Return a function that makes the stream that is then current wait for the work that is
-        queued on the current stream now.
+        """Record an event on the current stream, and return a function ``join(*tensors)``.
 
-        The function also tells torch's allocator that the stream uses the tensors that it is
-        passed. In a capture, the allocator then does not reuse their memory.
+        ``join`` makes the stream that is current when ``join`` is called wait for the event. It
+        also registers ``tensors`` with torch's allocator as used on that stream. In a capture, the
+        allocator then does not reuse their memory.
         """
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.index))
@@ -300,11 +300,11 @@ class CudaDevice:
         """Return a pre-built launch of ``compiled``, or ``None`` if only Triton can launch it.
 
         Args:
-            varying: names of the pointer arguments that differ between launches.
-            scratch: allocates n bytes that no concurrent launch uses.
+            varying: names of the pointer arguments whose addresses differ between launches.
+            scratch: allocates the given number of bytes, which no concurrent launch uses.
         """
         if self.is_capturing() or not can_repeat(compiled, arguments):
-            return None  # an allocation in a capture belongs to the graph
+            return None  # scratch memory allocated in a capture would belong to the graph
         nbytes = scratch_bytes(compiled, grid)
         return RepeatedLaunch(
             compiled, grid, arguments, varying, scratch(nbytes) if nbytes else None
@@ -343,7 +343,8 @@ def _sharing_suffix() -> str:
 
 @functools.cache
 def _driver_version() -> str:
-    """Return the driver version, or else the CUDA version that the driver supports."""
+    """Return the driver version; if the driver's file is missing, the CUDA version that the driver
+    supports."""
     with suppress(OSError):
         found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+\d)\s", _DRIVER_FILE.read_text())
         if found is not None:

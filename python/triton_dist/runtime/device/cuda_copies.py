@@ -19,14 +19,14 @@ _STAGING_BYTES = 1 << 20
 class CudaCopyStream:
     """High-priority side stream for copies between GPUs.
 
-    Copies use a copy engine; flag writes and waits use stream memory operations. None needs an SM,
-    so a full grid of kernels that spin on the flags cannot starve them. (A one-block kernel that
-    waited for the flag deadlocked all ranks on H200.)
+    Copies use a copy engine. Flag writes and flag waits use stream memory operations. Both need no
+    SM, so they proceed while kernels that wait for the flags occupy all SMs. When a one-block
+    kernel waited for the flag instead, all ranks deadlocked (H200).
 
     Args:
         staged: copy through pinned host memory, for ranks that share a GPU. A copy within one GPU
-            runs on its SMs, and never starts while a full grid waits (H100 and H200, driver 580).
-            Copies to and from the host use copy engines.
+            runs on its SMs, and never starts while waiting kernels occupy all SMs (H100 and H200,
+            driver 580). Copies to and from the host use copy engines.
     """
 
     def __init__(
@@ -37,23 +37,23 @@ class CudaCopyStream:
         self.staging = (
             torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True) if staged else None
         )
-        # Each call records the events again. A wait refers to the latest record when it is queued,
-        # so one pair of events is enough for any number of calls in flight.
+        # Each call records the events again. A queued wait refers to the latest record at the time
+        # of queueing, so one pair of events is enough for any number of unfinished calls.
         self._events = (torch.cuda.Event(), torch.cuda.Event())
         for event in self._events:
-            event.record(self._stream)  # torch makes the event now
+            event.record(self._stream)  # torch creates the CUDA event at the first record
         self.begun, self.done = (int(event.cuda_event) for event in self._events)
 
     def close(self) -> None:
-        """Do nothing: torch pools its streams."""
+        """Do nothing: torch reuses its streams."""
 
 
 class CudaTransfer:
-    """Steps as pre-built driver calls, queued in order at each start."""
+    """The steps of a transfer as pre-built driver calls, which each ``start`` queues in order."""
 
     def __init__(self, steps: Sequence[Step], streams: Sequence[CudaCopyStream]) -> None:
         # Values that change between starts: the caller's stream, and the address of each
-        # ``InputRows``. Keys of the latter: (tensor, first row, byte offset).
+        # ``InputRows``. The keys of addresses are (tensor, first row, byte offset).
         self._current = ctypes.c_void_p()
         self._input_addresses: dict[tuple[int, int, int], ctypes.c_uint64] = {}
         # Copies of columns, with their tensor, first row, and offset of the column in bytes.
@@ -75,8 +75,8 @@ class CudaTransfer:
             return
         address = step.flags.data_ptr() + step.index * step.flags.element_size()
         if isinstance(step, AwaitFlag):
-            how = cuda_driver.WAIT_VALUE_EQ
-            yield _call("cuStreamWaitValue32_v2", handle, address, step.value, how)
+            condition = cuda_driver.WAIT_VALUE_EQ
+            yield _call("cuStreamWaitValue32_v2", handle, address, step.value, condition)
         else:
             assert isinstance(step, SetFlag)
             yield _call("cuStreamWriteValue32_v2", handle, address, step.value, 0)
@@ -90,23 +90,23 @@ class CudaTransfer:
             source = self._address(step.source, 0)
             yield _call("cuMemcpyDtoDAsync_v2", destination, source, nbytes, stream.handle)
             return
-        staging, most = stream.staging.data_ptr(), stream.staging.nbytes
-        for begin in range(0, nbytes, most):
-            source, size = self._address(step.source, begin), min(most, nbytes - begin)
+        staging, max_bytes = stream.staging.data_ptr(), stream.staging.nbytes
+        for begin in range(0, nbytes, max_bytes):
+            source, size = self._address(step.source, begin), min(max_bytes, nbytes - begin)
             yield _call("cuMemcpyDtoHAsync_v2", staging, source, size, stream.handle)
             yield _call("cuMemcpyHtoDAsync_v2", destination + begin, staging, size, stream.handle)
 
     def _copy_columns(
         self, destination: torch.Tensor, source: InputRows, stream: CudaCopyStream
     ) -> Iterator[_Call]:
-        """Copy columns of rows to the contiguous ``destination``."""
+        """Copy the columns ``source.columns`` to the contiguous ``destination``."""
         assert source.columns is not None
         item, rows = destination.element_size(), source.end - source.first
         width, column = destination.shape[1] * item, source.columns[0] * item
         staging = stream.staging
-        most = rows if staging is None else max(1, staging.nbytes // width)
-        for begin in range(0, rows, most):
-            size, address = min(most, rows - begin), destination.data_ptr() + begin * width
+        max_rows = rows if staging is None else max(1, staging.nbytes // width)
+        for begin in range(0, rows, max_rows):
+            size, address = min(max_rows, rows - begin), destination.data_ptr() + begin * width
             copy = cuda_driver.Memcpy2D(
                 source_type=cuda_driver.MEMORY_DEVICE, target_type=cuda_driver.MEMORY_DEVICE,
                 target_device=address, target_pitch=width, width=width, height=size,
@@ -128,8 +128,8 @@ class CudaTransfer:
     def start(self, source: torch.Tensor | tuple[torch.Tensor, ...], current: int) -> None:
         """Queue the steps after the work of stream ``current``.
 
-        ``source``: the tensor or tensors that ``InputRows`` refers to; contiguous, unless steps
-        copy columns.
+        ``source`` is the tensor, or the tensors, that ``InputRows`` refers to. They are contiguous,
+        except for tensors whose columns are copied.
         """
         tensors = source if isinstance(source, tuple) else (source,)
         bases = [(x.data_ptr(), x.shape[1] * x.element_size()) for x in tensors]
@@ -151,9 +151,9 @@ class CudaTransfer:
     def queue(self) -> None:
         """Queue the steps, after a call of ``fork``.
 
-        If steps await a flag of a kernel, launch the kernel between ``fork`` and ``queue``: with
-        one hardware queue, a wait that is queued before the kernel blocks the kernel. If the launch
-        fails, do not call ``queue``.
+        If steps await a flag that a kernel sets, launch the kernel between ``fork`` and ``queue``.
+        With a single hardware queue, a wait that is queued before the kernel blocks the kernel. If
+        the launch fails, do not call ``queue``.
         """
         _run(self._steps, "queue a transfer")
 
@@ -173,41 +173,42 @@ def _call(name: str, *values: Any) -> _Call:
     return cuda_driver.function(name), cuda_driver.arguments(name, *values)
 
 
-_BYTES = 1 << 16
-_SECONDS = 1.0
-_PAUSE_SECONDS = 1e-3
+_MAX_READ_BYTES = 1 << 16
+_MAX_READ_SECONDS = 1.0
+_POLL_SECONDS = 1e-3
 
 
 class ConcurrentReader:
-    """Reads of device memory while kernels run.
+    """Reader of device memory while kernels run.
 
     Stream, event and pinned memory are created in advance, because creating them may wait for
-    running kernels. A read has a time limit: with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` all streams
-    share one queue, in which the read may wait for a kernel that waits for a peer.
+    running kernels. A read has a time limit. With ``CUDA_DEVICE_MAX_CONNECTIONS=1`` all streams
+    share one hardware queue, and the read may have to wait for a kernel that waits for a peer.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device, priority=-1)
-            self._pinned = torch.empty(_BYTES, dtype=torch.uint8, pin_memory=True)
+            self._pinned = torch.empty(_MAX_READ_BYTES, dtype=torch.uint8, pin_memory=True)
             self._done = torch.cuda.Event()
             self._done.record(self._stream)
 
     def read(self, words: torch.Tensor) -> torch.Tensor | None:
-        """Return ``words`` on the host; ``None`` if larger than 64 KiB or blocked for 1 s."""
-        if words.nbytes > _BYTES or not self._is_done(0.0):  # an earlier read is still queued
+        """Return a copy of ``words`` on the host, or ``None`` if ``words`` is larger than 64 KiB or
+        the copy takes longer than 1 s."""
+        if words.nbytes > _MAX_READ_BYTES or not self._is_done(0.0):  # an earlier read is queued
             return None
         host = self._pinned[: words.nbytes].view(words.dtype).view(words.shape)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             host.copy_(words, non_blocking=True)
             self._done.record(self._stream)
-        return host.clone() if self._is_done(_SECONDS) else None
+        return host.clone() if self._is_done(_MAX_READ_SECONDS) else None
 
     def _is_done(self, seconds: float) -> bool:
         end = time.monotonic() + seconds
         while not self._done.query():
             if time.monotonic() > end:
                 return False
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(_POLL_SECONDS)
         return True

@@ -1,8 +1,8 @@
-"""CUDA driver functions that torch does not expose, or only with several times the host time.
+"""CUDA driver functions that torch does not expose, or for which torch takes several times longer.
 
-``allocate`` to ``close`` are for memory that several processes map through CUDA IPC. Torch's blocks
-do not work: they may be parts of larger blocks, ``expandable_segments`` have no IPC handles, and
-torch frees blocks by its own reference counts.
+``allocate``, ``free``, ``export``, ``open_`` and ``close`` handle memory that several processes map
+through CUDA IPC. Memory of torch cannot be used: it may be part of a larger block, and
+``expandable_segments`` have no IPC handles. torch may also free it while other processes use it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 WAIT_VALUE_EQ = 0x1  # CU_STREAM_WAIT_VALUE_EQ
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _LAZY_PEER_ACCESS = 0x1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-# Sizes are rounded up to the driver's block size: it packs smaller allocations into one block, and
-# IPC would share all of them.
-_UNIT = 2 << 20
+# Sizes are rounded up to the driver's block size. The driver packs smaller allocations into one
+# block, and IPC would share the whole block.
+_BLOCK_BYTES = 2 << 20
 
 
 class IpcHandle(ctypes.Structure):
@@ -95,15 +95,15 @@ Function = Callable[..., int]
 
 @functools.cache
 def function(name: str) -> Function:
-    """Return the driver function ``name``, which returns a CUresult for :func:`check`."""
+    """Return the driver function ``name``. It returns a CUresult, to be passed to :func:`check`."""
     found = getattr(ctypes.CDLL("libcuda.so.1"), name)
     found.argtypes, found.restype = _ARGUMENTS[name], ctypes.c_int
     return found  # type: ignore[no-any-return]
 
 
 def arguments(name: str, *values: Any) -> tuple[Any, ...]:
-    """Convert ``values`` to the C types of function ``name`` in advance, which halves a call's
-    time."""
+    """Convert ``values`` to the C types of function ``name``. A call with converted arguments takes
+    half of the time."""
     return tuple(
         value if isinstance(value, kind) else kind(value)
         for kind, value in zip(_ARGUMENTS[name], values, strict=False)
@@ -111,17 +111,18 @@ def arguments(name: str, *values: Any) -> tuple[Any, ...]:
 
 
 def check(status: int, what: str) -> None:
-    """Raise ``RuntimeError`` with the error name and ``what`` unless ``status`` is 0.
+    """Raise ``RuntimeError`` unless the CUresult ``status`` is 0.
 
-    Raise ``MemoryError`` (not a ``RuntimeError``) if the driver is out of memory.
+    Raise ``MemoryError`` if the driver is out of memory. ``what`` is the attempted action for the
+    message, such as ``"free shared memory"``.
     """
     if status == OUT_OF_MEMORY:
         raise MemoryError(f"the CUDA driver refused to {what}: out of memory")
     if status != 0:
         name = ctypes.c_char_p()
         function("cuGetErrorName")(status, ctypes.byref(name))
-        said = name.value.decode() if name.value else "unknown"
-        raise RuntimeError(f"the CUDA driver refused to {what}: {said} ({status})")
+        error = name.value.decode() if name.value else "unknown"
+        raise RuntimeError(f"the CUDA driver refused to {what}: {error} ({status})")
 
 
 def call(name: str, what: str, *values: Any) -> None:
@@ -136,7 +137,7 @@ def device(ordinal: int) -> int:
 
 
 def primary_context(ordinal: int) -> int:
-    """Return the primary context, which torch uses, of the GPU with this CUDA ordinal."""
+    """Return the primary context of the GPU with this CUDA ordinal. torch uses this context."""
     context = ctypes.c_void_p()
     what = f"return the context of GPU {ordinal}"
     call("cuDevicePrimaryCtxRetain", what, ctypes.byref(context), device(ordinal))
@@ -144,7 +145,8 @@ def primary_context(ordinal: int) -> int:
 
 
 def use_context(context: int) -> None:
-    """Make ``context`` current on this thread if the thread, for example a new one, has none."""
+    """Make ``context`` current on this thread, unless the thread has a context. A new thread has
+    none."""
     current = ctypes.c_void_p()
     call("cuCtxGetCurrent", "return the current context", ctypes.byref(current))
     if current.value is None:
@@ -152,7 +154,7 @@ def use_context(context: int) -> None:
 
 
 def use_gpu(ordinal: int) -> None:
-    """Create a context on the GPU with this CUDA ordinal if this thread has none."""
+    """Make the primary context of a GPU current on this thread, unless the thread has a context."""
     use_context(primary_context(ordinal))
 
 
@@ -163,13 +165,13 @@ def allocate(nbytes: int) -> int:
         MemoryError: the GPU has too little free memory.
     """
     address = ctypes.c_uint64()
-    size = -(-nbytes // _UNIT) * _UNIT
+    size = -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES
     call("cuMemAlloc_v2", f"allocate {size} bytes", ctypes.byref(address), size)
     return address.value
 
 
 def free_bytes() -> int:
-    """Return the free memory of the current GPU."""
+    """Return the free memory of the current GPU in bytes."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     what = "return the size of free memory"
     call("cuMemGetInfo_v2", what, ctypes.byref(free), ctypes.byref(total))
@@ -177,12 +179,12 @@ def free_bytes() -> int:
 
 
 def free(address: int) -> None:
-    """Free memory of ``allocate``. No other process may have the memory open."""
+    """Free memory from ``allocate``. No other process may have the memory open."""
     call("cuMemFree_v2", "free shared memory", address)
 
 
 def export(address: int) -> bytes:
-    """Return a handle with which another process can open memory of ``allocate``."""
+    """Return a handle with which another process can open memory from ``allocate``."""
     handle = IpcHandle()
     what = "export memory by CUDA IPC"
     call("cuIpcGetMemHandle", what, ctypes.byref(handle), address)
@@ -190,7 +192,7 @@ def export(address: int) -> bytes:
 
 
 def open_(handle: bytes) -> int:
-    """Map another process's memory and return its address."""
+    """Map the memory of another process and return its address in this process."""
     address = ctypes.c_uint64()
     call(
         "cuIpcOpenMemHandle_v2", "open memory of another process by CUDA IPC",
@@ -200,5 +202,5 @@ def open_(handle: bytes) -> int:
 
 
 def close(address: int) -> None:
-    """Unmap memory of ``open_``."""
+    """Unmap memory that ``open_`` has mapped at ``address``."""
     call("cuIpcCloseMemHandle", "close shared memory", address)

@@ -1,8 +1,8 @@
 """Pre-built kernel launches.
 
 At each launch Triton binds and specialises all arguments, queries the driver for each pointer, and
-allocates scratch for tensor descriptors: 20 to 40 us of host time. A pre-built launch is a single
-driver call.
+allocates scratch memory for tensor descriptors. This takes 20 to 40 µs of host time. A pre-built
+launch is a single driver call.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ _MISSING = object()
 class RepeatedLaunch:
     """Pre-built launch of a compiled kernel.
 
-    The parameters are the non-constant arguments (``parameters``) followed by the addresses of two
-    scratch buffers, as in Triton 3.6 to 3.9. ``varying`` names the pointers that change.
+    The kernel's parameters are the non-constant arguments (see ``parameters``) and the addresses of
+    two scratch buffers, as in Triton 3.6 to 3.9. ``varying`` names the pointer arguments whose
+    addresses differ between launches.
     """
 
     def __init__(
@@ -74,10 +75,10 @@ class RepeatedLaunch:
 def parameters(
     signature: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, Any]]:
-    """Yield (name, kind, value) of each non-constant parameter.
+    """Yield name, type in the signature, and value of each non-constant parameter.
 
-    Members of a tuple are yielded separately as ``slot.epoch``, or ``pair.0`` if they are not
-    named. A value that ``arguments`` lacks is ``_MISSING``.
+    Members of a tuple are separate parameters, such as ``slot.epoch``, or ``pair.0`` for a tuple
+    without names. The value of an argument that ``arguments`` does not contain is ``_MISSING``.
     """
     for name, kind in signature.items():
         value = arguments.get(name, _MISSING)
@@ -92,7 +93,7 @@ def parameters(
 
 
 def can_repeat(compiled: Any, arguments: Mapping[str, Any]) -> bool:
-    """Return whether ``RepeatedLaunch`` supports everything that the launch needs."""
+    """Return whether ``RepeatedLaunch`` supports this kernel and these arguments."""
     metadata = getattr(compiled, "metadata", None)
     if metadata is None:  # interpreted, or not compiled by Triton
         return False
@@ -109,15 +110,13 @@ def can_repeat(compiled: Any, arguments: Mapping[str, Any]) -> bool:
 
 
 def scratch_bytes(compiled: Any, grid: Sequence[int]) -> int:
-    """Return the scratch bytes for the tensor descriptors of all programs."""
+    """Return the size of the scratch memory for tensor descriptors of all programs, in bytes."""
     return int(compiled.metadata.global_scratch_size) * math.prod(grid)
 
 
 def has_launch_hooks() -> bool:
-    """Return whether launches must go through Triton.
-
-    They must if a profiler has set launch hooks, or if kernels record their ``dl.mark`` intervals.
-    """
+    """Return whether launches must go through Triton: a profiler has set launch hooks, or kernels
+    record ``dl.mark`` intervals."""
     knobs = triton.knobs.runtime
     return marking.current() is not None or any(
         hook is not None and getattr(hook, "calls", True)

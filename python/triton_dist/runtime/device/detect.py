@@ -14,7 +14,7 @@ from triton_dist.runtime.triton_compat import check_versions, is_interpreting
 
 
 def current_device() -> CpuDevice | CudaDevice:
-    """Return the device of this process:
+    """Return the device of this process. The first rule that applies decides:
 
     1. ``TRITON_DIST_DEVICE=cpu``: the CPU.
     2. ``TRITON_DIST_DEVICE=cuda``: the current GPU, or an error.
@@ -43,14 +43,15 @@ def current_device() -> CpuDevice | CudaDevice:
 
 
 def interprets_kernels() -> tuple[bool, str]:
-    """Return whether kernels are interpreted, and the reason. The first rule that applies:
+    """Return whether kernels are interpreted, and the reason. The first rule that applies decides:
 
     1. ``TRITON_DIST_DEVICE=cuda``: compiled.
     2. ``TRITON_INTERPRET`` is set: interpreted if 1, compiled if 0.
     3. ``TRITON_DIST_DEVICE=cpu``, or torch finds no GPU: interpreted.
     4. Compiled.
 
-    Entry points set ``TRITON_INTERPRET`` accordingly. Triton reads it when a kernel is decorated.
+    Scripts and commands set ``TRITON_INTERPRET`` to the result. Triton reads this variable when a
+    kernel is decorated.
     """
     requested, variable = knobs.device.get(), knobs.triton_interpret.variable
     if requested == "cuda":

@@ -1,4 +1,7 @@
-"""Steps of a transfer between ranks, independent of the device that executes them."""
+"""Steps of a transfer between ranks. ``CpuTransfer`` and ``CudaTransfer`` execute them.
+
+``stream`` is the index of the copy stream that executes the step.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ import torch
 
 @dataclass(frozen=True)
 class InputRows:
-    """Rows ``first`` to ``end - 1`` of a tensor that the transfer's ``start`` receives.
+    """Rows ``first`` to ``end - 1`` of a tensor that is passed to the transfer's ``start``.
 
     Attributes:
-        columns: first column and end; ``None``: full rows of a contiguous tensor.
-        tensor: index of the tensor, if ``start`` receives several.
+        columns: first column, and last column + 1; ``None``: full rows of a contiguous tensor.
+        tensor: index of the tensor, if several are passed.
     """
 
     first: int
@@ -25,7 +28,8 @@ class InputRows:
 
 @dataclass(frozen=True)
 class Copy:
-    """``destination.copy_(source)``, with equal shape and dtype; contiguous, except for columns."""
+    """``destination.copy_(source)``, with equal shapes and dtypes. Both are contiguous, unless
+    ``source`` selects columns."""
 
     stream: int
     destination: torch.Tensor
@@ -44,7 +48,7 @@ class AwaitFlag:
 
 @dataclass(frozen=True)
 class SetFlag:
-    """``flags[index] = value``; ``flags`` is int32 [n]."""
+    """Set ``flags[index] = value``; ``flags`` is int32 [n]."""
 
     stream: int
     flags: torch.Tensor

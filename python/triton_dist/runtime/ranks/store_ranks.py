@@ -404,9 +404,8 @@ class ProcessGroupRanks(StoreRanks):
 
     def align_devices(self) -> None:
         """Queue a one-element all-reduce on the current stream, so that the GPUs of all ranks
-        continue at the same time. With gloo (ranks that share a GPU) the host waits for the
-        all-reduce. Call this right after a barrier: for a missing rank it waits until the timeout
-        of the process group. Does nothing without GPUs."""
+        continue at the same time. With gloo (ranks that share a GPU) the host waits for it. Call
+        this right after a barrier: a missing rank causes a wait until the timeout of the group."""
         if not torch.cuda.is_available():
             return
         is_on_gpu = knobs.share_gpus.get() and torch.cuda.is_initialized()

@@ -1,4 +1,4 @@
-"""Symmetric memory: every rank allocates the same named regions, and maps those of all ranks."""
+"""Symmetric memory: named regions, equal on all ranks. Each rank maps the regions of all ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.runtime.device import current_device
-from triton_dist.runtime.device.place import Place, share_a_gpu, sharing_error
+from triton_dist.runtime.device.location import RankLocation, share_a_gpu, sharing_error
 from triton_dist.runtime.ranks import Group, group_for, process_group_of
 from triton_dist.runtime.symmetric.block import Layout, Region, SoloSymmetricMemory, SymmetricMemory
 from triton_dist.runtime.symmetric.cuda import CudaSymmetricMemory
@@ -43,10 +43,12 @@ def allocate(
             return SoloSymmetricMemory(layout, device.torch_device)
         if device.name == "cuda":
             ranks = group_for(group)
-            places = ranks.all_gather("GPUs of the ranks", Place.of(device.torch_device.index))
-            if not share_a_gpu(places):
+            locations = ranks.all_gather(
+                "GPUs of the ranks", RankLocation.of(device.torch_device.index)
+            )
+            if not share_a_gpu(locations):
                 return CudaSymmetricMemory(layout, device.torch_device, group)
-            error = sharing_error(places, ranks.global_rank)
+            error = sharing_error(locations, ranks.global_rank)
             if error is not None:
                 raise error
             return SharedGpuSymmetricMemory(layout, device.torch_device, group)

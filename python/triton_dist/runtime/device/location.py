@@ -1,4 +1,4 @@
-"""Detect whether ranks share a host and a GPU, and whether they can then share memory."""
+"""Detect which ranks share a host or a GPU, and whether ranks on a GPU can share its memory."""
 
 from __future__ import annotations
 
@@ -21,29 +21,31 @@ _NAMESPACES = Path("/proc/self/ns")
 
 
 @dataclass(frozen=True)
-class Place:
+class RankLocation:
     """Host, container and GPU of a rank's process."""
 
     host: str
     machine: str
-    """Boot id: equal for all containers of a machine until it reboots."""
+    """Boot id, which is equal in all containers of a machine until the machine reboots."""
     namespaces: tuple[str, str]
     """PID and IPC namespaces."""
     gpu: str
     """UUID of the GPU or MIG instance."""
     bus: str
-    """PCI address: equal for all MIG instances of a GPU."""
+    """PCI address, which is equal for all MIG instances of a GPU."""
     visible: tuple[str, ...]
     """UUIDs of all visible GPUs, in CUDA's order."""
     ranks_per_gpu: int = 1
     """Maximum number of ranks per GPU that this process is configured for."""
     is_exclusive: bool = False
     is_mps: bool = False
-    """True if MPS runs the processes of a GPU concurrently instead of time-slicing them."""
+    """Whether processes use the GPU through MPS, which runs their kernels concurrently instead of
+    in time slices."""
 
     @classmethod
-    def of(cls, ordinal: int) -> Place:
-        """Return the place of this process, without creating a CUDA context."""
+    def of(cls, ordinal: int) -> RankLocation:
+        """Return the location of this process, which uses the GPU with CUDA ordinal ``ordinal``.
+        Creates no CUDA context."""
         cuda_driver.call("cuInit", "start", 0)
         count = ctypes.c_int()
         cuda_driver.call("cuDeviceGetCount", "count GPUs", ctypes.byref(count))
@@ -66,63 +68,64 @@ class Place:
             is_mps=_attribute(_MPS_ENABLED, ordinal) == 1,
         )
 
-    def is_gpu_of(self, other: Place) -> bool:
-        """Return whether both are on one GPU, or on MIG instances of one GPU."""
+    def is_gpu_of(self, other: RankLocation) -> bool:
+        """Return whether two ranks use one GPU, or MIG instances of one GPU."""
         return (self.machine, self.bus) == (other.machine, other.bus)
 
 
-def share_a_gpu(places: Sequence[Place]) -> bool:
+def share_a_gpu(locations: Sequence[RankLocation]) -> bool:
     """Return whether two or more ranks are on one GPU."""
-    return len({(place.machine, place.bus) for place in places}) < len(places)
+    return len({(location.machine, location.bus) for location in locations}) < len(locations)
 
 
 def sharing_error(
-    places: Sequence[Place], global_rank: Callable[[int], object]
+    locations: Sequence[RankLocation], global_rank: Callable[[int], object]
 ) -> DeviceUnavailable | None:
-    """Return why ranks that share a GPU cannot share memory, or ``None`` if they can.
+    """Return an error if ranks that share GPUs cannot map each other's memory, else ``None``.
 
-    The result is equal on all ranks. ``global_rank`` returns the rank to show in the message.
+    The result is equal on all ranks. ``locations`` are ordered by rank. ``global_rank`` returns the
+    number for a rank in the message.
     """
-    first = places[0]
-    on_gpu = Counter((place.machine, place.bus) for place in places)
-    for rank, place in enumerate(places):
+    first = locations[0]
+    on_gpu = Counter((location.machine, location.bus) for location in locations)
+    for rank, location in enumerate(locations):
         pair = f"rank {global_rank(0)} and rank {global_rank(rank)}"
         reasons = (
             (
-                place.machine != first.machine,
-                f"{pair} are on different hosts, {first.host} and {place.host}, but ranks that "
+                location.machine != first.machine,
+                f"{pair} are on different hosts, {first.host} and {location.host}, but ranks that "
                 "share GPUs must be on one host",
                 "Start all ranks on one host, or one rank per GPU.",
             ),
             (
-                place.namespaces != first.namespaces,
+                location.namespaces != first.namespaces,
                 f"{pair} are in containers that do not see each other's processes and memory",
-                "Start all ranks in one container, or these with --ipc=host --pid=host.",
+                "Start all ranks in one container, or all containers with --ipc=host --pid=host.",
             ),
             (
-                place.is_gpu_of(first) and place.gpu != first.gpu,
+                location.is_gpu_of(first) and location.gpu != first.gpu,
                 f"{pair} are on different MIG instances of one GPU, which share no memory",
                 "Give all ranks of the host the same instance, or the GPU without MIG.",
             ),
             (
-                place.visible != first.visible,
-                f"{pair} see different GPUs: {len(first.visible)} and {len(place.visible)}",
+                location.visible != first.visible,
+                f"{pair} see different GPUs: {len(first.visible)} and {len(location.visible)}",
                 "Give all ranks of the host the same CUDA_VISIBLE_DEVICES.",
             ),
             (
-                on_gpu[place.machine, place.bus] > place.ranks_per_gpu,
+                on_gpu[location.machine, location.bus] > location.ranks_per_gpu,
                 f"rank {global_rank(rank)} is not alone on its GPU, and sharing was not requested",
                 "Start one rank per GPU; or let ranks share GPUs: launch.sh "
                 "--share-gpus, which sets TRITON_DIST_SHARE_GPUS=1.",
             ),
             (
-                place.is_exclusive,
+                location.is_exclusive,
                 f"the GPU of rank {global_rank(rank)} accepts only one process: its compute mode "
                 "is not 'Default'",
                 "Allow several processes: nvidia-smi --compute-mode=DEFAULT.",
             ),
             (
-                place.is_mps,
+                location.is_mps,
                 f"rank {global_rank(rank)} uses its GPU through MPS, where a waiting kernel "
                 "may occupy the multiprocessors that the awaited kernel needs",
                 "End MPS (echo quit | nvidia-cuda-mps-control), so that ranks take turns.",
@@ -142,7 +145,7 @@ def _uuid(ordinal: int) -> str:
 
 
 def _attribute(attribute: int, ordinal: int) -> int:
-    """Return a device attribute; 0 if this driver does not have it."""
+    """Return a device attribute, or 0 if the driver does not support it."""
     value = ctypes.c_int()
     status = cuda_driver.function("cuDeviceGetAttribute")(
         ctypes.byref(value), attribute, cuda_driver.device(ordinal)
