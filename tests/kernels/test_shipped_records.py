@@ -180,7 +180,7 @@ def measured_at(record: TuningRecord, value: Any) -> Any:
     if not record.measured_sizes:
         return value
     (size,) = record.measured_sizes
-    return M_IN_RANGES._with(value, lambda *_: size)
+    return M_IN_RANGES._replaced(value, lambda *_: size)
 
 
 def test_shipped_records_are_hits(on):
