@@ -68,7 +68,7 @@ def test_torchs_checks_of_custom_ops():
         "group_gemm": (A, W, IDS, ranks.name),
         "moe_reduce_rs": (leaf(8, 3), W, IDS, scales, ranks.name),
         "moe_reduce_ar": (leaf(8, 3), W, IDS, scales, ranks.name),
-        "expert_sums": (A.detach(), torch.randn(8, 2), IDS, 3),
+        "weight_gradients": (A.detach(), torch.randn(8, 2), IDS, 3),
         "ep_experts": (A, IDS.clamp(min=0), scales, W, leaf(3, 1, 3), name, 4, False, True),
     }
     registrations = ("test_schema", "test_autograd_registration", "test_faketensor")

@@ -96,7 +96,7 @@ def test_mistakes_are_said(on_two_ranks):
         "TP_Attn: mask is <class 'torch.Tensor'>, expected a mask as attention_mask and one cache",
         "TP_Attn: past is <class 'tests.layers.layer_ranks.DynamicCache'>, expected a mask as",
     )
-    told = "TP_Attn: 1 key-value heads for 2 ranks: 2 ranks replicate each head"
+    told = "TP_Attn: with 1 key-value heads for 2 ranks, 2 ranks replicate each head"
     for rank, seen in enumerate(on_two_ranks(layer_ranks.mistakes)):
         for message, start in zip(seen, (*starts, told)[: len(starts) + (rank == 0)], strict=True):
             assert message.startswith(start)

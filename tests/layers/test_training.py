@@ -52,9 +52,9 @@ def test_wrong_state_dicts(on_two_ranks, tmp_path):
     name = "model.layers.0.mlp.down_proj.weight"
     for rank, texts in enumerate(on_two_ranks(training_ranks.wrong_state_dicts, str(tmp_path))):
         pickled, others, raw, missing, unknown, shape, tiny, dim, partial, *states = texts
-        assert "Save the state_dict of a model instead of the model" in pickled
+        assert "Save the model's state_dict() instead of the model" in pickled
         assert f"of the shard of {name} is [{1 - rank}, 2, 1], expected [{rank}, 2, 1]" in others
-        assert "gate_up_proj is the shard of a rank, expected the stock weights" in raw
+        assert "gate_up_proj is the shard of one rank; expected the stock module" in raw
         assert 'Missing key(s) in state_dict: "model.layers.0.mlp.down_proj.weight"' in missing
         assert 'Unexpected key(s) in state_dict: "model.layers.0.mlp.bias"' in unknown
         assert f"{name}.shape is (32, 46), expected (32, 48)" in shape

@@ -1,4 +1,4 @@
-"""Building blocks of model scripts: a tensor-parallel LLM, a key-value cache and seeds."""
+"""Building blocks of model scripts: a tensor-parallel LLM, its configuration, a key-value cache."""
 
 from triton_dist.models.config import ModelConfig
 from triton_dist.models.kv_cache import KV_Cache

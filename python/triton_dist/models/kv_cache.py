@@ -13,12 +13,13 @@ __all__ = ["KV_Cache"]
 class KV_Cache:
     """Keys and values of this rank's heads.
 
-    Layers write to the tensors in place, so one CUDA graph of a step serves all steps.
+    Layers write to the tensors in place, so one CUDA graph of a decode step serves all steps.
 
     Attributes:
         k_cache, v_cache: [num_layers, batch_size, max_length, kv heads of this rank, head_dim].
-        kv_offset: int32 [batch_size], number of cached tokens of each sequence. A layer writes from
-            there on; later positions are masked. It must not exceed ``max_length``.
+        kv_offset: int32 [batch_size], number of cached tokens of each sequence. Layers write new
+            tokens from this position on and mask later positions. ``kv_offset`` plus the new
+            tokens must not exceed ``max_length``.
 
     Args:
         num_layers: number of layers of the model.
@@ -26,7 +27,7 @@ class KV_Cache:
         max_length: largest number of tokens of a sequence.
         kv_heads: number of key-value heads over all ranks. With fewer heads than ``world_size``,
             each rank has one head.
-        head_dim: width of a head.
+        head_dim: elements of a head.
         dtype: dtype of keys and values.
         world_size: number of ranks.
 
@@ -58,7 +59,10 @@ class KV_Cache:
     def update_kv_cache(
         self, new_k_cache: object, new_v_cache: object, layer_idx: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return a layer's keys, values and ``kv_offset``; the layer itself writes new tokens."""
+        """Return k and v of layer ``layer_idx``, and ``kv_offset``.
+
+        ``new_k_cache`` and ``new_v_cache`` are ignored: layers write new tokens themselves.
+        """
         return self.k_cache[layer_idx], self.v_cache[layer_idx], self.kv_offset
 
     def rand_fill_kv_cache(self, offset: int) -> None:

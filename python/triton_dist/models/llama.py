@@ -1,7 +1,7 @@
 """A Llama model in plain torch for one process, with the module names of Hugging Face.
 
-It replaces a downloaded model in scripts and tests: tensor-parallel layers are built from its
-modules, and a sharded model is compared with it. It has no tokenizer and no trained weights.
+Scripts and tests use it in place of a downloaded model. ``parallelize`` replaces its layers, and
+results of a sharded model are compared with it. It has no tokenizer and no trained weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ __all__ = ["Llama", "LlamaConfig"]
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes of a model, named as in ``config.json``. ``num_experts`` > 0 selects MoE blocks."""
+    """Sizes of a model, named as in Hugging Face's ``config.json``.
+
+    With ``num_experts`` > 0, the feed-forward layers are mixtures of experts.
+    """
 
     hidden_size: int = 64
     intermediate_size: int = 96
@@ -46,7 +49,8 @@ class LlamaConfig:
         """Return the config of a known model, or of a folder with a ``config.json``.
 
         Raises:
-            InvalidArgument: ``model`` is neither; the message lists the known models.
+            InvalidArgument: ``model`` is neither a known model nor such a folder. The message lists
+                the known models.
         """
         path = Path(model, "config.json")
         if path.exists():
@@ -113,7 +117,10 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", theta**-exponents, persistent=False)
 
     def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return cos and sin [1 or batch, tokens, head_dim] of positions [(batch,) tokens]."""
+        """Return cos and sin for positions [tokens] or [batch, tokens].
+
+        The shape of both is [1, tokens, head_dim] or [batch, tokens, head_dim].
+        """
         angles = torch.atleast_2d(positions).float()[..., None] * self.inv_freq
         both = torch.cat([angles, angles], -1)
         return both.cos().to(dtype), both.sin().to(dtype)
@@ -133,7 +140,8 @@ class Attention(nn.Module):
         self.q_norm = norm(self.head_dim, config.rms_norm_eps)
         self.k_norm = norm(self.head_dim, config.rms_norm_eps)
         self.sp_attn: Callable[..., torch.Tensor] | None = None
-        """Causal attention of q, k and v [batch, tokens, heads, head_dim] over ranks."""
+        """Attention function of q, k and v [batch, tokens, heads, head_dim] for tokens that are
+        distributed over ranks; ``None``: all tokens are on this rank."""
 
     def forward(
         self,
@@ -179,9 +187,10 @@ class MLP(nn.Module):
 
 
 class SparseMoE(nn.Module):
-    """Mixture of experts: softmax over all experts, top-k, weights normalised over the top k.
+    """Mixture of experts: softmax over all experts, then the best ``top_k`` for each token.
 
-    ``forward`` also returns the router's logits, as Hugging Face's modules do.
+    The weights of a token's experts are normalised to sum 1. ``forward`` also returns the router's
+    logits, as Hugging Face's modules do.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -234,10 +243,10 @@ class Decoder(nn.Module):
         shard: tuple[int, int] = (0, 1),
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Map ids [batch, tokens] to [batch, tokens, hidden].
+        """Return the last hidden states, [batch, tokens, hidden], of ``ids`` [batch, tokens].
 
-        With ``shard`` = (rank, ranks), return only the rows of that rank: up to ceil(batch * tokens
-        / ranks) consecutive rows, [rows, hidden].
+        If ``shard``, a pair (rank, number of ranks), has several ranks, return only this rank's
+        rows [rows, hidden]: at most ceil(batch * tokens / ranks) consecutive tokens.
         """
         x = self.embed_tokens(ids)
         own = ids.shape[0]
@@ -280,8 +289,8 @@ class Llama(nn.Module):
 
         Args:
             input_ids: token ids.
-            shard: (rank, ranks): compute only this rank's rows; the layers must be
-                sequence-parallel.
+            shard: (rank, number of ranks). With several ranks, return only this rank's rows, [rows,
+                vocab]. The layers must be sequence-parallel.
             position_ids: [tokens] or [batch, tokens]; default: 0, 1, 2, ….
         """
         return Output(self.lm_head(self.model(input_ids, shard, position_ids)))

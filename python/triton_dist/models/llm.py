@@ -23,13 +23,13 @@ _FORWARDS = {
     "triton_dist_AR": "dist_triton_AR_fwd",
     "triton_dist_gemm_ar": "dist_triton_gemm_ar_fwd",
 }
-"""Method of the layers that runs each mode."""
+"""Method of the layers for each mode of ``LLM``."""
 
 
 class LLM:
     """Decoder whose attention and feed-forward layers are sharded over the ranks of a group.
 
-    Embeddings, norms and the head are replicated.
+    Every rank has whole embeddings, norms and head.
 
     Attributes:
         model: module with ``model.embed_tokens``, ``model.layers``, ``model.norm``, ``lm_head``.
@@ -38,7 +38,7 @@ class LLM:
         mode: mode in which ``inference`` runs, such as ``"triton_dist"``; set it with ``set_fwd``.
 
     Args:
-        config: the model; ``init_model_cpu`` creates it.
+        config: name and settings of the model, which ``init_model_cpu`` creates.
         group: process group; ``None``: the world, or this process alone without
             ``torch.distributed``.
 
@@ -71,12 +71,13 @@ class LLM:
         self.set_fwd()
 
     def set_fwd(self, mode: str = "torch") -> None:
-        """Select the call form of the layers.
+        """Select how ``inference`` computes the layers.
 
         Args:
-            mode: ``"torch"``: torch's GEMM and all-reduce; ``"triton_dist"``: sequences are spread
-                over ranks; ``"triton_dist_AR"`` or ``"triton_dist_gemm_ar"``: all sequences are on
-                all ranks.
+            mode: ``"torch"``: torch's GEMM and all-reduce; all sequences are on all ranks.
+                ``"triton_dist"``: each rank has some of the sequences (AllGather-GEMM and
+                GEMM-ReduceScatter). ``"triton_dist_AR"`` or ``"triton_dist_gemm_ar"``, which are
+                equal: GEMM-AllReduce; all sequences are on all ranks.
 
         Raises:
             InvalidArgument: unknown mode.
@@ -88,7 +89,8 @@ class LLM:
     def init_triton_dist_ctx(self, max_M: int = 4096, ar_method: object = None) -> None:
         """Create contexts for calls of up to ``max_M`` tokens over all ranks. Collective.
 
-        Existing contexts are freed first. ``ar_method`` is ignored, because calls are tuned.
+        Modes other than ``"torch"`` require contexts. Existing contexts are freed first.
+        ``ar_method`` is ignored, because calls are tuned.
 
         Raises:
             InvalidArgument: ``max_M`` is less than 1.
@@ -119,13 +121,13 @@ class LLM:
         Args:
             input_ids: [batch, tokens]. In mode ``"triton_dist"`` these are this rank's sequences,
                 [batch / ranks, tokens], and the result has this rank's sequences too.
-            position_ids: [batch, tokens] of the whole batch.
+            position_ids: [batch, tokens], positions of the tokens of the whole batch.
             kv_cache: cache for the whole batch.
-            wo_lm_head: return the input of the head, [batch, 1, hidden].
+            wo_lm_head: return the input of ``lm_head``, [batch, 1, hidden], instead of the logits.
 
         Raises:
-            InvalidArgument: more tokens than the contexts allow, a batch larger than the cache, or
-                no contexts.
+            InvalidArgument: there are more tokens than the contexts allow, the batch is larger than
+                the cache, or the mode requires contexts and there are none.
         """
         decoder, form = self.model.model, _FORWARDS[self.mode]
         rest = position_ids, self.cos_sin_cache, kv_cache
@@ -143,15 +145,15 @@ class LLM:
     def tune(
         self, batch: int, prompts: Sequence[int], steps: Sequence[int], mode: str | None = None
     ) -> None:
-        """Call ``inference`` once for each shape, so that all products are tuned. Collective.
+        """Call ``inference`` once for each shape, so that all ops are tuned. Collective.
 
-        A server can then start with ``TRITON_DIST_AUTOTUNE_FROZEN=1``. Missing contexts are created
-        for the largest shape.
+        A server can then start with ``TRITON_DIST_AUTOTUNE_FROZEN=1`` (no tuning at run time). If
+        there are no contexts, they are created for the largest shape.
 
         Args:
-            batch: number of sequences of a prefill.
-            prompts: lengths of prompts in tokens.
-            steps: numbers of sequences of a decode step with one token each.
+            batch: number of sequences of each prefill.
+            prompts: prompt lengths in tokens; a prefill is tuned for each.
+            steps: batch sizes of decode steps (one token per sequence) to tune.
             mode: mode to tune; default: the current mode.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Random seeds, and models on the CPU from which layers are built."""
+"""Seed random generators; create models on the CPU for ``parallelize``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["init_model_cpu", "seed_everything"]
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the generators of Python, numpy and torch."""
+    """Seed the random generators of Python, numpy and torch."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -30,16 +30,19 @@ def init_model_cpu(
 ) -> Any:
     """Return a model on the CPU.
 
-    A folder with weights gives Hugging Face's model. A known name, or a folder with only a
-    ``config.json``, gives a ``Llama`` with random weights, equal on all ranks. A folder with fp8
-    weights (``layers/nvidia/fp8.py``) gives a ``Llama`` that holds them with their scales: the
-    tensor-parallel layers multiply them, the ``Llama`` itself cannot.
+    The result depends on ``model_name``:
+
+    * a folder with weights: Hugging Face's model;
+    * a folder with fp8 weights (``layers/nvidia/fp8.py``): a ``Llama`` with these weights and their
+      scales. It cannot run itself; ``parallelize`` must replace its layers;
+    * a folder with only a ``config.json``, or a name in ``models.llama.KNOWN``: a ``Llama`` with
+      random weights, equal on all ranks.
 
     Args:
         model_name: name or folder.
-        dtype: dtype of the weights.
-        num_layers: number of layers of a ``Llama``; default: all.
-        scale: divisor of the sizes of a ``Llama``; see ``scaled_down``.
+        dtype: dtype of weights that are not fp8.
+        num_layers: number of layers of a ``Llama`` with random weights; default: all.
+        scale: divisor of the sizes of a ``Llama`` with random weights; see ``scaled_down``.
 
     Raises:
         InvalidArgument: ``model_name`` is neither a known name nor a folder with a
@@ -68,7 +71,7 @@ def init_model_cpu(
 
 
 def _fp8_model(folder: str, settings: dict[str, Any], dtype: torch.dtype) -> Llama:
-    """Return a model with the weights of a folder; weights that are not fp8 become ``dtype``."""
+    """Return a ``Llama`` with the fp8 weights of a folder; cast other weights to ``dtype``."""
     try:
         from safetensors.torch import load_file
     except ModuleNotFoundError as error:
@@ -101,9 +104,10 @@ def _fp8_model(folder: str, settings: dict[str, Any], dtype: torch.dtype) -> Lla
 
 
 def scaled_down(config: LlamaConfig, scale: int) -> LlamaConfig:
-    """Return a smaller config of the same kind, for the interpreter.
+    """Return a smaller config for runs in the interpreter.
 
-    Sizes are divided by ``scale``; heads and experts are few.
+    Hidden, intermediate and vocabulary sizes are divided by ``scale``. There are 8 query heads, 4
+    key-value heads, and at most 8 experts.
     """
     sizes = ("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size")
     divided = {name: max(32, getattr(config, name) // scale) for name in sizes}

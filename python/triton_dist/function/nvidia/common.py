@@ -1,4 +1,4 @@
-"""The contexts of ``TritonDistFusedEpMoeFunction``, which scripts create once per process.
+"""Create and free the process-wide contexts of ``TritonDistFusedEpMoeFunction``.
 
 New programs create a ``TensorParallel`` and call ``layers.nvidia.expert_parallel.ep_experts``.
 """
@@ -20,10 +20,11 @@ def init_triton_dist_ep_op(
     weight_dtype: torch.dtype = torch.float32, num_sm: int = 8, sm_margin: int = 0,
     num_buffers: int = 1, capacity: float = 4.0, ep_implementation: str = "mega",
 ) -> None:  # fmt: skip
-    """Set the group and the largest number of tokens of a rank. Collective over ``ep_group``.
+    """Create the ``TensorParallel`` that all later calls use. Collective over ``ep_group``.
 
-    Earlier contexts are freed. The calls determine sizes and dtypes, and tuning the number of
-    multiprocessors, so the other arguments are ignored.
+    An existing ``TensorParallel`` is freed first. ``ep_group``, ``ep_size`` and
+    ``max_tokens_per_rank``, the largest number of tokens of a rank, are used. The other arguments
+    are ignored: sizes and dtypes come from the calls, and numbers of multiprocessors are tuned.
     """
     global _ranks
     deinit_triton_dist_ep_op()
@@ -39,10 +40,11 @@ def deinit_triton_dist_ep_op() -> None:
 
 
 def current_ranks() -> TensorParallel:
-    """Return the ranks of ``init_triton_dist_ep_op``.
+    """Return the ``TensorParallel`` of ``init_triton_dist_ep_op``.
 
     Raises:
-        ContextFinalized: the function was not called, or ``deinit_triton_dist_ep_op`` was.
+        ContextFinalized: ``init_triton_dist_ep_op`` was not called, or
+            ``deinit_triton_dist_ep_op`` was called after it.
     """
     if _ranks is None:
         raise ContextFinalized("TensorParallel of init_triton_dist_ep_op")

@@ -1,4 +1,4 @@
-"""Triton-distributed's expert-parallel autograd function, on ``ep_experts``."""
+"""Triton-distributed's autograd function of expert-parallel layers, computed by ``ep_experts``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from triton_dist.runtime.ranks import Group
 
 
 class TritonDistFusedEpMoeFunction:
-    """``apply`` is called like an autograd function; ``ep_experts`` computes gradients."""
+    """Class whose ``apply`` is called like an autograd function's. The result is differentiable."""
 
     @staticmethod
     def apply(
@@ -24,18 +24,20 @@ class TritonDistFusedEpMoeFunction:
         fc2: torch.Tensor,
         ep_group: Group,
     ) -> torch.Tensor:
-        """Return the weighted sums over the chosen experts. Collective over ``ep_group``.
+        """Return each token's weighted sum over its experts. Collective over ``ep_group``.
 
         Args:
-            num_experts: experts of all ranks.
-            routing_weights: fp32 [tokens, topk].
-            selected_experts: [tokens, topk]; an id outside the experts masks a choice.
+            num_experts: number of experts over all ranks.
+            routing_weights: fp32 [tokens, topk], weight of each chosen expert.
+            selected_experts: [tokens, topk], ids of the chosen experts. An id outside 0 to
+                ``num_experts - 1`` drops the choice.
             hidden_states: [tokens, hidden]; ranks may have different numbers of tokens.
-            fc1_1: gate [experts / ranks, I, hidden], or gate and up [experts / ranks, 2 * I,
-                hidden].
-            fc1_2: up, or ``None``. It is concatenated with the gate in each call.
-            fc2: [experts / ranks, hidden, I].
-            ep_group: group of ``init_triton_dist_ep_op``.
+            fc1_1: weights of gate [experts / ranks, I, hidden], or of gate and up [experts / ranks,
+                2 * I, hidden].
+            fc1_2: weights of up [experts / ranks, I, hidden], which each call concatenates with
+                ``fc1_1``; ``None`` if ``fc1_1`` has both.
+            fc2: weights of down [experts / ranks, hidden, I].
+            ep_group: ignored; the group of ``init_triton_dist_ep_op`` is used.
 
         Raises:
             InvalidArgument: see ``ep_experts``.

@@ -1,4 +1,7 @@
-"""Tensor-parallel layers for NVIDIA GPUs. They also run in the interpreter on CPU ranks."""
+"""Layers of models that are distributed over ranks: tensor, expert and sequence parallelism.
+
+They run on NVIDIA GPUs, and on CPU ranks in Triton's interpreter.
+"""
 
 from triton_dist.layers.nvidia import experts, functional, sequence_parallel
 from triton_dist.layers.nvidia.checkpoint import TrainingState, gather_state_dict

@@ -1,4 +1,4 @@
-"""Save and load a model whose layers ``parallelize`` has replaced, under stock names."""
+"""Save and load a model after ``parallelize``, under the weight names of the original model."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from triton_dist.layers.nvidia.stock_weights import (
 )
 
 _WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod"}
-"""Names that torch's wrappers add to the path of a module and that state dicts omit."""
+"""Parts of module paths that torch's wrappers add, and that names in state dicts do not have."""
 
 
 def gather_state_dict(module: torch.nn.Module) -> dict[str, Any]:
-    """Return all weights of a model after ``parallelize``, whole, under stock names. Collective.
+    """Gather all weights of a model after ``parallelize``. Collective.
 
-    ``module.state_dict()`` does the same, except that parameters that FSDP2 shards remain
-    ``DTensor``. The stock model and ``save_pretrained(folder, state_dict=...)`` accept the result.
+    ``module.state_dict()`` does the same, but parameters that FSDP2 shards remain ``DTensor``.
+    Names and shapes are those of the original model, so ``original.load_state_dict`` and
+    ``save_pretrained(folder, state_dict=...)`` accept the result.
 
     Returns:
         Tensors on the CPU, on every rank.
@@ -49,13 +50,13 @@ class TrainingState(Stateful):
     """The state of a model and its optimiser for ``torch.distributed.checkpoint``.
 
     ``dcp.save({"app": TrainingState(model, optimizer)}, checkpoint_id=folder)`` writes each shard
-    once. ``dcp.load`` reads it, also on another number of ranks. Weights have stock names. To load
-    a checkpoint without optimiser state, pass no optimiser.
+    once. ``dcp.load`` reads the checkpoint, also on another number of ranks. Weights have the names
+    of the original model. To load a checkpoint without optimiser state, pass no optimiser.
 
     Args:
         model: model after ``parallelize``, also with FSDP2 or DDP over another mesh dimension.
-        optimizer: optimiser of the model's parameters; ``None``: save only weights. To load into an
-            optimiser that has made no step, all gradients must be ``None``.
+        optimizer: optimiser of the model's parameters; ``None``: save or load only weights. Before
+            a load into an optimiser that has made no step, all gradients must be ``None``.
     """
 
     def __init__(
@@ -64,10 +65,11 @@ class TrainingState(Stateful):
         self.model, self.optimizer = _unwrapped(model), optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, with a ``DTensor`` for each sharded weight. Collective.
+        """Return weights and optimiser state; those of sharded weights as ``DTensor``. Collective.
 
         Raises:
-            InvalidArgument: the optimiser's state of a shard does not have the shard's shape.
+            InvalidArgument: the optimiser's state of a sharded parameter has neither the shape of
+                this rank's shard nor one element.
         """
         with _saving_shards():
             state: dict[str, Any] = {"model": self.model.state_dict()}
@@ -90,11 +92,12 @@ class TrainingState(Stateful):
         return {**state, "optimizer": optimizer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned, possibly on another number of ranks. Collective.
+        """Load a result of ``state_dict``, possibly of another number of ranks. Collective.
 
         Raises:
-            RuntimeError: names or shapes of weights differ, or another rank saved a shard.
-            InvalidArgument: the same in the state of the optimiser, or the state is incomplete.
+            RuntimeError: names or shapes of weights differ, or a weight is another rank's shard.
+            InvalidArgument: shapes of the optimiser's state differ, the state is incomplete, or it
+                has another rank's shard.
         """
         saved = state_dict.get("optimizer", {"state": {}, "param_groups": []})
         wanted = [] if self.optimizer is None else self.optimizer.param_groups
@@ -134,7 +137,7 @@ class TrainingState(Stateful):
 
 @dataclass(frozen=True)
 class _Shard:
-    """A parameter of a tensor-parallel layer; ``name`` is its name in the whole model."""
+    """A parameter of a layer: ``name`` in the model, ``short_name`` in ``layer``."""
 
     layer: TensorParallelLayer
     prefix: str
@@ -148,7 +151,9 @@ class _Shard:
     def has_shape_of(self, value: object) -> bool:
         if not isinstance(value, torch.Tensor) or value.shape == self.parameter.shape:
             return isinstance(value, torch.Tensor)
-        if value.numel() > 1:  # such as the factors of Adafactor, which differ between ranks
+        # The state of some optimisers differs between ranks but is not sharded, such as Adafactor's
+        # factors.
+        if value.numel() > 1:
             where, expected = f"optimizer's state of {self.name}", tuple(self.parameter.shape)
             raise InvalidArgument(
                 "TrainingState", f"{where}.shape", tuple(value.shape), f"{expected} or one value"
@@ -156,7 +161,10 @@ class _Shard:
         return False
 
     def weights(self, tensor: torch.Tensor) -> dict[str, StockWeight]:
-        """Return the stock weights of a tensor with the parameter's shape, by their full names."""
+        """Return views of ``tensor``, one for each original weight, by names in the original model.
+
+        ``tensor`` has the parameter's shape.
+        """
         weights = self.layer._stock_weights(self.short_name, tensor)
         return {self.prefix + weight.name: weight for weight in weights}
 
@@ -170,7 +178,7 @@ def _unwrapped(model: torch.nn.Module) -> Any:
 
 
 def _missing(what: str) -> InvalidArgument:
-    expected = "state of this kind of optimiser. TrainingState(model) loads only the weights"
+    expected = "the state of an equal optimiser. TrainingState(model) loads only the weights"
     return InvalidArgument("load_state_dict", f"optimizer's {what}", None, expected)
 
 

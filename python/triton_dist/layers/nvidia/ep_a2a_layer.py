@@ -1,7 +1,7 @@
 """Expert-parallel dispatch and combine under the names of Triton-distributed's layers.
 
-New programs call ``ep_dispatch`` and ``ep_combine``, which these layers wrap. An id outside the
-experts, such as the number of experts, masks a choice.
+New programs call ``ep_dispatch`` and ``ep_combine``, which these layers wrap. A token chooses
+``topk`` experts by ids. An id below 0, or not below the number of experts, masks the choice.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ class EPAll2AllLayer(torch.nn.Module):
 
     Args:
         ep_group: process group; ``None``: the world.
-        max_tokens: largest number of tokens of a rank.
-        hidden, topk: elements of a token, and its number of experts.
-        rank, world_size, local_world_size: this rank, ranks of the group, and ranks on the host,
-            which must be all.
-        num_tot_experts: experts of all ranks, a multiple of ``world_size``.
+        max_tokens: largest number of tokens of a rank in any call.
+        hidden: elements of a token.
+        topk: number of experts that a token chooses.
+        rank, world_size: this rank in the group, and the number of ranks.
+        local_world_size: number of ranks on this host; must equal ``world_size``.
+        num_tot_experts: number of experts over all ranks, a multiple of ``world_size``.
         dtype, weight_dtype: dtypes of tokens and of weights.
         num_sm: see ``num_sms`` of ``ep_dispatch``.
-        enable_local_combine: ignored; each rank always sums the products of its experts.
+        enable_local_combine: ignored; each rank always sums the results of its own experts before
+            it sends them.
         use_aot: must be ``False``.
 
     Raises:
@@ -64,18 +66,17 @@ class EPAll2AllLayer(torch.nn.Module):
         weight: torch.Tensor | None = None,
         full_scatter_indices: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, Received]:
-        """Send tokens to the ranks of their experts. Waits for the number of rows.
+        """Send tokens to the ranks of their experts. The host waits for the number of rows.
 
         Args:
             input: [tokens, hidden].
-            exp_indices: [tokens, topk].
-            weight: [tokens, topk] or ``None``.
-            full_scatter_indices: ignored; rows are always in the order of a stable sort of all
-                ranks' ids.
+            exp_indices: [tokens, topk], expert ids.
+            weight: [tokens, topk], weights of the choices, or ``None``.
+            full_scatter_indices: ignored; received rows are always sorted by expert.
 
         Returns:
-            A row for each choice of an own expert, sorted by expert, source rank and token; its
-            weight; and the layout for ``combine``.
+            Received rows, one for each choice of an expert on this rank, sorted by expert, source
+            rank and token; weights of these choices, or ``None``; and the layout for ``combine``.
         """
         ids = masked_ids(exp_indices, self.ctx.num_experts)
         received = ep_dispatch(input, ids, self.ctx, weight, num_sms=self.num_sm)
@@ -86,7 +87,10 @@ class EPAll2AllLayer(torch.nn.Module):
         return rows, weight, received
 
     def combine(self, input: torch.Tensor, ep_a2a_layout_desc: Received) -> torch.Tensor:
-        """Return the sum of the rows of each token, without weights."""
+        """Return [tokens, hidden]: for each token of this rank, the unweighted sum of its rows.
+
+        ``input`` has the rows of ``dispatch`` after the experts, ``ep_a2a_layout_desc`` the layout.
+        """
         return ep_combine(
             input, ep_a2a_layout_desc, self.ctx, apply_weights=False, num_sms=self.num_sm
         )
@@ -97,25 +101,25 @@ class EPAll2AllLayer(torch.nn.Module):
 
 
 Layout: TypeAlias = tuple[Received, torch.Tensor]
-"""Result of a dispatch, and the padded row of each position."""
+"""Result of ``ep_dispatch``, and the row in the padded result for each sorted choice."""
 
 
 class EPLowLatencyAllToAllLayer:
     """Dispatch and combine for few tokens, with padded results. Tuned; does not synchronise.
 
-    Each choice is sent as a row. The weighted sum of the rows that return is computed in fp32 by
-    PyTorch, so that results equal PyTorch's bit for bit. ``"packets"`` is used for at most 128
-    choices (``max_m * topk``). Creation is collective over the world.
+    Each choice of an expert is sent as a separate row. PyTorch computes the weighted sum of the
+    returned rows in fp32, so that results equal a PyTorch reference bit for bit. The algorithm
+    ``"packets"`` is used if ``max_m * topk`` is at most 128. Creation is collective over the world.
 
     Args:
-        max_m: largest number of tokens of a rank.
+        max_m: largest number of tokens of a rank in any call.
         hidden: elements of a token.
-        topk: experts of a token; they differ.
+        topk: number of different experts that a token chooses.
         online_quant_fp8: send tokens as ``float8_e4m3fn``.
-        rank, world_size, local_world_size: this rank, all ranks, and ranks on the host, which must
-            be all.
-        num_experts: experts of all ranks, a multiple of ``world_size``.
-        fp8_gsize: elements with a common scale, 128.
+        rank, world_size: this rank, and the number of ranks.
+        local_world_size: number of ranks on this host; must equal ``world_size``.
+        num_experts: number of experts over all ranks, a multiple of ``world_size``.
+        fp8_gsize: number of elements per fp8 scale; must be 128.
         dtype: dtype of tokens and results.
         enable_profiling: ignored; ``group_profile`` writes traces.
     """
@@ -142,13 +146,14 @@ class EPLowLatencyAllToAllLayer:
 
         Args:
             send_tokens: [tokens, hidden], in ``dtype``, or fp8 with scales.
-            send_scales: fp32 [tokens, hidden / 128], or ``None``.
-            topk_indices: [tokens, topk].
+            send_scales: fp32 [tokens, hidden / 128], scales of fp8 tokens; or ``None``.
+            topk_indices: [tokens, topk], expert ids.
 
         Returns:
-            Rows [own experts, world_size * max_m, hidden], sorted by source rank; fp32 scales
-            [own experts, world_size * max_m, hidden / 128], or ``None``; int32 [own experts],
-            numbers of rows, after which the contents are undefined; the layout for ``combine``.
+            Received rows [local experts, world_size * max_m, hidden], sorted by source rank; their
+            fp32 scales [local experts, world_size * max_m, hidden / 128], or ``None``; int32
+            [local experts], the number of rows of each expert; the layout for ``combine``. Rows of
+            an expert after this number are undefined.
         """
 
         def per_choice(rows: torch.Tensor) -> torch.Tensor:
@@ -164,7 +169,8 @@ class EPLowLatencyAllToAllLayer:
         _, expert, within, is_used = chunk_of_rows(counts, len(received.row_of_position))
         places, size = expert * self.rows_per_expert + within, len(counts) * self.rows_per_expert
         has_place = is_used & (within < self.rows_per_expert)
-        # Positions without a place write to one extra row, which is cut off below.
+        # Unused positions, and rows beyond ``rows_per_expert``, write to one extra row, which is
+        # cut off below.
         places = torch.where(has_place, places, size)
 
         def padded(rows: torch.Tensor) -> torch.Tensor:
@@ -185,13 +191,14 @@ class EPLowLatencyAllToAllLayer:
         dispatch_meta: Layout,
         zero_copy: bool = False,
     ) -> torch.Tensor:
-        """Return the weighted sum of the rows of each token, [tokens, hidden].
+        """Return [tokens, hidden]: for each token of this rank, the weighted sum of its rows.
 
         Args:
-            send_tokens: [own experts, world_size * max_m, hidden], in ``dtype``.
-            topk_indices: [tokens, topk], ids of the dispatch.
+            send_tokens: results of the experts, [local experts, world_size * max_m, hidden], in
+                ``dtype``.
+            topk_indices: [tokens, topk], expert ids passed to ``dispatch``.
             topk_weights: fp32 [tokens, topk].
-            dispatch_meta: layout of the dispatch.
+            dispatch_meta: layout that ``dispatch`` returned.
             zero_copy: ignored; accepted for existing scripts.
         """
         rows = send_tokens.flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Expert-parallel mixture of experts: each rank has some of the experts."""
+"""Expert-parallel mixture-of-experts layer: each rank has some of the experts."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ class EP_MoE(TP_MoE):
     """Experts of Qwen, Mixtral, DeepSeek-V3 and similar models, distributed over the ranks.
 
     ``TP_MoE`` describes parameters, routing and arguments. Rank r has the experts
-    ``r * E / ranks`` to ``(r + 1) * E / ranks - 1``, so E must be a multiple of the ranks.
+    ``r * E / ranks`` to ``(r + 1) * E / ranks - 1``. E must be a multiple of the number of ranks.
 
-    *Sequence-parallel* (default): each rank has tokens of its own. They are sent to the ranks of
-    their experts and return as weighted sums (``ep_dispatch``, ``ep_combine``). Ranks may have
-    different numbers of tokens if ``forward`` is passed ``max_tokens``. *All-reduce*: all ranks
-    have all tokens, and the results of their experts are summed.
+    *Sequence-parallel* (default): each rank has different tokens. They are sent to the ranks of
+    their experts, and each token's weighted sum is sent back (``ep_dispatch``, ``ep_combine``).
+    Ranks may have different numbers of tokens if ``forward`` is passed ``max_tokens``.
+    *All-reduce*: all ranks have all tokens. Each rank runs its experts, and the results are summed
+    over the ranks.
 
-    Shared experts are kept whole on each rank as ``shared_experts``, the stock module. On a GPU
-    they run on a second stream while tokens travel.
+    Every rank has all shared experts, as a copy of the original module under its original name. On
+    a GPU they run on a second stream during the exchange of tokens.
 
-    With ``exact_sizes``, the host reads the number of received tokens, and memory is allocated for
-    them instead of the worst routing. The call then cannot be captured in a CUDA graph.
+    With ``exact_sizes``, the host reads the number of received tokens and allocates memory for
+    this number instead of the worst case. The call then cannot be captured in a CUDA graph.
 
     Attributes:
         gate_up_proj: [E / ranks, hidden, 2 * I].
@@ -61,12 +62,13 @@ class EP_MoE(TP_MoE):
         """Copy this rank's experts of an MoE module, see ``TP_MoE``.
 
         Args:
-            module: also a module with ``shared_experts``, or with ``shared_expert`` and
-                ``shared_expert_gate``.
+            module: an MoE module that ``TP_MoE`` supports. It may also have ``shared_experts``, or
+                ``shared_expert`` and ``shared_expert_gate``.
             verbose: print the shapes of the parameters.
 
         Raises:
-            InvalidArgument: see ``TP_MoE``; or the activation is not SiLU.
+            InvalidArgument: weights do not match or cannot be sharded, or the activation is not
+                SiLU.
         """
         super()._init_parameters(module, verbose)
         if not is_silu(self.act_fn):
@@ -106,13 +108,14 @@ class EP_MoE(TP_MoE):
     def forward(self, x: torch.Tensor, max_tokens: int | None = None) -> torch.Tensor:
         """Return [..., hidden] for x [..., hidden], in the layer's mode. Collective.
 
-        The host does not wait, and the call can be captured in a CUDA graph after a call of the
-        same sizes.
+        Unless ``exact_sizes`` is set, the host does not wait, and a CUDA graph can capture the call
+        after a call with equal sizes.
 
         Args:
-            x: tokens of this rank, also none.
-            max_tokens: largest number of tokens of any rank, equal on all ranks; default: the
-                number of x, which must then be equal on all ranks. The time does not depend on it.
+            x: tokens of this rank; may be empty.
+            max_tokens: largest number of tokens of any rank in this call; all ranks must pass the
+                same value. Default: the number of tokens in x, which must then be equal on all
+                ranks. The run time does not depend on ``max_tokens``.
 
         Raises:
             InvalidArgument: x has a wrong shape, dtype or device, or too many tokens.
@@ -139,13 +142,13 @@ class EP_MoE(TP_MoE):
         shared: list[torch.Tensor] = []
         join = self._start_shared(rows, shared)
         if sequence_parallel:
-            y = self._exchanged(rows, ids, scales, ranks, max_tokens)
+            y = self._run_exchanged(rows, ids, scales, ranks, max_tokens)
         else:
             y = self._products(rows, ids, scales, ranks, False)
         join(*shared)
         return sum(shared, y).view(x.shape)
 
-    def _exchanged(
+    def _run_exchanged(
         self,
         rows: torch.Tensor,
         ids: torch.Tensor,
@@ -153,8 +156,8 @@ class EP_MoE(TP_MoE):
         ranks: Collectives,
         max_tokens: int,
     ) -> torch.Tensor:
-        """Return the sums over the chosen experts, which other ranks have, [rows, hidden]."""
-        if not isinstance(ranks, TensorParallel):  # libraries gather equal numbers of tokens
+        """Send rows to the ranks of their experts; return the weighted sums [rows, hidden]."""
+        if not isinstance(ranks, TensorParallel):  # torch's all-gather requires equal sizes
             missing = (0, 0, 0, max_tokens - len(rows))
             padded = pad(rows, missing), pad(ids, missing, value=-1), pad(scales, missing)
             return self._products(*padded, ranks, True)[: len(rows)]
@@ -195,14 +198,14 @@ class EP_MoE(TP_MoE):
         return current_device().fork(run, rows)
 
     def _init_ctx(self, max_M: int = 0, *unused: Any, M: int = 0, **also_unused: Any) -> None:
-        """Create contexts, see ``TensorParallelLayer``. Each rank has at most max_M / ranks tokens.
+        """Create contexts for at most ``max_M / ranks`` tokens per rank. Collective.
 
-        ``max_tokens_per_rank`` replaces ``max_M``.
+        ``max_tokens_per_rank`` sets the number per rank directly. ``M`` is an alias of ``max_M``.
         """
         tokens = also_unused.pop("max_tokens_per_rank", 0)
         super()._init_ctx(tokens * self.world_size or max_M or M)
 
     @torch.no_grad()
     def torch_fwd(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the result for tokens of this rank, by torch and the group's collectives."""
+        """Return the result of ``forward``, computed by torch and the group's collectives."""
         return self._run(x, self.torch_ranks, self.sequence_parallel)

@@ -1,16 +1,18 @@
-"""Differentiable experts of which each rank owns some: dispatch, products, combine.
+"""Differentiable mixture of experts that are distributed over ranks.
 
-Dispatch and combine are each other's transposes: the backward dispatches the gradients of the
-results to the experts and combines the gradients of the tokens.
+Dispatch sends each token to the ranks of its experts; combine sends back the token's weighted sum.
+The backward pass dispatches the gradients of the sums and combines the gradients of the tokens:
 
-    forward                             backward
+    forward                             backward, from the last line to the first
     rows = dispatch(x)                  dx = combine(d_products @ gate_up.mT)
     products = rows @ gate_up           d_gate_up = rows.T @ d_products
     h = silu(gate) * up                 d_products and d_weight from dy @ down.mT
-    y = combine(weight * (h @ down))    dy = dispatch(gradient), d_down = (weight * h).T @ dy
+    out = combine(weight * (h @ down))  dy = dispatch(d_out), d_down = (weight * h).T @ dy
 
-The backward recomputes ``products``. Rows stay in the order of positions
-(``kernels/common/moe/positions.py``), so every product is a grouped GEMM without further routing.
+The backward pass recomputes ``rows`` and ``products`` unless ``keep_gathered`` is set. Dispatch
+sorts the routes (pairs of a token and a chosen expert) by expert. The index of a route in this
+order is its position (``kernels/common/moe/positions.py``). Results stay in this order, so every
+product is a grouped GEMM without further routing.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from triton_dist.kernels.common.moe.activation import silu_mul, silu_mul_backwar
 from triton_dist.kernels.common.moe.positions import Positions
 from triton_dist.kernels.nvidia import grouped_gemm
 from triton_dist.kernels.nvidia.expert_parallel import Received
-from triton_dist.layers.nvidia.experts import sums_of_sorted_rows
+from triton_dist.layers.nvidia.experts import weight_gradients_of_sorted_rows
 from triton_dist.layers.nvidia.fp8 import quantise
 from triton_dist.layers.nvidia.functional import cast_for_autocast, is_eager_inference
 from triton_dist.layers.nvidia.tensor_parallel import (
@@ -51,22 +53,22 @@ def ep_experts(
 ) -> torch.Tensor:
     """Return the weighted sum over experts of ``(silu(x @ gate) * (x @ up)) @ down``. Collective.
 
-    Differentiable. The host does not wait, except with ``exact_sizes``, and for the gradients of
+    Differentiable. The host waits for the device only with ``exact_sizes``, or for the gradients of
     weights if torch has no native grouped GEMM.
 
     Args:
-        x: [tokens, hidden], tokens of this rank, also 0; fp16, bf16 or fp32.
+        x: [tokens, hidden], tokens of this rank, possibly 0 tokens; fp16, bf16 or fp32.
         ids: [tokens, topk], int32 or int64: experts of each token; -1 is masked.
         scales: fp32 [tokens, topk], weights of the experts.
         gate_up: [E / ranks, hidden, 2 * I], weights of this rank's experts, dtype of x.
-        down: [E / ranks, I, hidden].
+        down: [E / ranks, I, hidden], dtype of x.
         ranks: a ``TensorParallel``.
-        max_tokens: largest number of tokens of any rank, equal on all ranks.
-        keep_gathered: keep the received tokens and the first products for the backward, instead
-            of sending the tokens again and multiplying again.
-        exact_sizes: read the number of received routes on the host, and allocate memory for them
-            instead of the worst routing, ``ranks * max_tokens * topk``. Cannot be captured in a
-            CUDA graph. Ignored in ``torch.compile``.
+        max_tokens: largest number of tokens of any rank; all ranks must pass the same value.
+        keep_gathered: keep the received tokens and the first products for the backward pass, which
+            otherwise sends the tokens again and multiplies again.
+        exact_sizes: read the number of received routes on the host and allocate memory for this
+            number. Otherwise, memory is allocated for ``ranks * max_tokens * topk`` routes. The
+            call cannot be captured in a CUDA graph. Ignored in ``torch.compile``.
 
     Returns:
         [tokens, hidden].
@@ -85,13 +87,13 @@ def ep_experts(
     operands = x.contiguous(), ids.contiguous(), scales.contiguous(), gate_up, down
     exact = exact_sizes and not torch.compiler.is_compiling()
     if is_eager_inference(*operands):
-        return _forward(*operands, ranks, max_tokens, exact)[0]
+        return _run_experts(*operands, ranks, max_tokens, exact)[0]
     keeps = keep_gathered and torch.is_grad_enabled()
     out, _, _ = torch.ops.triton_dist.ep_experts(*operands, ranks.name, max_tokens, exact, keeps)
     return out  # type: ignore[no-any-return]
 
 
-def _forward(
+def _run_experts(
     x: torch.Tensor,
     ids: torch.Tensor,
     scales: torch.Tensor,
@@ -140,18 +142,19 @@ def _ep_experts(
     scales: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    ranks: str,
+    ranks_name: str,
     max_tokens: int,
     exact: bool,
     keeps: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _forward(x, ids, scales, gate_up, down, ranks_by_name(ranks), max_tokens, exact, keeps)
+    ranks = ranks_by_name(ranks_name)
+    return _run_experts(x, ids, scales, gate_up, down, ranks, max_tokens, exact, keeps)
 
 
 @_ep_experts.register_fake
-def _(x: Any, ids: Any, scales: Any, gate_up: Any, down: Any, ranks: str, max_tokens: int,
+def _(x: Any, ids: Any, scales: Any, gate_up: Any, down: Any, ranks_name: str, max_tokens: int,
       exact: bool, keeps: bool) -> Any:  # fmt: skip
-    rows = ranks_by_name(ranks).num_ranks * max_tokens
+    rows = ranks_by_name(ranks_name).num_ranks * max_tokens
     if not keeps:
         return torch.empty_like(x), x.new_empty(0), x.new_empty(0)
     products = x.new_empty(rows * ids.shape[1], gate_up.shape[2])
@@ -168,13 +171,16 @@ def _ep_experts_backward(
     down: torch.Tensor,
     rows: torch.Tensor,
     products: torch.Tensor,
-    ranks: str,
+    ranks_name: str,
     max_tokens: int,
     exact: bool,
     needs_weights: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of x, scales, gate_up and down; the last two empty if not needed."""
-    group: Any = ranks_by_name(ranks)
+    """Return the gradients of x, scales, gate_up and down.
+
+    Without ``needs_weights``, the gradients of gate_up and down are empty tensors.
+    """
+    group: Any = ranks_by_name(ranks_name)
     tokens = None
 
     def expanded(received: Received) -> torch.Tensor:
@@ -187,7 +193,7 @@ def _ep_experts_backward(
         if needs_weights:  # before the next dispatch overwrites the rows
             tokens = expanded(received)
     received = _dispatch(dy.contiguous(), ids, scales, gate_up, group, max_tokens)
-    # The first dispatch had equal ids, so it had the same number of positions.
+    # ``products`` come from a dispatch of the same ids, so they have the same number of positions.
     positions = received.positions.limited(len(products))
     assert received.weights is not None
     weights = received.weights[: positions.number]
@@ -198,8 +204,8 @@ def _ep_experts_backward(
     if needs_weights:
         if tokens is None:
             tokens = expanded(replace(received, rows=rows))
-        d_gate_up = sums_of_sorted_rows(tokens, d_products, positions.ends)
-        d_down = sums_of_sorted_rows(weighted, expanded(received), positions.ends)
+        d_gate_up = weight_gradients_of_sorted_rows(tokens, d_products, positions.ends)
+        d_down = weight_gradients_of_sorted_rows(weighted, expanded(received), positions.ends)
     places = received.position_of_route
     of_routes = torch.where(places >= 0, d_weights[places.clamp(min=0)], 0)
     d_scales = group.reduce_scatter(of_routes)[: len(x)].to(scales.dtype)
@@ -209,7 +215,7 @@ def _ep_experts_backward(
 
 @_ep_experts_backward.register_fake
 def _(dy: Any, x: Any, ids: Any, scales: Any, gate_up: Any, down: Any, rows: Any, products: Any,
-      ranks: str, max_tokens: int, exact: bool, needs_weights: bool) -> Any:  # fmt: skip
+      ranks_name: str, max_tokens: int, exact: bool, needs_weights: bool) -> Any:  # fmt: skip
     grads = [torch.empty_like(each) for each in (x, scales)]
     for each in (gate_up, down):
         grads.append(each.new_empty(each.shape if needs_weights else 0))
@@ -248,27 +254,28 @@ def ep_experts_fp8(
     weights: list[torch.Tensor],
     input_scales: list[torch.Tensor],
     is_block: bool,
-    ranks: str,
+    ranks_name: str,
     max_tokens: int,
     exact: bool,
 ) -> torch.Tensor:
     """Return ``ep_experts`` for fp8 weights. Tokens are quantised before they are sent.
 
     Args:
-        x, ids, scales, max_tokens, exact: see ``ep_experts``.
-        weights: gate_up and its scales, down and its scales.
-        input_scales: static scales of the inputs of both products, or none.
-        is_block: scales of blocks of 128, else of rows.
-        ranks: name of a ``TensorParallel``.
+        x, ids, scales, max_tokens: see ``ep_experts``.
+        weights: gate_up, scales of gate_up, down, scales of down.
+        input_scales: static scales of the inputs of both products, or an empty list.
+        is_block: weights and tokens have a scale per block of 128 elements, else per row.
+        ranks_name: name of a ``TensorParallel``.
+        exact: ``exact_sizes`` of ``ep_experts``.
     """
-    group: Any = ranks_by_name(ranks)
+    group: Any = ranks_by_name(ranks_name)
     gate_up, gate_up_scale, down, down_scale = weights
     static, static_down = input_scales or (None, None)
     experts, options = len(gate_up) * group.num_ranks, {"max_tokens": max_tokens}
     rows, x_scale = x, None
     if not is_block:
         rows, scale = quantise(x, False, False, static)
-        scale = scale if static is None else static.max()  # also without tokens
+        scale = scale if static is None else static.max()  # quantise writes none for 0 tokens
         x_scale = scale.view(-1, 1).expand(len(x), blocks(x.shape[1])).contiguous()
     received = group.ep_dispatch(
         rows, ids, scales, experts, x.dtype, x_scale=x_scale, quantise=is_block, **options
@@ -292,6 +299,6 @@ def ep_experts_fp8(
 
 
 @ep_experts_fp8.register_fake
-def _(x: Any, ids: Any, scales: Any, weights: Any, input_scales: Any, is_block: bool, ranks: str,
-      max_tokens: int, exact: bool) -> Any:  # fmt: skip
+def _(x: Any, ids: Any, scales: Any, weights: Any, input_scales: Any, is_block: bool,
+      ranks_name: str, max_tokens: int, exact: bool) -> Any:  # fmt: skip
     return torch.empty_like(x)

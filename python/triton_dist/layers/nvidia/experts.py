@@ -1,16 +1,18 @@
 """Differentiable grouped GEMMs across ranks: ``functional`` for mixture-of-experts layers.
 
-    function       result                              gradient of the rows of A or x
-    ag_group_gemm  routes of all tokens, each times    moe_reduce_rs(dC, B.mT)
-                   the weights of its expert
+    function       result                              gradient of the tokens
+    ag_group_gemm  each token times the weights of     moe_reduce_rs(dC, B.mT)
+                   its experts, for all ranks' tokens
     group_gemm     like ag_group_gemm, for tokens      moe_reduce_ar(dC, B.mT)
                    that all ranks have
     moe_reduce_rs  sums of this rank's tokens over     group_gemm(dY, weights.mT),
-                   choices and ranks                   each row times its scale
+                   their experts and over ranks        each row times its scale
     moe_reduce_ar  sums of all tokens, on all ranks    like moe_reduce_rs
 
-The gradient of an expert's weights is the sum of ``outer(row, gradient)`` over its routes. The
-gradient of a route's scale is the dot product of its row of x and of ``dY @ weights.mT``.
+A route is a pair of a token and one of its topk experts; the scale of a route is the expert's
+weight in the token's sum. The gradient of an expert's weights is the sum of ``outer(row,
+gradient)`` over the expert's routes. The gradient of a route's scale is the dot product of the
+route's row of x and the same row of ``dY @ weights.mT``.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.moe.rows import grouped_mm, has_fast_library
-from triton_dist.layers.nvidia.functional import cast_for_autocast, dispatch
+from triton_dist.layers.nvidia.functional import call_method_or_custom_op, cast_for_autocast
 from triton_dist.layers.nvidia.tensor_parallel import Collectives, check_operand, ranks_by_name
 
 
@@ -32,14 +34,14 @@ def ag_group_gemm(
     """Return each token of all ranks times the weights of its experts. Differentiable.
 
     Args:
-        A: [m, K], tokens of this rank; fp16, bf16 or fp32.
-        B: [E, K, n], this rank's columns of the experts' weights, dtype of A.
-        ids: [M, topk], int32 or int64, contiguous: experts of all ranks' tokens, equal on all
-            ranks. An id outside 0 to E - 1 gives a row of zeros.
+        A: [m, K], m tokens of this rank; fp16, bf16 or fp32.
+        B: [E, K, n], this rank's columns of the weights of E experts, dtype of A.
+        ids: [M, topk], int32 or int64, contiguous: experts of the M tokens of all ranks, equal on
+            all ranks. An id outside 0 to E - 1 gives a row of zeros.
         ranks: ``TensorParallel`` or ``Collectives``.
 
     Returns:
-        [M * topk, n]; row ``t * topk + j`` is choice j of token t.
+        [M * topk, n]; row ``t * topk + j`` is the product of token t and its expert ``ids[t, j]``.
 
     Raises:
         InvalidArgument: shapes, dtypes or devices do not match.
@@ -51,7 +53,10 @@ def ag_group_gemm(
 def group_gemm(
     A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor, ranks: Collectives
 ) -> torch.Tensor:
-    """Return ``ag_group_gemm`` for an A [M, K] that all ranks have; sum A's gradient over ranks."""
+    """Return ``ag_group_gemm`` for an A [M, K] that all ranks have.
+
+    The gradient of A is summed over ranks.
+    """
     return _checked_call("group_gemm", A, B, ids, ranks)
 
 
@@ -62,19 +67,21 @@ def moe_reduce_rs(
     scales: torch.Tensor,
     ranks: Collectives,
 ) -> torch.Tensor:
-    """Sum ``scales * (x @ weights)`` over choices and ranks; return the rows of this rank's tokens.
+    """Multiply each row by its expert's weights; return the weighted sums of this rank's tokens.
 
-    Differentiable. ``weights`` of a route are the weights of its expert.
+    A token's products are multiplied by ``scales`` and summed over its experts and over ranks.
+    Differentiable.
 
     Args:
-        x: [M * topk, k], one row per route.
-        weights: [E, k, N].
+        x: [M * topk, k], this rank's columns, in the row order of ``ag_group_gemm``'s result.
+        weights: [E, k, N], this rank's rows of the experts' weights.
         ids: [M, topk], see ``ag_group_gemm``.
-        scales: [M, topk], fp16, bf16 or fp32. Each rank gets one addend of its gradient.
+        scales: [M, topk], fp16, bf16 or fp32, equal on all ranks. Each rank computes one addend of
+            the gradient; the sum over ranks is the gradient.
         ranks: ``TensorParallel`` or ``Collectives``.
 
     Returns:
-        [m, N].
+        [m, N], m = M / ranks.
 
     Raises:
         InvalidArgument, ContextFinalized: see ``ag_group_gemm``.
@@ -111,10 +118,10 @@ def _checked_call(
         raise InvalidArgument(function, "shapes of weights and ids", shapes, expected)
     A, B = cast_for_autocast(A, B, ranks)
     check_operand(function, "A", A, B[0], ranks)
-    return dispatch(function, (A, B, ids, *scales), ranks)
+    return call_method_or_custom_op(function, (A, B, ids, *scales), ranks)
 
 
-def expert_sums(
+def weight_gradients(
     rows: torch.Tensor, grads: torch.Tensor, ids: torch.Tensor, num_experts: int
 ) -> torch.Tensor:
     """Return the gradients of the experts' weights, [E, K, N].
@@ -123,9 +130,9 @@ def expert_sums(
     device unless torch has a native grouped GEMM (bf16 on Hopper).
 
     Args:
-        rows: [M, K] or [M * topk, K].
-        grads: [M, N] or [M * topk, N].
-        ids: [M, topk].
+        rows: inputs, one per token [M, K] or one per route [M * topk, K].
+        grads: gradients of the products, one per token [M, N] or one per route [M * topk, N].
+        ids: [M, topk], expert of each route.
         num_experts: E.
     """
     flat = ids.flatten().long()
@@ -138,15 +145,15 @@ def expert_sums(
         return matrix[order if len(matrix) == len(flat) else order // ids.shape[1]]
 
     left, right = rows_of_routes(rows), rows_of_routes(grads)
-    return sums_of_sorted_rows(left, right, ends.int())
+    return weight_gradients_of_sorted_rows(left, right, ends.int())
 
 
-def sums_of_sorted_rows(
+def weight_gradients_of_sorted_rows(
     left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
-    """Return ``expert_sums`` of rows [R, K] and gradients [R, N] that are sorted by expert.
+    """Return ``weight_gradients`` for inputs [R, K] and gradients [R, N] sorted by expert.
 
-    ``ends``: int32 [E], end of the rows of each expert.
+    ``ends``: int32 [E]; rows ``ends[e - 1]`` to ``ends[e] - 1`` belong to expert e.
     """
     is_fast = has_fast_library() and left.dtype is torch.bfloat16
     if is_fast and left.shape[1] % 8 == 0 and right.shape[1] % 8 == 0:
@@ -159,13 +166,15 @@ def sums_of_sorted_rows(
     return sums
 
 
-# Custom ops for torch. ``ranks`` is the name of a ``Collectives``.
+# Custom ops for torch. ``ranks_name`` is the name of a ``Collectives``.
 
 
-_expert_sums = torch.library.custom_op("triton_dist::expert_sums", mutates_args=())(expert_sums)
+_weight_gradients = torch.library.custom_op("triton_dist::weight_gradients", mutates_args=())(
+    weight_gradients
+)
 
 
-@_expert_sums.register_fake
+@_weight_gradients.register_fake
 def _(rows: Any, grads: Any, ids: Any, num_experts: int) -> Any:
     return rows.new_empty(num_experts, rows.shape[1], grads.shape[1])
 
@@ -173,8 +182,10 @@ def _(rows: Any, grads: Any, ids: Any, num_experts: int) -> Any:
 def _define_product(name: str, sequence_parallel: bool) -> None:
     """Define the custom op of ``ag_group_gemm`` or ``group_gemm``."""
 
-    def product(A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor, ranks: str) -> torch.Tensor:
-        C: torch.Tensor = getattr(ranks_by_name(ranks), name)(A, B, ids)
+    def product(
+        A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor, ranks_name: str
+    ) -> torch.Tensor:
+        C: torch.Tensor = getattr(ranks_by_name(ranks_name), name)(A, B, ids)
         return C
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -191,7 +202,7 @@ def _define_product(name: str, sequence_parallel: bool) -> None:
             dA = sum_of_routes(dC, B.mT, ids, ones, ctx.ranks)
         if ctx.needs_input_grad[1]:
             rows = ops.all_gather(A, ctx.ranks) if sequence_parallel else A
-            dB = ops.expert_sums(rows, dC, ids, len(B))
+            dB = ops.weight_gradients(rows, dC, ids, len(B))
         return dA, dB, None, None
 
     op = torch.library.custom_op(f"triton_dist::{name}", product, mutates_args=())
@@ -203,13 +214,17 @@ def _define_reduction(name: str, sequence_parallel: bool) -> None:
     """Define the custom op of ``moe_reduce_rs`` or ``moe_reduce_ar``."""
 
     def sums(
-        x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor, ranks: str
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        scales: torch.Tensor,
+        ranks_name: str,
     ) -> torch.Tensor:
-        Y: torch.Tensor = getattr(ranks_by_name(ranks), name)(x, weights, ids, scales)
+        Y: torch.Tensor = getattr(ranks_by_name(ranks_name), name)(x, weights, ids, scales)
         return Y
 
-    def fake(x: Any, weights: Any, ids: Any, scales: Any, ranks: str) -> Any:
-        shards = ranks_by_name(ranks).num_ranks if sequence_parallel else 1
+    def fake(x: Any, weights: Any, ids: Any, scales: Any, ranks_name: str) -> Any:
+        shards = ranks_by_name(ranks_name).num_ranks if sequence_parallel else 1
         return x.new_empty(ids.shape[0] // shards, weights.shape[2])
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -223,7 +238,8 @@ def _define_reduction(name: str, sequence_parallel: bool) -> None:
         ops, dx, dW, d_scales = torch.ops.triton_dist, None, None, None
         rows = ops.all_gather(dY, ctx.ranks) if sequence_parallel else dY.contiguous()
         scale = scales.reshape(-1, 1)
-        has_expert = ((ids >= 0) & (ids < len(weights))).reshape(-1, 1)  # other rows may be NaN
+        # Rows of x without an expert may be NaN.
+        has_expert = ((ids >= 0) & (ids < len(weights))).reshape(-1, 1)
         if needs_x or needs_scales:
             products = ops.group_gemm(rows, weights.mT, ids, ctx.ranks)
             dx = torch.where(has_expert, products * scale, 0).to(x.dtype) if needs_x else None
@@ -232,7 +248,7 @@ def _define_reduction(name: str, sequence_parallel: bool) -> None:
             d_scales = d_scales if sequence_parallel else ops.all_reduce(d_scales, ctx.ranks)
             d_scales = d_scales.to(scales.dtype)
         if needs_weights:
-            dW = ops.expert_sums((x * scale).to(x.dtype), rows, ids, len(weights))
+            dW = ops.weight_gradients((x * scale).to(x.dtype), rows, ids, len(weights))
         return dx, dW, None, d_scales, None
 
     op = torch.library.custom_op(f"triton_dist::{name}", sums, mutates_args=())
@@ -241,12 +257,12 @@ def _define_reduction(name: str, sequence_parallel: bool) -> None:
 
 
 @torch.library.custom_op("triton_dist::all_reduce", mutates_args=())
-def _all_reduce(addend: torch.Tensor, ranks: str) -> torch.Tensor:
-    return ranks_by_name(ranks).all_reduce(addend.clone())
+def _all_reduce(addend: torch.Tensor, ranks_name: str) -> torch.Tensor:
+    return ranks_by_name(ranks_name).all_reduce(addend.clone())
 
 
 @_all_reduce.register_fake
-def _(addend: Any, ranks: str) -> Any:
+def _(addend: Any, ranks_name: str) -> Any:
     return torch.empty_like(addend)
 
 

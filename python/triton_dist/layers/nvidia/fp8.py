@@ -1,12 +1,12 @@
 """Serve with fp8 weights: quantise activations, and describe the scales of checkpoints.
 
-Weights of two layouts are accepted, each a ``weight`` in ``float8_e4m3fn`` [N, K] with its scales:
+A module has a ``weight`` in ``float8_e4m3fn`` [N, K] and one of two kinds of scales:
 
 * ``weight_scale_inv`` [N / 128, K / 128], one scale per block (DeepSeek-V3);
 * ``weight_scale`` [N, 1], one scale per row, or one element (compressed-tensors).
 
-Activations are quantised in each call: by the recipe of the weights, or by a static
-``input_scale``, one element, next to ``weight_scale``.
+Each call quantises its activations, with scales per block or per row like the weights. If the
+module has a static ``input_scale`` (one element) next to ``weight_scale``, this scale is used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from triton_dist.layers.nvidia.tensor_parallel import ranks_by_name
 _BLOCK_SCALES, _ROW_SCALES = "weight_scale_inv", "weight_scale"
 _INPUT_SCALE = "input_scale"
 SCALES, INPUT_SCALES = "_scale", "_input_scale"
-"""Ends of the names of the layers' parameters that have scales of another parameter."""
+"""Suffixes of parameter names: ``wo_scale`` has the scales of ``wo``, ``wo_input_scale`` the static
+scales of its input."""
 
 
 class WeightScales(NamedTuple):
@@ -31,13 +32,13 @@ class WeightScales(NamedTuple):
 
     Attributes:
         name: name of the scales in a module.
-        single: shape of the scale, if each weight has a single one.
-        input: shape of the static scale of the input, or ``None``.
+        scalar_shape: shape of the scale if each weight has only one, else ``None``.
+        input_shape: shape of the input's static scale, or ``None``.
     """
 
     name: str
-    single: torch.Size | None
-    input: torch.Size | None
+    scalar_shape: torch.Size | None
+    input_shape: torch.Size | None
 
     @property
     def is_block(self) -> bool:
@@ -53,8 +54,8 @@ class WeightScales(NamedTuple):
         scale, static = (getattr(module, name, None) for name in (_ROW_SCALES, _INPUT_SCALE))
         if scale is None:
             return None
-        single = scale.shape if scale.numel() == 1 else None
-        return cls(_ROW_SCALES, single, None if static is None else static.shape)
+        scalar_shape = scale.shape if scale.numel() == 1 else None
+        return cls(_ROW_SCALES, scalar_shape, None if static is None else static.shape)
 
 
 def is_silu(function: object) -> bool:
@@ -73,9 +74,12 @@ def quantise(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x [rows, K] in fp8, and its scales in the layout of the GEMMs.
 
-    With ``silu_mul``, x is [rows, 2 * K], and silu(left half) * right half is quantised. Of
-    several elements of ``static_scale``, the largest is used. ``used_rows``, int32, is the number
-    of rows to quantise; default: all.
+    Args:
+        x: [rows, K]; with ``silu_mul``, [rows, 2 * K].
+        is_block: compute a scale per 128 elements of a row, else per row.
+        silu_mul: quantise silu(left half of x) * right half of x.
+        static_scale: scales to use instead of computed ones; the largest element is used.
+        used_rows: int32 tensor, number of rows to quantise; ``None``: all.
     """
     out, scale = _quantised(x, is_block, silu_mul, static_scale)
     if len(out):
@@ -92,7 +96,7 @@ def _quantised(
     static_scale: torch.Tensor | None = None,
     used_rows: torch.Tensor | None = None,
 ) -> Any:
-    """Return memory for the results of ``quantise``."""
+    """Allocate the results of ``quantise``."""
     rows, K = len(x), x.shape[1] // (2 if silu_mul else 1)
     if is_block:
         scale = x.new_empty(blocks(K), rows, dtype=torch.float32).t()
@@ -107,25 +111,26 @@ def fp8_product(
     operands: list[torch.Tensor],
     routing: list[torch.Tensor],
     out_dtype: torch.dtype,
-    ranks: str,
+    ranks_name: str,
 ) -> torch.Tensor:
-    """Return the product of fp8 operands by a method of ``Collectives``.
+    """Return the product of fp8 operands, computed by a method of ``Collectives``.
 
     Args:
-        function: name of the method.
-        operands: A, its scales, B, its scales.
-        routing: for experts, ids, and weights of the choices if the function sums.
+        function: name of the method, such as ``"gemm_rs"``.
+        operands: A, scales of A, B, scales of B.
+        routing: for MoE methods: expert ids [M, topk]; methods that sum over a token's experts
+            also take their weights [M, topk].
         out_dtype: dtype of the result.
         ranks: name of a ``TensorParallel`` or ``Collectives``.
     """
     A, A_scale, B, B_scale = operands
     scaling = {"A_scale": A_scale, "B_scale": B_scale, "out_dtype": out_dtype}
-    return ranks_by_name(ranks).scaled(function, [A, B, *routing], scaling)
+    return ranks_by_name(ranks_name).scaled(function, [A, B, *routing], scaling)
 
 
 @fp8_product.register_fake
-def _(function: str, operands: Any, routing: Any, out_dtype: Any, ranks: str) -> Any:
-    A, N, num_ranks = operands[0], operands[2].shape[-1], ranks_by_name(ranks).num_ranks
+def _(function: str, operands: Any, routing: Any, out_dtype: Any, ranks_name: str) -> Any:
+    A, N, num_ranks = operands[0], operands[2].shape[-1], ranks_by_name(ranks_name).num_ranks
     rows = len(A) * (num_ranks if function == "ag_gemm" else 1)
     if routing:
         rows = len(routing[0]) if function.startswith("moe_reduce") else routing[0].numel()

@@ -1,23 +1,25 @@
-"""Differentiable products across ranks, which ``torch.compile`` keeps in one graph.
+"""Differentiable GEMMs across ranks, which ``torch.compile`` keeps in one graph.
 
 Each product is a custom op (``torch.ops.triton_dist``) with a fake implementation for tracing and a
 backward that uses the other products:
 
     product                                       gradient of A              gradient of B
     ag_gemm    C = all_gather(A) @ B              gemm_rs(dC, B.T)           all_gather(A).T @ dC
-    gemm_rs    C = local rows of sum of A @ B     ag_gemm(dC, B.T)           A.T @ gathered dC
+    gemm_rs    C = this rank's rows of the sum    ag_gemm(dC, B.T)           A.T @ all_gather(dC)
+               over ranks of A @ B
     gemm       C = A @ B, A equal on all ranks    gemm_ar(dC, B.T)           A.T @ dC
-    gemm_ar    C = sum of A @ B, on all ranks     dC @ B.T                   A.T @ dC
+    gemm_ar    C = sum over ranks of A @ B        dC @ B.T                   A.T @ dC
 
-The first pair is sequence-parallel: rows are spread over ranks, and the loss is the sum of the
-ranks' losses. In the second pair, all ranks have the same rows and the same loss. A layer calls the
-first product of a pair, then the second one.
+ag_gemm and gemm_rs are for sequence-parallel layers: rows are sharded over ranks, and the loss is
+the sum of the ranks' losses. gemm and gemm_ar are for layers in which all ranks have the same rows
+and the same loss. A layer calls ag_gemm, then gemm_rs; or gemm, then gemm_ar.
 
-Tracing only computes shapes. Contexts are created and calls are tuned when the graph first runs
-with a shape, as in eager mode. Without gradient or tracing, the op is called directly, because a
-custom op costs about 20 us of host time.
+Tracing only computes shapes. When the graph first runs with a shape, contexts are created and the
+op is tuned, as in eager mode. If neither a gradient nor a trace is needed, the op is called without
+the custom op, which costs about 20 us of host time.
 
-Shapes: lower-case m, n and k are the parts of M, N and K on this rank.
+Shapes: M, N and K are whole sizes; m = M / ranks, n = N / ranks and k = K / ranks are the sizes of
+this rank's shard.
 """
 
 from __future__ import annotations
@@ -38,11 +40,11 @@ def ag_gemm(
     """Return ``all_gather(A) @ B``. Differentiable.
 
     Args:
-        A: [m, K], rows of this rank; fp16, bf16 or fp32. Autocast's dtype applies.
+        A: [m, K], rows of this rank; fp16, bf16 or fp32. Under autocast, A and B are cast.
         B: [K, n], columns of this rank, any strides, dtype of A.
         ranks: ``TensorParallel`` or ``Collectives``.
-        keep_gathered: keep all rows of A (M * K elements) for the backward instead of gathering
-            them again for the gradient of B.
+        keep_gathered: keep the gathered A (M * K elements) until the backward pass, which otherwise
+            gathers A again for the gradient of B.
 
     Returns:
         [M, n].
@@ -63,8 +65,9 @@ def gemm_rs(A: torch.Tensor, B: torch.Tensor, ranks: Collectives) -> torch.Tenso
     """Return this rank's rows of the sum over ranks of ``A @ B``. Differentiable.
 
     Args:
-        A: [M, k], M a multiple of the number of ranks; otherwise like ``ag_gemm``.
-        B: [k, N].
+        A: [M, k], columns of this rank; M is a multiple of the number of ranks. For dtypes see
+            ``ag_gemm``.
+        B: [k, N], rows of this rank.
         ranks: ``TensorParallel`` or ``Collectives``.
 
     Returns:
@@ -73,14 +76,14 @@ def gemm_rs(A: torch.Tensor, B: torch.Tensor, ranks: Collectives) -> torch.Tenso
     Raises:
         InvalidArgument, ContextFinalized: see ``ag_gemm``.
     """
-    return dispatch("gemm_rs", _checked_operands("gemm_rs", A, B, ranks), ranks)
+    return call_method_or_custom_op("gemm_rs", _checked_operands("gemm_rs", A, B, ranks), ranks)
 
 
 def gemm(A: torch.Tensor, B: torch.Tensor, ranks: Collectives) -> torch.Tensor:
     """Return ``A @ B`` of this rank. Differentiable; the gradient of A is summed over ranks.
 
     Args:
-        A: [M, K], equal on all ranks; otherwise like ``ag_gemm``.
+        A: [M, K], equal on all ranks. For dtypes see ``ag_gemm``.
         B: [K, n], columns of this rank.
         ranks: ``TensorParallel`` or ``Collectives``.
 
@@ -100,11 +103,11 @@ def gemm(A: torch.Tensor, B: torch.Tensor, ranks: Collectives) -> torch.Tensor:
 def gemm_ar(A: torch.Tensor, B: torch.Tensor, ranks: Collectives) -> torch.Tensor:
     """Return the sum over ranks of ``A @ B`` on every rank. Differentiable.
 
-    All ranks must compute the same loss, so that the incoming gradients are equal.
+    All ranks must compute the same loss, because the backward pass requires equal gradients.
 
     Args:
-        A: [M, k]; otherwise like ``ag_gemm``.
-        B: [k, N].
+        A: [M, k], columns of this rank. For dtypes see ``ag_gemm``.
+        B: [k, N], rows of this rank.
         ranks: ``TensorParallel`` or ``Collectives``.
 
     Returns:
@@ -113,12 +116,12 @@ def gemm_ar(A: torch.Tensor, B: torch.Tensor, ranks: Collectives) -> torch.Tenso
     Raises:
         InvalidArgument, ContextFinalized: see ``ag_gemm``.
     """
-    return dispatch("gemm_ar", _checked_operands("gemm_ar", A, B, ranks), ranks)
+    return call_method_or_custom_op("gemm_ar", _checked_operands("gemm_ar", A, B, ranks), ranks)
 
 
 def all_gather(shard: torch.Tensor, ranks: Collectives) -> torch.Tensor:
-    """Gather [m, …] of each rank to [M, …] with NCCL or Gloo. Differentiable; any dtype."""
-    return dispatch("all_gather", (shard,), ranks)
+    """Concatenate the ranks' shards [m, …] to [M, …] by NCCL or Gloo. Differentiable; any dtype."""
+    return call_method_or_custom_op("all_gather", (shard,), ranks)
 
 
 def shard_rows(x: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
@@ -126,12 +129,12 @@ def shard_rows(x: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
 
     Args:
         x: [M, …], any number of rows, equal on all ranks.
-        rank: the rank.
+        rank: the rank whose rows are returned.
         num_ranks: number of ranks.
 
     Returns:
-        ``rows`` = ceil(M / num_ranks) rows: ``x[rank * rows : (rank + 1) * rows]``. Rows beyond
-        the end of x are zero.
+        ``x[rank * rows : (rank + 1) * rows]`` with ``rows = ceil(M / num_ranks)``. Rows beyond the
+        end of x are zero.
     """
     rows = -(-x.shape[0] // num_ranks)
     part = x[rank * rows : (rank + 1) * rows]
@@ -162,14 +165,16 @@ def cast_for_autocast(
 
 
 def is_eager_inference(*operands: torch.Tensor) -> bool:
-    """Return whether neither a gradient nor a trace of the call is needed."""
+    """Return whether a call with ``operands`` needs neither a gradient nor a trace."""
     if torch.compiler.is_compiling():
         return False
     return not (torch.is_grad_enabled() and any(each.requires_grad for each in operands))
 
 
-def dispatch(function: str, operands: tuple[torch.Tensor, ...], ranks: Collectives) -> torch.Tensor:
-    """Call the method of ``ranks``, or the custom op if a gradient or a trace is needed."""
+def call_method_or_custom_op(
+    function: str, operands: tuple[torch.Tensor, ...], ranks: Collectives
+) -> torch.Tensor:
+    """Call method ``function`` of ``ranks``, or its custom op if a gradient or trace is needed."""
     if is_eager_inference(*operands):
         result: torch.Tensor = getattr(ranks, function)(*operands)
     else:
@@ -177,21 +182,21 @@ def dispatch(function: str, operands: tuple[torch.Tensor, ...], ranks: Collectiv
     return result
 
 
-# Custom ops for torch. ``ranks`` is the name of a ``Collectives``.
+# Custom ops for torch. ``ranks_name`` is the name of a ``Collectives``.
 
 
 @torch.library.custom_op("triton_dist::ag_gemm", mutates_args=())
 def _ag_gemm(
-    A: torch.Tensor, B: torch.Tensor, ranks: str, keep_gathered: bool
+    A: torch.Tensor, B: torch.Tensor, ranks_name: str, keep_gathered: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    group = ranks_by_name(ranks)
+    group = ranks_by_name(ranks_name)
     gathered = A.new_empty((A.shape[0] * group.num_ranks, A.shape[1]) if keep_gathered else 0)
     return group.ag_gemm(A, B, gathered if keep_gathered else None), gathered
 
 
 @_ag_gemm.register_fake
-def _(A: Any, B: Any, ranks: str, keep_gathered: bool) -> Any:
-    M = A.shape[0] * ranks_by_name(ranks).num_ranks
+def _(A: Any, B: Any, ranks_name: str, keep_gathered: bool) -> Any:
+    M = A.shape[0] * ranks_by_name(ranks_name).num_ranks
     return A.new_empty(M, B.shape[1]), A.new_empty((M, A.shape[1]) if keep_gathered else 0)
 
 
@@ -218,25 +223,27 @@ _ag_gemm.register_autograd(_backward_ag_gemm, setup_context=_setup_ag_gemm)
 
 
 @torch.library.custom_op("triton_dist::all_gather", mutates_args=())
-def _all_gather(shard: torch.Tensor, ranks: str) -> torch.Tensor:
-    rows = ranks_by_name(ranks).all_gather(shard)
+def _all_gather(shard: torch.Tensor, ranks_name: str) -> torch.Tensor:
+    rows = ranks_by_name(ranks_name).all_gather(shard)
     return rows.clone() if rows is shard else rows  # a custom op must not return its argument
 
 
 @_all_gather.register_fake
-def _(shard: Any, ranks: str) -> Any:
-    return shard.new_empty(shard.shape[0] * ranks_by_name(ranks).num_ranks, *shard.shape[1:])
+def _(shard: Any, ranks_name: str) -> Any:
+    return shard.new_empty(shard.shape[0] * ranks_by_name(ranks_name).num_ranks, *shard.shape[1:])
 
 
 @torch.library.custom_op("triton_dist::reduce_scatter", mutates_args=())
-def _reduce_scatter(addend: torch.Tensor, ranks: str) -> torch.Tensor:
-    rows = ranks_by_name(ranks).reduce_scatter(addend)
+def _reduce_scatter(addend: torch.Tensor, ranks_name: str) -> torch.Tensor:
+    rows = ranks_by_name(ranks_name).reduce_scatter(addend)
     return rows.clone() if rows is addend else rows
 
 
 @_reduce_scatter.register_fake
-def _(addend: Any, ranks: str) -> Any:
-    return addend.new_empty(addend.shape[0] // ranks_by_name(ranks).num_ranks, *addend.shape[1:])
+def _(addend: Any, ranks_name: str) -> Any:
+    return addend.new_empty(
+        addend.shape[0] // ranks_by_name(ranks_name).num_ranks, *addend.shape[1:]
+    )
 
 
 def _setup_all_gather(ctx: Any, inputs: Any, output: Any) -> None:
@@ -256,7 +263,7 @@ def _backward_gemm_rs(ctx: Any, dC: torch.Tensor) -> Any:
     A, B = ctx.saved_tensors
     needs_A, needs_B, _ = ctx.needs_input_grad
     ops, dA = torch.ops.triton_dist, None
-    if needs_A:  # ag_gemm also returns the gathered rows of dC, which the gradient of B needs
+    if needs_A:  # ag_gemm also returns all_gather(dC), which the gradient of B needs
         dA, rows = ops.ag_gemm(dC, B.T, ctx.ranks, needs_B)
     elif needs_B:
         rows = ops.all_gather(dC, ctx.ranks)
@@ -285,14 +292,14 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 def _define(name: str, backward: Callable[..., Any]) -> None:
     """Define the custom op of ``gemm``, ``gemm_rs`` or ``gemm_ar``."""
 
-    def product(A: torch.Tensor, B: torch.Tensor, ranks: str) -> torch.Tensor:
+    def product(A: torch.Tensor, B: torch.Tensor, ranks_name: str) -> torch.Tensor:
         if name == "gemm":
             return A @ B
-        C: torch.Tensor = getattr(ranks_by_name(ranks), name)(A, B)
+        C: torch.Tensor = getattr(ranks_by_name(ranks_name), name)(A, B)
         return C
 
-    def fake(A: Any, B: Any, ranks: str) -> Any:
-        shards = ranks_by_name(ranks).num_ranks if name == "gemm_rs" else 1
+    def fake(A: Any, B: Any, ranks_name: str) -> Any:
+        shards = ranks_by_name(ranks_name).num_ranks if name == "gemm_rs" else 1
         return A.new_empty(A.shape[0] // shards, B.shape[1])
 
     op = torch.library.custom_op(f"triton_dist::{name}", product, mutates_args=())

@@ -1,4 +1,4 @@
-"""A linear layer whose input is sharded by columns: the second of a tensor-parallel pair."""
+"""A linear layer with column-sharded input, such as ``down_proj`` of a feed-forward layer."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ _TILE_NAMES = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "
 
 
 class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
-    """Linear layer with a column-sharded input: ``sum over ranks of input @ weight.T + bias``.
+    """Linear layer with a column-sharded input: ``(sum over ranks of input @ weight.T) + bias``.
 
-    It is the second layer of a tensor-parallel pair, and for inference only. Every rank returns the
-    whole result. The weight is passed with each call, or stored in the layer (``has_weight=True``).
-    The first call of each number of rows tunes ``gemm_ar``, unless ``user_gemm_config`` is set.
-    Creation is collective over ``tp_group``. The layer is a context manager.
+    Every rank returns the whole result. The layer has no backward. The weight is passed with each
+    call, or stored in the layer (``has_weight=True``). The first call with each number of rows
+    tunes ``gemm_ar``, unless ``user_gemm_config`` is set. Creation is collective over ``tp_group``.
+    The layer is a context manager.
 
     Attributes:
         ctx: context of ``gemm_ar`` for up to ``max_M`` rows.
-        weight: [N, K_per_rank], uninitialised until ``load_weight`` or a state dict fills it, or
+        weight: [N, K_per_rank], uninitialised until ``load_weight`` or ``load_state_dict``; or
             ``None``.
-        bias: [N], equal on all ranks, initially zero, or ``None``.
+        bias: [N], equal on all ranks, initially zero; or ``None``.
 
     Args:
         tp_group: process group; ``None``: the world, or this process alone without
             ``torch.distributed``.
-        max_M: largest number of rows of a call, over all leading dimensions.
+        max_M: largest number of rows of a call: the product of all dimensions but the last.
         N: rows of the whole weight.
         K: columns of the whole weight, a multiple of the group's size.
         input_dtype: dtype of weight, input and output: fp16, bf16 or fp32.
@@ -51,10 +51,11 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
         persistent: with ``user_gemm_config``: use the persistent GEMM kernel.
         use_ll_kernel: with ``user_gemm_config``: use the one-shot algorithm if the rows fit, else
             the two-shot algorithm.
-        copy_to_local: if ``False``, a result may be a view of the context's memory. The view is
-            valid during the next call, until the call after it begins.
+        copy_to_local: if ``False``, a result may be a view of the context's memory. The view stays
+            valid during the next call. The call after the next one overwrites it.
         NUM_COMM_SMS, NUM_SM_MARGIN, TILE_MAP_LEVEL: ignored; accepted for existing scripts.
-        user_gemm_config: tile sizes, warps and stages. Other names in the config are ignored.
+        user_gemm_config: tile sizes, warps and stages; ``None``: tune. Other names in the config
+            are ignored.
         has_weight: the layer stores its weight.
         has_bias: the layer stores a bias.
 
@@ -148,12 +149,12 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
         scale_a: torch.Tensor | None = None,
         scale_b: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Multiply and sum over the ranks. All ranks must make the same calls.
+        """Return the sum over ranks of ``input @ weight.T``, plus the bias. Collective.
 
         Args:
             input: [..., K_per_rank], columns of this rank.
             weight: [N, K_per_rank]; default: the layer's weight.
-            bias: [N], equal on all ranks, added once; default: the layer's bias.
+            bias: [N], equal on all ranks, added after the sum; default: the layer's bias.
             scale_a, scale_b: must be ``None``.
 
         Returns:
@@ -182,7 +183,7 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
         bias: torch.Tensor | None,
         *scales: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the weight and bias of a call, by default the layer's; reject scales."""
+        """Return weight and bias, or the layer's where they are ``None``; reject scales."""
         for name, scale in zip(("scale_a", "scale_b"), scales, strict=True):
             if scale is not None:
                 expected = "None: products of int8 and fp8 are not supported"
@@ -201,7 +202,10 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
         scale_a: torch.Tensor | None = None,
         scale_b: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return this rank's product without the sum. Tuned without ``user_gemm_config``."""
+        """Return this rank's ``input @ weight.T + bias``, not summed over ranks.
+
+        Tuned unless ``user_gemm_config`` is set.
+        """
         weight, bias = self._weight_and_bias(weight, bias, scale_a, scale_b)
         if self._tiles is None:
             product = matmul(input, weight.T)

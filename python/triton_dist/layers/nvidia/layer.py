@@ -49,7 +49,9 @@ def owners_of_shards() -> dict[int, TensorParallelLayer]:
     The parameters are looked up at each call, because FSDP2 replaces them.
     """
     # A layer has no parameters before ``_init_parameters``.
-    parameters = ((layer, getattr(layer, name, None)) for layer in _layers for name in layer.shards)
+    parameters = (
+        (layer, getattr(layer, name, None)) for layer in _layers for name in layer.sharded_names
+    )
     return {id(each): layer for layer, each in parameters if each is not None}
 
 
@@ -57,12 +59,12 @@ class TensorParallelLayer(torch.nn.Module, ABC):
     """A model layer whose weights are sharded over the ranks.
 
     There are two modes. *Sequence-parallel*: each rank has consecutive rows of the tokens, [tokens
-    / ranks, hidden], and returns the same rows of the result (AllGather-GEMM, then
+    / ranks, hidden], and returns the result for these rows (AllGather-GEMM, then
     GEMM-ReduceScatter). All ranks must have the same number of rows; ``functional.shard_rows`` pads
-    them. *All-reduce*: all ranks have all tokens, any number (GEMM, then GEMM-AllReduce).
+    them. *All-reduce*: all ranks have all tokens (GEMM, then GEMM-AllReduce).
 
-    ``forward`` is differentiable and can be compiled. The other call forms are for inference with
-    existing scripts: ``dist_triton_fwd`` (sequence-parallel), ``dist_triton_AR_fwd`` and
+    ``forward`` is differentiable and works in ``torch.compile``. Existing inference scripts call
+    other methods: ``dist_triton_fwd`` (sequence-parallel), ``dist_triton_AR_fwd`` and
     ``dist_triton_gemm_ar_fwd`` (all-reduce), and ``torch_fwd`` (all-reduce with torch's GEMM and
     the group's collective).
 
@@ -71,22 +73,24 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         world_size: number of ranks in the group; checked if given.
         group: process group; ``None``: the world, or this process alone without
             ``torch.distributed``.
-        ranks: ``TensorParallel`` or ``Collectives`` that several layers share, instead of a
-            ``TensorParallel`` from ``_init_ctx``.
-        sequence_parallel: mode of ``forward``.
-        keep_gathered: keep gathered tokens for the backward instead of gathering them again.
+        ranks: ``TensorParallel`` (ops of this package) or ``Collectives`` (torch's libraries) that
+            several layers share. ``None``: ``_init_ctx`` creates a ``TensorParallel``.
+        sequence_parallel: run ``forward`` in the sequence-parallel mode, else in the all-reduce
+            mode.
+        keep_gathered: keep the tokens that the forward pass gathers. Otherwise the backward pass
+            gathers them again.
 
     Raises:
         InvalidArgument: ``rank`` or ``world_size`` does not match the group.
     """
 
-    shards: ClassVar[tuple[str, ...]]
+    sharded_names: ClassVar[tuple[str, ...]]
     """Names of the sharded parameters. Their gradients are sharded too."""
     scales: WeightScales | None = None
-    """Layout of the scales of fp8 weights; ``None`` for other weights. Each fp8 parameter then has
-    a parameter of scales, and if the layout has an ``input_scale``, a parameter of these too."""
+    """Layout of the scales of fp8 weights; ``None`` for other weights. Each fp8 parameter has a
+    second parameter with its scales, and a third one if the checkpoint has static input scales."""
     stock_columns: int | None = None
-    """Number of columns that ``_split_columns`` padded with zeros, else ``None``."""
+    """Columns of the replaced module's weight if zeros pad them to whole blocks, else ``None``."""
 
     def __init__(
         self,
@@ -126,34 +130,35 @@ class TensorParallelLayer(torch.nn.Module, ABC):
 
     @abstractmethod
     def _weights_of(self, name: str, tensor: torch.Tensor) -> list[StockWeight]:
-        """Return the stock weights whose shards parameter ``name`` has, as views of ``tensor``.
+        """Return the stock weights whose shards parameter ``name`` holds, as views of ``tensor``.
 
-        ``tensor`` has the parameter's shape, or the shape of its scales.
+        Stock weights are the weights of the module that the layer replaces. ``tensor`` has the
+        shape of the parameter or of its scales.
         """
 
     def _stock_weights(self, name: str, tensor: torch.Tensor) -> list[StockWeight]:
-        """Return ``_weights_of`` of a parameter; also of the scales of a parameter."""
-        scales, of = self.scales, name.removesuffix(SCALES).removesuffix("_input")
-        if scales is None or of == name:
+        """Return the stock weights of any parameter, also of a parameter that holds scales."""
+        scales, scaled_name = self.scales, name.removesuffix(SCALES).removesuffix("_input")
+        if scales is None or scaled_name == name:
             return self._weights_of(name, tensor)
-        found = []
+        stock = []
         is_input = name.endswith(INPUT_SCALES)
         for number, weight in enumerate(
-            self._weights_of(of, getattr(self, of) if is_input else tensor)
+            self._weights_of(scaled_name, getattr(self, scaled_name) if is_input else tensor)
         ):
-            where = weight.name.removesuffix("weight")
+            prefix = weight.name.removesuffix("weight")
             if is_input:
-                shard = tensor[number : number + 1]
-                found.append(StockWeight(f"{where}input_scale", shard, None, single=scales.input))
+                shard, shape = tensor[number : number + 1], scales.input_shape
+                stock.append(StockWeight(f"{prefix}input_scale", shard, None, scalar_shape=shape))
                 continue
-            is_sharded = scales.single is None and (scales.is_block or weight.dim == 0)
-            found.append(
+            is_sharded = scales.scalar_shape is None and (scales.is_block or weight.dim == 0)
+            stock.append(
                 replace(
-                    weight, name=where + scales.name, dim=weight.dim if is_sharded else None,
-                    size=weight.size and blocks(weight.size), single=scales.single,
+                    weight, name=prefix + scales.name, dim=weight.dim if is_sharded else None,
+                    size=weight.size and blocks(weight.size), scalar_shape=scales.scalar_shape,
                 )
             )  # fmt: skip
-        return found
+        return stock
 
     def _own_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and values of the layer's parameters and buffers."""
@@ -163,10 +168,10 @@ class TensorParallelLayer(torch.nn.Module, ABC):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        """Save the stock weights under their stock names. Collective.
+        """Save weights under the names of the stock module. Collective.
 
-        They are whole, on the CPU, because they may exceed the memory of a GPU. While
-        ``saves_shards`` is set, they are distributed over the ranks instead.
+        Each weight is gathered and moved to the CPU, because the whole model may exceed a GPU's
+        memory. While ``saves_shards`` is set, weights are saved as ``DTensor`` instead.
         """
         phase = f"state_dict of {prefix}{type(self).__name__}, which all ranks must call"
         group_for(self.group).channel().first_all_gather(phase, None)
@@ -190,7 +195,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Copy this rank's shards of stock weights, whole or distributed as they are saved."""
+        """Copy this rank's shards of the weights that ``_save_to_state_dict`` saved."""
         known = {*self._modules}
         for name, parameter in self._own_tensors():
             filled = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
@@ -207,8 +212,8 @@ class TensorParallelLayer(torch.nn.Module, ABC):
                 error_msgs.append(str(error))
             if prefix + name in state_dict and name not in known:
                 error_msgs.append(
-                    f"{prefix + name} is the shard of a rank, expected the stock weights. Save "
-                    "model.state_dict(), which all ranks must call."
+                    f"{prefix + name} is the shard of one rank; expected the stock module's "
+                    "weights. Save model.state_dict(), which all ranks must call."
                 )
                 known.add(name)
         if strict:
@@ -220,7 +225,8 @@ class TensorParallelLayer(torch.nn.Module, ABC):
     def _init_ctx(self, max_M: int = 0, *unused: Any, M: int = 0, **also_unused: Any) -> None:
         """Create contexts for calls of up to ``max_M`` tokens over all ranks. Collective.
 
-        ``M`` is an alias of ``max_M``. Arguments of existing scripts for other kernels are ignored.
+        ``M`` is an alias of ``max_M``. All other arguments, which existing scripts pass, are
+        ignored.
 
         Raises:
             InvalidArgument, RankDisagreement, SymmetricMemoryFull: see the ops' contexts.
@@ -250,12 +256,13 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         ranks: Collectives,
         sequence_parallel: bool,
     ) -> torch.Tensor:
-        """Multiply rows by the transposes of ``first`` (column-sharded) and ``last`` (row-sharded).
+        """Return ``activation(x @ first.T) @ last.T``, summed over ranks.
 
         Args:
-            first, last: names of parameters.
-            activation: function applied to the first product; ``None``: silu(left half) *
-                right half, for fp8 weights.
+            first: name of a parameter [columns of this rank, hidden].
+            activation: function of the first product; ``None`` (fp8 weights only): silu(left half)
+                * right half.
+            last: name of a parameter [hidden, columns of this rank].
             sequence_parallel: use the sequence-parallel mode, else the all-reduce mode.
         """
         rows = x.reshape(-1, x.shape[-1])
@@ -278,9 +285,11 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         """Return x times parameter ``name``, by a function of ``functional`` or ``experts``.
 
         Args:
-            name: name of a parameter. Matrices are transposed; experts are not.
-            routing: for experts, ids, and weights of the choices if the function sums.
-            silu_mul: multiply silu(left half) * right half of x instead, for fp8 weights.
+            function: name of the function.
+            name: name of a parameter. Matrices are transposed; stacked experts are not.
+            routing: for ``experts``: expert ids [M, topk]; functions that sum over a token's
+                experts also take their weights [M, topk].
+            silu_mul: replace x by silu(left half of x) * right half of x. For fp8 weights only.
         """
         weight: torch.Tensor = getattr(self, name)
         weight = weight.T if weight.ndim == 2 else weight
@@ -306,10 +315,11 @@ class TensorParallelLayer(torch.nn.Module, ABC):
     def _collectives_for(
         self, rows: torch.Tensor, ranks: Collectives, sequence_parallel: bool
     ) -> Collectives:
-        """Return ``ranks``, or torch's collectives for a call without tokens.
+        """Return ``ranks``, or torch's collectives if ``rows`` is empty.
 
         Raises:
-            RankTimeout: another rank of a sequence-parallel layer has tokens.
+            RankTimeout: ``rows`` of a sequence-parallel layer is empty here but not on another
+                rank.
         """
         if rows.shape[0]:
             return ranks
@@ -321,7 +331,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         """With ``TRITON_DIST_DEBUG=agree``, compare the input of ``forward`` over ranks.
 
         Raises:
-            RankDisagreement: shapes differ, or values in the all-reduce mode.
+            RankDisagreement: shapes differ, or in the all-reduce mode, values differ.
         """
         if self._compares_inputs and not torch.compiler.is_compiling():
             own = x.new_empty(x.shape, device="meta") if self.sequence_parallel else x
@@ -337,7 +347,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
 
     def _check_members(self, name: str, module: torch.nn.Module, *members: str) -> None:
         if not all(hasattr(module, member) for member in members):
-            raise self._invalid(name, type(module), f"one with {', '.join(members)}")
+            raise self._invalid(name, type(module), f"a module with {', '.join(members)}")
 
     def _checked_weight(
         self,
@@ -349,9 +359,12 @@ class TensorParallelLayer(torch.nn.Module, ABC):
     ) -> torch.Tensor:
         """Return the weight of a linear layer after checks of its shape, dtype and device.
 
-        ``None`` in ``shape`` accepts any size. With ``allows_router``, accept a module that is not
-        a ``torch.nn.Linear`` but behaves like one, such as a router. ``like`` is the name and the
-        weight of a layer that must have the same dtype.
+        Args:
+            name: name of ``linear`` in errors.
+            shape: expected shape; ``None`` accepts any size of the dimension.
+            allows_router: accept any module with a ``weight``, such as a router, if it is not a
+                ``torch.nn.Linear``.
+            like: name and weight of another layer, whose dtype ``linear`` must have.
         """
         weight = getattr(linear, "weight", None)
         is_fp8 = WeightScales.of(linear) is not None
@@ -383,12 +396,12 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         """Set ``scales`` to the layout of all ``modules``."""
         layouts = {WeightScales.of(module) for module in modules}
         if len(layouts) > 1:
-            raise self._invalid("scales of weights", layouts, "scales of one name and shape")
+            raise self._invalid("scales of weights", layouts, "equal names and shapes of scales")
         (self.scales,) = layouts
 
     def _split_columns(self, name: str, columns: int) -> int:
-        """Return this rank's number of columns. Weights with block scales are padded with zeros so
-        that each rank has whole blocks."""
+        """Return this rank's number of the ``columns`` of a weight. Columns with block scales are
+        padded with zeros, so that each rank has whole blocks."""
         if self.scales is None or not self.scales.is_block:
             self._check_split(name, columns)
             return columns // self.world_size
@@ -397,7 +410,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         return own
 
     def _init_scales(self, module: torch.nn.Module, *names: str) -> None:
-        """Copy this rank's scales of the fp8 parameters ``names``, and of their inputs."""
+        """Copy this rank's scales of fp8 parameters, and the static input scales if present."""
         if self.scales is None:
             return
         for name in names:
@@ -411,7 +424,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
                 columns = 1
             scales = self._parameter(name + SCALES, module, *num_experts, rows, columns)
             setattr(self, name + SCALES, scales)
-            if self.scales.input is not None:
+            if self.scales.input_shape is not None:
                 number = len(self._weights_of(name, parameter))
                 input_scales = self._parameter(name + INPUT_SCALES, module, number)
                 setattr(self, name + INPUT_SCALES, input_scales)
@@ -420,14 +433,15 @@ class TensorParallelLayer(torch.nn.Module, ABC):
     def _parameter(self, name: str, module: torch.nn.Module, *shape: int) -> torch.nn.Parameter:
         """Return parameter ``name`` with this rank's shards of the weights of ``module``.
 
-        It has the dtype of the first weight and is trained if the first weight is trained.
+        Scales are fp32; other parameters have the dtype of their first stock weight. The parameter
+        requires a gradient if this stock weight does, unless it is fp8 or holds scales.
         """
         weights = self._stock_weights(name, torch.empty(shape, device="meta"))
         stock = [attrgetter(each.name)(module) for each in weights]
         is_scale = name.endswith(SCALES)
         dtype = torch.float32 if is_scale else stock[0].dtype
         filled = torch.empty(shape, dtype=dtype, device=self.torch_ranks.device)
-        if len(shape) == 3 and (is_scale or dtype is E4M3):  # of experts, which must be K-major
+        if len(shape) == 3 and (is_scale or dtype is E4M3):  # K-major, as fp8 grouped GEMMs require
             filled = filled.mT.contiguous().mT
         for weight, whole in zip(self._stock_weights(name, filled), stock, strict=True):
             weight.fill(whole, self.torch_ranks, weight.name)
@@ -455,7 +469,8 @@ class TokenLayer(TensorParallelLayer):
         Raises:
             InvalidArgument: x has a wrong shape, dtype or device.
             ContextFinalized: the contexts were finalized.
-            RankDisagreement: ranks chose different experts at the first call of a shape.
+            RankDisagreement: ranks of an MoE layer chose different experts at the first call of a
+                shape.
         """
         self._compare_input(x)
         return self._run(x, self._required_ranks(), self.sequence_parallel)

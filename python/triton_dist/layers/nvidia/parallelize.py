@@ -1,4 +1,4 @@
-"""Replace the layers of a stock model by tensor-parallel layers."""
+"""Replace the layers of an existing model by tensor-parallel layers."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from triton_dist.layers.nvidia.tp_moe import TP_MoE
 from triton_dist.layers.nvidia.training import redirect_torch_clipping
 from triton_dist.runtime.ranks import Group
 
-_KINDS: tuple[tuple[type[TensorParallelLayer], tuple[str, ...]], ...] = (
+_LAYER_CLASSES: tuple[tuple[type[TensorParallelLayer], tuple[str, ...]], ...] = (
     (TP_Attn, ("q_proj", "k_proj", "v_proj", "o_proj")),
     (TP_MoE, ("gate", "experts")),
     (TP_MLP, ("gate_proj", "up_proj", "down_proj")),
 )
-"""Layers, and the members that identify the modules they replace."""
+"""Layer classes, and the members by which a module that they replace is recognised."""
 _FAMILIES = (
     "deepseek_v3", "gemma", "granite", "llama", "minimax", "mistral", "mixtral", "olmo", "qwen2",
     "qwen3", "qwen3_moe", "seed_oss",
 )  # fmt: skip
-"""Families of transformers whose logits were compared with the stock model."""
+"""Model families of transformers that were tested: parallelized and original logits are equal."""
 _UNSUPPORTED_OUTPUTS = ("output_router_logits", "output_attentions")
-"""Settings of transformers' models that request more outputs of a layer than its result."""
+"""Settings of transformers' models that request outputs which the layers do not return."""
 
 
 def parallelize(
@@ -48,52 +48,54 @@ def parallelize(
     """Replace attention, feed-forward and expert layers of a Llama-like model in place.
 
     ``TP_Attn``, ``TP_MLP``, and ``TP_MoE`` or ``EP_MoE`` replace the layers wherever they are in
-    ``module``. The other submodules are kept whole on each rank. Everything moves to this rank's
-    device.
+    ``module``. Each rank keeps the other submodules whole. The model moves to this rank's device.
 
     Args:
         module: model with equal weights on all ranks, on any device.
-        group: process group or 1-D mesh; ``None``: the world, or this process alone.
+        group: process group or 1-D mesh; ``None``: the world, or this process alone without
+            ``torch.distributed``.
         max_M: largest number of tokens of a call, over all ranks.
-        sequence_parallel: each layer takes this rank's rows of the tokens. The model itself must
-            distribute the tokens.
-        keep_gathered: keep gathered tokens for the backward instead of gathering them again.
+        sequence_parallel: each layer takes only this rank's rows of the tokens. The calling model
+            must distribute the tokens.
+        keep_gathered: keep the tokens that the forward pass gathers. Otherwise the backward pass
+            gathers them again.
         expert_parallel: distribute the experts over the ranks (``EP_MoE``), instead of sharding
             each expert (``TP_MoE``).
         ranks: ``TensorParallel`` or ``Collectives`` of this group to use instead of a new
             ``TensorParallel``.
 
     Returns:
-        ``ranks``, or a new ``TensorParallel``, which is a context manager. The layers share it.
-        Call ``finalize`` after the last call.
+        ``ranks``, or a new ``TensorParallel``. The layers share this object. Call its ``finalize``
+        after the last call of the model, or use it as a context manager.
 
     Raises:
-        InvalidArgument: ``module`` contains no supported layer or is one itself, or a layer cannot
-            be sharded, or its ``config`` requests outputs that the layers do not return. ``module``
-            is then unchanged. A later call of the module that requests these outputs raises too.
+        InvalidArgument: ``module`` contains no supported layer, is itself a supported layer, or has
+            a layer that cannot be sharded; or its ``config`` requests outputs that the layers do
+            not return. ``module`` is then unchanged. A later call of ``module`` that requests such
+            outputs raises too.
     """
-    if kind := _kind_of(module):
+    if layer_class := _layer_class_of(module):
         expected = "a module that contains this layer, which is replaced in its parent. For the "
-        expected += f"layer alone, call _init_parameters(module) of a new {kind.__name__}"
+        expected += f"layer alone, call _init_parameters(module) of a new {layer_class.__name__}"
         raise InvalidArgument("parallelize", "module", type(module), expected)
     _check_outputs(module)
-    of_experts = EP_MoE if expert_parallel else TP_MoE
+    moe_class = EP_MoE if expert_parallel else TP_MoE
     ranks = TensorParallel(max_M, group) if ranks is None else ranks
     replacements: list[tuple[torch.nn.Module, str, TensorParallelLayer]] = []
-    layers: dict[torch.nn.Module, TensorParallelLayer] = {}  # a module may be in several places
+    layers: dict[torch.nn.Module, TensorParallelLayer] = {}  # several parents may share a module
     modules_to_search, seen = [module], {module}
     while modules_to_search:
         parent = modules_to_search.pop(0)
         for name, child in parent._modules.items():
-            kind = None if child is None else _kind_of(child)
-            if child is None or kind is None:
+            layer_class = None if child is None else _layer_class_of(child)
+            if child is None or layer_class is None:
                 if child is not None and child not in seen:
                     seen.add(child)
                     modules_to_search.append(child)
                 continue  # do not search inside a replaced layer, for example its experts
             if child not in layers:
-                kind = of_experts if kind is TP_MoE else kind
-                layer = layers[child] = kind(
+                layer_class = moe_class if layer_class is TP_MoE else layer_class
+                layer = layers[child] = layer_class(
                     ranks=ranks, sequence_parallel=sequence_parallel, keep_gathered=keep_gathered
                 )
                 layer._init_parameters(child)
@@ -103,7 +105,7 @@ def parallelize(
         warn(
             f"parallelize: transformers' {family} was not tested. Layers are recognised by their "
             "member names, and a layer that computes more than the replacement would give wrong "
-            "results. Compare the results with the stock model.",
+            "results. Compare the results with the original model.",
             TritonDistWarning,
         )
     if not replacements:
@@ -122,11 +124,10 @@ def parallelize(
 
 
 class _ShardsToIgnore(list[str]):
-    """Names of shards, for ``DistributedDataParallel``.
+    """Names of sharded parameters that ``DistributedDataParallel`` (DDP) must not synchronise.
 
-    If its process group contains several tensor-parallel ranks of the model, it would replace their
-    shards by the shards of one rank. Iteration yields the names only in this case, and DDP then
-    ignores the shards.
+    If DDP's process group contains several tensor-parallel ranks of the model, DDP would replace
+    their shards by the shards of one rank. Iteration yields the names only in this case.
     """
 
     def __init__(self, module: torch.nn.Module, ranks: Collectives) -> None:
@@ -139,21 +140,21 @@ class _ShardsToIgnore(list[str]):
         group = getattr(sys._getframe(1).f_locals.get("self"), "process_group", None)
         if group is None or self._ranks.group is None:
             return iter(())
-        common = set(dist.get_process_group_ranks(group))
-        common &= set(dist.get_process_group_ranks(self._ranks.group))
-        if len(common) < 2:
+        shared_ranks = set(dist.get_process_group_ranks(group))
+        shared_ranks &= set(dist.get_process_group_ranks(self._ranks.group))
+        if len(shared_ranks) < 2:
             return iter(())
         warn(
             f"DistributedDataParallel: its process group has the tensor-parallel ranks "
-            f"{sorted(common)}. It ignores their {len(self)} shards. Pass the process group of the "
-            "data-parallel dimension.",
+            f"{sorted(shared_ranks)}. It ignores their {len(self)} shards. Pass the process group "
+            "of the data-parallel dimension.",
             TritonDistWarning,
         )
         return super().__iter__()
 
 
 def _check_outputs(module: torch.nn.Module) -> None:
-    """Raise if the model requests outputs that would silently be missing, such as a router loss."""
+    """Raise if a config in the model requests outputs that the layers do not return."""
     for each in module.modules():
         for name in _UNSUPPORTED_OUTPUTS:
             if getattr(vars(each).get("config"), name, False):
@@ -165,7 +166,7 @@ def _check_hooks(name: str, module: torch.nn.Module) -> None:
     for within, each in module.named_modules(prefix=name):
         if each._forward_hooks or each._forward_pre_hooks:
             expected = "no hooks: the replacement layer would not call them"
-            raise InvalidArgument("parallelize", f"forward hooks of {within}", "there", expected)
+            raise InvalidArgument("parallelize", f"forward hooks of {within}", "present", expected)
 
 
 def _check_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -180,13 +181,13 @@ def _unsupported_output(function: str, argument: str) -> InvalidArgument:
 
 
 def _family_of(module: torch.nn.Module) -> str:
-    """Return the transformers model family of a module; empty for other modules."""
+    """Return the model family of a module of transformers; an empty string for other modules."""
     _, found, rest = type(module).__module__.partition("transformers.models.")
     return rest.partition(".")[0] if found else ""
 
 
-def _kind_of(module: torch.nn.Module) -> type[TensorParallelLayer] | None:
-    for kind, members in _KINDS:
+def _layer_class_of(module: torch.nn.Module) -> type[TensorParallelLayer] | None:
+    for layer_class, members in _LAYER_CLASSES:
         if all(hasattr(module, member) for member in members):
-            return kind
+            return layer_class
     return None

@@ -1,4 +1,4 @@
-"""Differentiable ops of sequence parallelism, for attention over a sequence that ranks share."""
+"""Differentiable ops for attention over a sequence whose tokens are distributed over ranks."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def pre_attn(
 ) -> tuple[torch.Tensor, ...]:
     """Return q, k and v of the whole sequence for this rank's heads. Differentiable.
 
-    The backward pass adds the gradients of a KV head that several ranks use. For arguments and
-    errors see ``ulysses_pre_attn``.
+    The backward pass sums the gradients of a KV head over the ranks that use this head. For
+    arguments and errors see ``ulysses_pre_attn``.
     """
     result: tuple[torch.Tensor, ...] = _PreAttn.apply(q, k, v, ctx, seq_lens)  # type: ignore[no-untyped-call]
     return result
@@ -37,9 +37,9 @@ def pre_attn(
 def post_attn(
     o: torch.Tensor, ctx: UlyssesContext, seq_lens: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """Return this rank's part of the sequence with all heads. Differentiable.
+    """Return the attention output o of this rank's tokens for all heads. Differentiable.
 
-    See ``ulysses_post_attn`` for arguments and errors.
+    For arguments and errors see ``ulysses_post_attn``.
     """
     result: torch.Tensor = _PostAttn.apply(o, ctx, seq_lens)  # type: ignore[no-untyped-call]
     return result
@@ -47,36 +47,37 @@ def post_attn(
 
 class _PreAttn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, memory: Any, seq_lens: Any) -> Any:
-        ctx.memory, ctx.seq_lens = memory, seq_lens
-        return ulysses_pre_attn(q, k, v, memory, seq_lens)
+    def forward(ctx: Any, q: Any, k: Any, v: Any, context: Any, seq_lens: Any) -> Any:
+        ctx.context, ctx.seq_lens = context, seq_lens
+        return ulysses_pre_attn(q, k, v, context, seq_lens)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Any:
         dq, dk, dv = (each.contiguous() for each in (dq, dk, dv))
-        return *ulysses_post_attn(dq, ctx.memory, dk, dv, ctx.seq_lens), None, None
+        return *ulysses_post_attn(dq, ctx.context, dk, dv, ctx.seq_lens), None, None
 
 
 class _PostAttn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, o: Any, memory: Any, seq_lens: Any) -> Any:
-        ctx.memory, ctx.seq_lens = memory, seq_lens
-        return ulysses_post_attn(o.contiguous(), memory, seq_lens=seq_lens)[0]
+    def forward(ctx: Any, o: Any, context: Any, seq_lens: Any) -> Any:
+        ctx.context, ctx.seq_lens = context, seq_lens
+        return ulysses_post_attn(o.contiguous(), context, seq_lens=seq_lens)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: torch.Tensor) -> Any:
         rows = do.contiguous()
-        return ulysses_pre_attn(rows, None, None, ctx.memory, ctx.seq_lens)[0], None, None
+        return ulysses_pre_attn(rows, None, None, ctx.context, ctx.seq_lens)[0], None, None
 
 
 def ag_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: SPAttentionContext, **options: Any
 ) -> torch.Tensor:
-    """Return attention of q over k and v of all ranks. Differentiable.
+    """Return attention of this rank's q over the k and v of all ranks. Differentiable.
 
-    ``options`` are arguments of ``sp_ag_attention``, which documents arguments and errors.
+    ``options`` are keyword arguments of ``sp_ag_attention``, which documents all arguments and
+    errors.
     """
     result: torch.Tensor = _AGAttention.apply(q, k, v, ctx, options)  # type: ignore[no-untyped-call]
     return result
@@ -84,9 +85,9 @@ def ag_attention(
 
 class _AGAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, memory: Any, options: Any) -> Any:
-        ctx.memory, ctx.options = memory, options
-        out, lse = sp_ag_attention(q, k, v, memory, **options)
+    def forward(ctx: Any, q: Any, k: Any, v: Any, context: Any, options: Any) -> Any:
+        ctx.context, ctx.options = context, options
+        out, lse = sp_ag_attention(q, k, v, context, **options)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -95,5 +96,5 @@ class _AGAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         options = {name: value for name, value in ctx.options.items() if name != "autotune"}
         q, k, v, out, lse = ctx.saved_tensors
-        found = sp_ag_attention_backward(grad, q, k, v, out, lse, ctx.memory, **options)
-        return *found, None, None
+        gradients = sp_ag_attention_backward(grad, q, k, v, out, lse, ctx.context, **options)
+        return *gradients, None, None

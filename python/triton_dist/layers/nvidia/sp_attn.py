@@ -1,4 +1,8 @@
-"""Attention over a sequence that ranks share: Ulysses within groups, all-gather between them."""
+"""Attention over a sequence whose tokens are distributed over a 2-D mesh of ranks.
+
+Ranks of one mesh dimension exchange tokens for heads (Ulysses). Ranks of the other dimension gather
+k and v.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +16,16 @@ from triton_dist.runtime.ranks import group_for
 
 
 class SP_Attn(torch.nn.Module):
-    """Attention of q, k and v whose tokens are spread over ranks. Differentiable; collective.
+    """Attention of q, k and v whose tokens are distributed over ranks. Differentiable; collective.
 
-    Ulysses requires a head for each rank of its group; ``sp_ag_attention`` moves k and v but works
-    with any number of heads. A mesh combines both.
+    The Ulysses exchange needs at least one head of q per rank of its group. Gathering k and v
+    (``sp_ag_attention``) works with any number of heads but transfers more data.
 
     Args:
-        mesh: 2-D mesh of G x U ranks: groups of G ranks gather k and v, groups of U ranks exchange
-            heads. G = 1 omits the gather, U = 1 the exchange.
-        max_tokens: largest batch size times tokens per rank in any call.
+        mesh: 2-D mesh of G x U ranks. Groups of G ranks (first dimension) gather k and v; groups of
+            U ranks (second dimension) exchange tokens for heads. G = 1 omits the gather, U = 1 the
+            exchange.
+        max_tokens: largest number of tokens per rank in any call, counted over the whole batch.
         q_heads: heads of q, a multiple of U and of ``kv_heads``.
         kv_heads: heads of k and v, a multiple or a divisor of U.
         head_dim: elements of a head, a multiple of 8.
@@ -44,12 +49,12 @@ class SP_Attn(torch.nn.Module):
         self.gather_rank, self.gather_size = outer.rank, outer.size
         self.exchange_rank, self.exchange_size = inner.rank, inner.size
         size = inner.size
-        self.exchange = create_ulysses_context(
+        self.exchange_ctx = create_ulysses_context(
             inner.rank, size, size, size * max_tokens, q_heads, kv_heads, head_dim, dtype,
             group=exchange,
         )  # fmt: skip
         local_kv_heads = max(1, kv_heads // size)
-        self.gather = create_sp_ag_attention_context(
+        self.gather_ctx = create_sp_ag_attention_context(
             outer.rank, outer.size, outer.size, size * max_tokens, local_kv_heads, head_dim, dtype,
             group=gather,
         )  # fmt: skip
@@ -60,18 +65,20 @@ class SP_Attn(torch.nn.Module):
         """Return attention [batch, tokens of this rank, q_heads, head_dim].
 
         Args:
-            q, k, v: [batch, tokens of this rank, heads, head_dim]. The method ``tokens`` returns
-                the position of each token. All ranks have the same number of tokens.
-            is_causal: a token attends to itself and earlier tokens.
+            q, k, v: [batch, tokens of this rank, heads, head_dim], equal shapes on all ranks. The
+                tokens must be at the sequence positions that ``tokens`` returns.
+            is_causal: a token attends only to itself and earlier tokens.
         """
-        q, k, v = pre_attn(q, k, v, self.exchange)
-        return post_attn(ag_attention(q, k, v, self.gather, is_causal=is_causal), self.exchange)
+        q, k, v = pre_attn(q, k, v, self.exchange_ctx)
+        return post_attn(
+            ag_attention(q, k, v, self.gather_ctx, is_causal=is_causal), self.exchange_ctx
+        )
 
     def tokens(self, length: int) -> torch.Tensor:
         """Return the positions of this rank's tokens in a sequence of ``length`` tokens.
 
-        The sequence is cut into 2 G chunks. The g-th of G ranks has chunks g and 2 G - 1 - g, which
-        balances causal attention. The U ranks of an exchange group divide these tokens equally.
+        The sequence is cut into 2 G chunks. The U ranks with coordinate g in the first mesh
+        dimension share chunks g and 2 G - 1 - g equally. This balances causal attention.
 
         Raises:
             InvalidArgument: ``length`` is not a multiple of 2 G and of G U.
@@ -80,7 +87,7 @@ class SP_Attn(torch.nn.Module):
         if length % (2 * size) or length % (size * self.exchange_size):
             expected = f"a multiple of {2 * size} and of {size * self.exchange_size}"
             raise InvalidArgument("SP_Attn.tokens", "length", length, expected)
-        chunks = torch.arange(length, device=self.gather.device.torch_device).chunk(2 * size)
+        chunks = torch.arange(length, device=self.gather_ctx.device.torch_device).chunk(2 * size)
         if size == 1:
             own = torch.cat(chunks)
         else:
@@ -89,5 +96,5 @@ class SP_Attn(torch.nn.Module):
 
     def finalize(self) -> None:
         """Free the contexts; idempotent. Collective."""
-        self.exchange.finalize()
-        self.gather.finalize()
+        self.exchange_ctx.finalize()
+        self.gather_ctx.finalize()

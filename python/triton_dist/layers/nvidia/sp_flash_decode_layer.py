@@ -9,18 +9,20 @@ from triton_dist.kernels.nvidia import SpDecodeContext, create_sp_decode_context
 
 
 class SpGQAFlashDecodeAttention(torch.nn.Module):
-    """Attention of one new token per sequence over the paged caches of all ranks. Tuned.
+    """Attention of one new token per sequence over the paged KV caches of all ranks. Tuned.
 
-    The first call, and a call with more sequences than all calls before, are collective and
-    allocate memory. New programs call ``sp_decode_attn``.
+    The first call allocates memory. So does a call with another dtype, or with more sequences than
+    the memory allows. New programs call ``sp_decode_attn``.
 
     Args:
-        rank, num_ranks: this rank, and the number of ranks: all ranks of the world.
-        node, num_nodes: the host, and the number of hosts, which must be 1.
+        rank, num_ranks: this rank in the world, and the number of ranks.
+        node: ignored.
+        num_nodes: number of hosts, which must be 1.
         num_q_heads, num_kv_heads: query heads and KV heads.
         q_head_dim, v_head_dim: elements of a query and of a value.
-        page_size: tokens of a page.
-        scale, soft_cap: see ``sp_decode_attn``.
+        page_size: number of tokens in a page of the caches.
+        scale: factor of the scores.
+        soft_cap: bound the scores by ``soft_cap * tanh(scores / soft_cap)``; 0: no bound.
         max_allowed_batch: number of sequences for which the first call allocates memory.
         thrink_buffer_threshold, stages: ignored.
     """
@@ -45,13 +47,14 @@ class SpGQAFlashDecodeAttention(torch.nn.Module):
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
         global_kv_lens: torch.Tensor, block_table: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """Return the output, [batch, query heads, v_head_dim], on all ranks.
+        """Return the attention output, [batch, query heads, v_head_dim], on all ranks. Collective.
 
         Args:
             q: [batch, query heads, q_head_dim], equal on all ranks.
-            k_cache, v_cache: this rank's pages, [pages, page_size, KV heads, dimension].
-            global_kv_lens: int32 [ranks, batch], numbers of keys on each rank.
-            block_table: int32 [batch, pages], this rank's pages.
+            k_cache, v_cache: this rank's pages, [pages, page_size, KV heads, head dimension].
+            global_kv_lens: int32 [ranks, batch], number of keys of each sequence on each rank.
+            block_table: int32 [batch, pages], indices of the pages of each sequence in this rank's
+                caches.
         """
         for cache, name in ((k_cache, "k_cache"), (v_cache, "v_cache")):
             found, expected = tuple(cache.shape[1:3]), (self.page_size, self.num_kv_heads)

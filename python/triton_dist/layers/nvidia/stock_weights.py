@@ -1,7 +1,7 @@
-"""Map the parameters of a tensor-parallel layer to the weights of the stock module.
+"""Map the parameters of a tensor-parallel layer to the weights of the module that it replaced.
 
-A parameter of a layer holds this rank's shards of one or more stock weights: ``wqkv`` holds shards
-of ``q_proj.weight``, ``k_proj.weight`` and ``v_proj.weight``.
+The replaced module is the stock module. A parameter of a layer holds this rank's shards of one or
+more stock weights: ``wqkv`` holds shards of the weights of ``q_proj``, ``k_proj`` and ``v_proj``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton_dist.layers.nvidia.tensor_parallel import Collectives
 E4M3 = torch.float8_e4m3fn
 
 saves_shards: ContextVar[bool] = ContextVar("saves_shards", default=False)
-"""Whether ``state_dict`` of a layer returns distributed stock weights instead of whole ones."""
+"""Whether ``state_dict`` of a layer returns weights as ``DTensor`` instead of gathered tensors."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,15 @@ class StockWeight:
     Attributes:
         name: name in the stock module, such as ``q_proj.weight``.
         shard: view of the parameter, or of a tensor with its shape.
-        dim: sharded dimension of ``shard``; ``None``: the weight is equal on all ranks.
+        dim: dimension in which the weight is sharded; ``None``: the weight is equal on all ranks.
         replicas: number of consecutive ranks that have the same shard.
-        is_pair: ``shard`` has dimensions [..., 2, n] at ``dim - 1`` and ``dim``, which the stock
-            weight flattens into one. Gate and up of stacked experts are a pair.
+        is_pair: dimension ``dim - 1`` of ``shard`` has length 2. The stock weight has one dimension
+            for ``dim - 1`` and ``dim``: gate, then up of stacked experts.
         size: length of ``dim`` in the stock weight if zeros pad the last shards, else ``None``.
-        single: shape of a stock weight with one element, which all elements of ``shard`` repeat.
-        owner: the only rank that has the weight; ``shard`` is on the meta device elsewhere.
+        scalar_shape: shape of a stock weight with one element, else ``None``. All elements of
+            ``shard`` are equal to this element.
+        owner: the only rank that has the weight, which is not sharded; else ``None``. On other
+            ranks, ``shard`` is on the meta device.
     """
 
     name: str
@@ -44,7 +46,7 @@ class StockWeight:
     replicas: int = 1
     is_pair: bool = False
     size: int | None = None
-    single: torch.Size | None = None
+    scalar_shape: torch.Size | None = None
     owner: int | None = None
 
     def gathered(self, ranks: Collectives) -> torch.Tensor:
@@ -53,9 +55,10 @@ class StockWeight:
         return whole.flatten(self.dim - 1, self.dim) if self.is_pair and self.dim else whole
 
     def distributed(self, ranks: Collectives, mesh: DeviceMesh | None) -> torch.Tensor:
-        """Return the weight as a ``DTensor`` over ``mesh``, or as a tensor if no mesh can shard it.
+        """Return the weight as a ``DTensor`` over ``mesh``. Collective.
 
-        A pair keeps its two dimensions. Replicated and padded shards are gathered. Collective.
+        A pair keeps its two dimensions. Without a mesh, and for replicated, padded or unsharded
+        weights, return the gathered tensor.
         """
         if mesh is None or self.dim is None or self.replicas > 1 or self.size is not None:
             return self._gathered_shards(ranks)
@@ -64,13 +67,13 @@ class StockWeight:
     def fill(self, weight: torch.Tensor, ranks: Collectives, where: str) -> None:
         """Copy this rank's shard of ``weight`` to ``shard``.
 
-        ``weight`` has the form that ``gathered`` or ``distributed`` returns.
+        ``weight`` is a result of ``gathered`` or ``distributed``; ``where`` is its name in errors.
 
         Raises:
             InvalidArgument: ``weight`` has a wrong shape, or is the shard of another rank.
         """
         shards = ranks.num_ranks // self.replicas
-        shape = list(self.shard.shape if self.single is None else self.single)
+        shape = list(self.shard.shape if self.scalar_shape is None else self.scalar_shape)
         if self.dim is not None:
             shape[self.dim] = self.size or shape[self.dim] * shards
         whole = torch.empty(shape, device="meta")
@@ -85,7 +88,7 @@ class StockWeight:
             expected = f"{self.shard.dtype}: fp8 weights are not converted"
             raise InvalidArgument("load_state_dict", f"{where}.dtype", weight.dtype, expected)
         if isinstance(weight, DTensor):
-            # A DTensor that torch.load returns has the coordinate of the rank that saved it.
+            # After torch.load, a DTensor's mesh coordinate is the coordinate of the saving rank.
             mesh = weight.device_mesh
             dims = [getattr(each, "dim", None) for each in weight.placements]
             found = [*(mesh.get_coordinate() or ()), mesh.size(), *dims]
@@ -108,13 +111,13 @@ class StockWeight:
 
     def _gathered_shards(self, ranks: Collectives) -> torch.Tensor:
         shard = self.shard.detach()
-        if self.single is not None:
-            shard = shard.flatten()[:1].view(self.single)
+        if self.scalar_shape is not None:
+            shard = shard.flatten()[:1].view(self.scalar_shape)
         elif self.owner is not None and self.dim is not None:
             shard = shard.narrow(self.dim, 0, self.size or shard.shape[self.dim])
         if self.owner is not None:
             return ranks.broadcast(shard, self.owner)
-        if self.dim is None or self.single is not None:
+        if self.dim is None or self.scalar_shape is not None:
             return shard
         if ranks.num_ranks == 1:
             return shard.narrow(self.dim, 0, self.size or shard.shape[self.dim])
@@ -126,13 +129,16 @@ class StockWeight:
 
 
 def undistributed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a ``DTensor``, such as a parameter that FSDP2 shards; else ``tensor``."""
+    """Gather a ``DTensor``, such as a parameter that FSDP2 shards; return other tensors."""
     whole: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole
 
 
 def distributed_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return ``whole``, equal on all ranks of the mesh of ``like``, distributed like ``like``."""
+    """Return ``whole`` with the mesh and placements of ``like``, if ``like`` is a ``DTensor``.
+
+    ``whole`` must be equal on all ranks of the mesh.
+    """
     if not isinstance(like, DTensor):
         return whole
     # src_data_rank=None: each rank takes its shard of its own copy, without communication.
@@ -140,5 +146,5 @@ def distributed_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a ``DTensor``, which shares its memory; else ``tensor``."""
+    """Return a view of this rank's part of a ``DTensor``; return other tensors unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

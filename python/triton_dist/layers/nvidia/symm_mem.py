@@ -1,11 +1,11 @@
 """The fused fp8 operators of ``torch.ops.symm_mem``, computed by ``ag_gemm`` and ``gemm_rs``.
 
-The functions have the arguments of torch's operators, and their results differ only by rounding.
-torch's operators call ``_scaled_mm`` once per shard. The functions also run on CPU ranks.
+The functions take the arguments of torch's operators. Their results differ from torch's only by
+rounding. The functions also run on CPU ranks.
 
-The number of rows is rounded up to a power of two. The first call with a new rounded number creates
-a context, collectively; the context lives as long as the process. The first call of a shape also
-tunes the op.
+Contexts (symmetric memory of an op) are created for M rounded up to a power of two. The first call
+with a new rounded M is collective and creates a context, which lives as long as the process. The
+first call with a new shape tunes the op.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ def fused_all_gather_scaled_matmul(
     out_dtypes: Sequence[torch.dtype | None],
     use_fast_accum: Sequence[bool],
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return ``all_gather(A)`` along ``gather_dim``, and its product with each B.
+    """Return ``all_gather(A)`` along ``gather_dim``, and its product with each matrix of ``Bs``.
 
     Args:
         A: fp8 [..., K], the shard of this rank.
-        Bs: e4m3 [K, N] each, K-major.
-        A_scale: one element, equal on all ranks; or the scales of the rows, [..., 1], of this
-            rank's shard or of the gathered A.
+        Bs: e4m3 matrices [K, N], K-major.
+        A_scale: one element, equal on all ranks; or one scale per row, [..., 1], for this rank's
+            shard or for the gathered A.
         B_scales: one element or [1, N] for each B.
         gather_dim: dimension of A, not the last one.
         group_name: name of the process group.
         biases: [N] or ``None`` for each B.
-        result_scales: must be ``None`` for an fp8 result; otherwise ignored.
-        out_dtypes: dtype of each product; ``None`` is the dtype of B.
+        result_scales: must be ``None`` for each fp8 product; ignored for other products.
+        out_dtypes: dtype of each product; ``None``: dtype of its B.
         use_fast_accum: see ``matmul``, for each B.
 
     Raises:
@@ -126,11 +126,11 @@ def fused_scaled_matmul_reduce_scatter(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """Return this rank's part of the sum of ``A @ B`` over ranks, scattered along a dimension.
+    """Return this rank's part of the sum over ranks of ``A @ B``, scattered along a dimension.
 
     Args:
-        A: fp8 [..., K], the part of this rank.
-        B: e4m3 [K, N], K-major.
+        A: fp8 [..., K], this rank's columns.
+        B: e4m3 [K, N], this rank's rows, K-major.
         A_scale: one element, or [..., 1].
         B_scale: one element, or [1, N].
         reduce_op: ``"sum"`` or ``"avg"``.
@@ -140,7 +140,7 @@ def fused_scaled_matmul_reduce_scatter(
         group_name: name of the process group.
         output_shape: shape of the sum before the scatter, [..., N]; ``None``: the shape of A with N
             in place of K.
-        bias: [N]; each rank's bias is added to the sum, as in torch.
+        bias: [N]; the sum of all ranks' biases is added, as in torch.
         result_scale: ignored.
         out_dtype: bf16, fp16 or fp32.
         use_fast_accum: see ``matmul``.
@@ -188,7 +188,7 @@ def fused_scaled_matmul_reduce_scatter(
 
 @functools.cache
 def _contexts_of(group: dist.ProcessGroup, max_M: int) -> TensorParallel:
-    """Return the contexts of a group; they are never freed, because CUDA graphs may use them."""
+    """Return the contexts of a group. They are never freed, because CUDA graphs may use them."""
     return TensorParallel(max_M, group)
 
 

@@ -1,8 +1,11 @@
-"""Groups of ranks, with the products across ranks that layers use.
+"""The GEMMs and collectives across ranks that layers call.
 
-``Collectives`` computes them with torch's libraries, for any dtype. ``TensorParallel`` computes
-them with the ops of this package. Both have a name, by which a custom op finds them: a graph of
-``torch.compile`` contains only tensors and plain values.
+``Collectives`` computes them with torch's libraries. ``TensorParallel`` has the same methods and
+computes them with the ops of this package. Each object has a name, by which a custom op finds it,
+because a graph of ``torch.compile`` contains only tensors and plain values.
+
+Shapes: M, N and K are whole sizes; m = M / ranks, n = N / ranks and k = K / ranks are the sizes of
+this rank's shard.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ _by_name: weakref.WeakValueDictionary[str, Collectives] = weakref.WeakValueDicti
 
 
 def ranks_by_name(name: str) -> Collectives:
-    """Return the ``Collectives`` with this name.
+    """Return the ``Collectives`` or ``TensorParallel`` with this name.
 
     Raises:
         ContextFinalized: the object no longer exists.
@@ -68,7 +71,7 @@ def ranks_by_name(name: str) -> Collectives:
 
 
 class Collectives:
-    """Products across the ranks of ``group``: ``torch.matmul`` and the group's collectives.
+    """GEMMs across the ranks of ``group`` by ``torch.matmul`` and the group's collectives.
 
     A and B are matrices of one dtype with any strides. All ranks must make the same calls.
 
@@ -90,13 +93,13 @@ class Collectives:
         _by_name[self.name] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Collectives:
-        """Return ``self``: copies of a layer share the collective state."""
+        """Return ``self``: copies of a layer share process group and contexts."""
         return self
 
     def __reduce__(self) -> Any:
         raise TypeError(
             f"{type(self).__name__} cannot be pickled: it has a process group and contexts. Save "
-            "the state_dict of a model instead of the model."
+            "the model's state_dict() instead of the model."
         )
 
     @cached_property
@@ -117,13 +120,13 @@ class Collectives:
             raise InvalidArgument(function, argument, dtype, f"{', '.join(most)} or {last}")
 
     def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
-        """Gather [m, …] of each rank to [M, …], in rank order."""
+        """Concatenate the ranks' shards [m, …] to [M, …], in rank order."""
         if self.num_ranks == 1:
             return shard
         return libraries.all_gather_rows(shard.contiguous(), self.group)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """Return the tensor of rank ``source``; ``tensor`` of other ranks has only its shape."""
+        """Return ``tensor`` of rank ``source``. Elsewhere, only its shape and dtype are used."""
         if self.num_ranks == 1:
             return tensor
         whole = tensor.contiguous()
@@ -146,9 +149,12 @@ class Collectives:
     def scaled(
         self, function: str, operands: list[torch.Tensor], scaling: dict[str, Any]
     ) -> torch.Tensor:
-        """Return the product of fp8 operands by one of the following methods, in fp32.
+        """Return the result of method ``function`` for fp8 operands with scales.
 
-        ``scaling``: ``A_scale``, ``B_scale`` and ``out_dtype``.
+        Args:
+            function: name of a method, ``"gemm"`` to ``"moe_reduce_ar"``.
+            operands: A, B and further positional arguments of the method.
+            scaling: ``A_scale``, ``B_scale`` and ``out_dtype``.
         """
         A, B, *routing = operands
         A, B = Scaling(**scaling).dequantised(A, B)
@@ -180,10 +186,10 @@ class Collectives:
         return self.all_reduce(A @ B)
 
     def group_gemm(self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return each row times the weights of its route's expert, on this rank.
+        """Return each token times the weights of each of its topk experts.
 
-        [M, K] or [M * topk, K], [E, K, n] and ids [M, topk] to [M * topk, n]. Dropped tokens give
-        rows of zeros.
+        A is [M, K], or [M * topk, K] with a row per token and expert; B is [E, K, n]; ids are
+        [M, topk]. The result is [M * topk, n]. An id outside 0 to E - 1 gives a row of zeros.
         """
         flat, choices_per_row = ids.flatten(), ids.shape[1] if len(A) == len(ids) else 1
         C = A.new_zeros(flat.numel(), B.shape[2])
@@ -193,7 +199,7 @@ class Collectives:
         return C
 
     def ag_group_gemm(self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return ``group_gemm`` of all tokens: [m, K], [E, K, n], [M, topk] to [M * topk, n]."""
+        """Return ``group_gemm`` of all ranks' tokens: A is [m, K], B, ids and result as there."""
         return self.group_gemm(self.all_gather(A), B, ids)
 
     def moe_reduce_rs(
@@ -203,9 +209,10 @@ class Collectives:
         ids: torch.Tensor,
         scales: torch.Tensor,
     ) -> torch.Tensor:
-        """Return this rank's tokens of the sum, over ranks and choices, of ``scales * group_gemm``.
+        """Return this rank's tokens of ``scales * group_gemm``, summed over experts and ranks.
 
-        [M * topk, k], [E, k, N], and ids and scales [M, topk] to [m, N].
+        x is [M * topk, k], weights are [E, k, N], ids and scales are [M, topk]. The result is
+        [m, N].
         """
         return self.reduce_scatter(self._weighted_sums(x, weights, ids, scales))
 
@@ -216,7 +223,7 @@ class Collectives:
         ids: torch.Tensor,
         scales: torch.Tensor,
     ) -> torch.Tensor:
-        """Return ``moe_reduce_rs`` of all tokens, [M, N], on every rank."""
+        """Return the sums of ``moe_reduce_rs`` of all tokens, [M, N], on every rank."""
         return self.all_reduce(self._weighted_sums(x, weights, ids, scales))
 
     def _weighted_sums(
@@ -230,18 +237,19 @@ class Collectives:
         return (products * scales[..., None]).sum(1).to(x.dtype)
 
     def finalize(self) -> None:
-        """Do nothing: libraries need no clean-up."""
+        """Do nothing; ``TensorParallel`` frees contexts here."""
 
 
 class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
-    """Products across ranks with the ops of this package. A context manager.
+    """GEMMs across ranks by the ops of this package. A context manager.
 
-    Each op, size and dtype has one context, created collectively at the first call that needs it;
-    layers of equal sizes share it. Call the product once before a CUDA graph captures it. The first
-    call of a shape tunes the op over the ranks of the group.
+    Each combination of op, sizes and dtype has one context (symmetric memory). The first call that
+    needs a context creates it collectively; layers with equal sizes share it. The first call with a
+    shape tunes the op over the ranks of the group. Before a CUDA graph captures a call, make the
+    same call once without capture.
 
     Args:
-        max_M: largest M of a call; for ``ag_gemm``, the sum of the rows of all ranks.
+        max_M: largest M (number of rows over all ranks) of a call.
         group: process group; ``None``: the world, or this process alone without
             ``torch.distributed``.
 
@@ -336,7 +344,11 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
         dtype: torch.dtype,
         **options: Any,
     ) -> Received:
-        """Return ``ep_dispatch`` of this rank's tokens; ``dtype``: dtype of the combined tokens."""
+        """Send this rank's tokens x to the ranks of their experts.
+
+        ``dtype`` is the dtype of ``ep_combine``'s result; for the other arguments see
+        ``ep_dispatch``.
+        """
         hidden, topk = x.shape[1], ids.shape[1]
         context = self.context(
             ("expert_parallel", hidden, num_experts, topk, dtype), create_ep_context,
@@ -423,10 +435,11 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
 def check_operand(
     function: str, argument: str, x: torch.Tensor, weight: torch.Tensor, ranks: Collectives
 ) -> None:
-    """Check an operand against ``weight`` [K, N].
+    """Check operand ``x`` [..., K] of a product with ``weight`` [K, N].
 
     Raises:
-        InvalidArgument: dtype, device or width differ. An fp8 weight accepts any dtype.
+        InvalidArgument: dtypes differ (an fp8 weight accepts any dtype), x does not have K columns,
+            or x or weight is not on this rank's device.
     """
     ranks.check_dtype(function, f"{argument}.dtype", x.dtype)
     expected = f"the weight's {weight.dtype}"

@@ -1,4 +1,7 @@
-"""Tensor-parallel attention: heads are sharded over ranks. torch computes the attention itself."""
+"""Tensor-parallel attention: heads are sharded over ranks.
+
+torch's ``scaled_dot_product_attention`` computes attention on each rank.
+"""
 
 from __future__ import annotations
 
@@ -20,32 +23,35 @@ from triton_dist.layers.nvidia.stock_weights import StockWeight, local_part
 from triton_dist.layers.nvidia.tensor_parallel import Collectives
 from triton_dist.runtime.device import current_device
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Map queries, keys and values [batch, tokens, heads, head_dim] to the attention output."""
+AttentionFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Function of queries, keys and values [batch, tokens, heads, head_dim] that returns the attention
+output."""
 
 _CACHE_NAMES = ("past_key_value", "cache")
-"""Names of ``past_key_values`` in other versions of transformers. An ignored cache would give wrong
-results without an error."""
+"""Names of the argument ``past_key_values`` in other versions of transformers. An ignored cache
+would give wrong results without an error."""
 
 
 class TP_Attn(TensorParallelLayer):
-    """Attention of Llama, Qwen and similar models; q, k and v sharded by columns, o by rows.
+    """Attention of Llama, Qwen and similar models, with the heads distributed over the ranks.
 
-    Supports grouped queries and rotary positions, and the module's q and k norms and biases.
-    ``TensorParallelLayer`` describes arguments, modes and call forms. If there are fewer key-value
-    heads than ranks, several ranks replicate each head, and a warning is issued.
+    Supports grouped queries, rotary positions, q and k norms per head, and biases.
+    ``TensorParallelLayer`` describes arguments, modes and methods. With fewer key-value heads than
+    ranks, several ranks have the same head, and a warning is issued.
 
     Attributes:
-        wqkv: [(q heads + 2 * kv heads) * head_dim, hidden], heads of this rank.
-        wo: [hidden, q heads * head_dim], heads of this rank.
+        wqkv: [(num_heads + 2 * num_kv_heads) * head_dim, hidden].
+        wo: [hidden, num_heads * head_dim].
         wqkv_scale, wo_scale, wqkv_input_scale, wo_input_scale: scales of fp8 weights and of their
             inputs (``layers/nvidia/fp8.py``), if a checkpoint has them.
         bqkv, bo: biases, or ``None``.
-        num_heads, num_kv_heads: heads of this rank.
-        replicas: number of ranks that have the same kv head.
+        num_heads, num_kv_heads: numbers of query and key-value heads of this rank.
+        replicas: number of ranks that have the same key-value head.
+        kv_index: index of this rank's key-value head if ``replicas`` > 1, else the rank.
+        all_kv_heads: number of key-value heads over all ranks.
     """
 
-    shards = ("wqkv", "bqkv", "wo")
+    sharded_names = ("wqkv", "bqkv", "wo")
     wqkv: torch.nn.Parameter
     wo: torch.nn.Parameter
     bqkv: torch.nn.Parameter | None
@@ -76,7 +82,7 @@ class TP_Attn(TensorParallelLayer):
         for name, value, supported in (
             ("sliding_window", getattr(source, "sliding_window", None), None),
             ("clip_qkv", clips, None),
-            ("sinks", None if getattr(source, "sinks", None) is None else "there", None),
+            ("sinks", None if getattr(source, "sinks", None) is None else "present", None),
             ("is_causal", getattr(source, "is_causal", True), True),
             ("attention_dropout", getattr(source, "attention_dropout", 0.0), 0.0),
         ):
@@ -126,14 +132,14 @@ class TP_Attn(TensorParallelLayer):
         self.kv_index, self.all_kv_heads = self.rank // self.replicas, kv_heads
         if self.replicas > 1 and self.rank == 0:
             warnings.warn(
-                f"TP_Attn: {kv_heads} key-value heads for {size} ranks: {self.replicas} ranks "
+                f"TP_Attn: with {kv_heads} key-value heads for {size} ranks, {self.replicas} ranks "
                 "replicate each head and its cache",
                 TritonDistWarning,
                 stacklevel=3,
             )
 
     def _check_blocks(self) -> None:
-        """Raise if a rank's heads split a block of scales."""
+        """Raise if the boundary between two ranks' heads is inside a block of 128 scaled rows."""
         if self.scales is None or not self.scales.is_block:
             return
         unit = BLOCK_ELEMENTS // math.gcd(BLOCK_ELEMENTS, self.head_dim)
@@ -167,15 +173,16 @@ class TP_Attn(TensorParallelLayer):
     ) -> tuple[torch.Tensor, None]:
         """Return the attention output and ``None``, like Hugging Face's attention modules.
 
-        Other keyword arguments are ignored. A mask or cache under an unknown name raises.
-
         Args:
-            hidden_states: [..., hidden]: this rank's tokens in sequence-parallel mode, else all.
+            hidden_states: [..., hidden]: this rank's tokens in sequence-parallel mode, all tokens
+                in all-reduce mode.
             position_embeddings: cos and sin, [batch or 1, tokens, head_dim], of the whole sequence
                 in both modes.
             attention_mask: mask of ``scaled_dot_product_attention``; ``None``: causal.
-            past_key_values: cache with ``update(k, v, layer_idx)``, [batch, heads, tokens,
-                head_dim]. The names ``past_key_value`` and ``cache`` are accepted too.
+            past_key_values: cache whose ``update(k, v, layer_idx)`` appends k and v [batch, heads,
+                tokens, head_dim] and returns all keys and values. It may also be passed as
+                ``past_key_value`` or ``cache``.
+            kwargs: ignored, except that a mask or cache under another name raises.
 
         Raises:
             InvalidArgument: an argument is not supported or has a wrong shape, dtype or device.
@@ -194,13 +201,13 @@ class TP_Attn(TensorParallelLayer):
         cos, sin = (each.unsqueeze(-2) for each in position_embeddings)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return self._attend(q, k, v, attention_mask, cache)
+            return self._attend_over_cache(q, k, v, attention_mask, cache)
 
         tokens = position_embeddings[0].shape[-2]
         group, sequence_parallel = self._required_ranks(), self.sequence_parallel
         return self._run(hidden_states, group, sequence_parallel, tokens, cos, sin, attend), None
 
-    def _attend(
+    def _attend_over_cache(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -213,7 +220,7 @@ class TP_Attn(TensorParallelLayer):
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
             queries, keys_seen = q.shape[2], k.shape[2]
-            if is_causal and queries != keys_seen:  # queries are the last positions
+            if is_causal and queries != keys_seen:  # queries are the last positions of the keys
                 is_causal = False
                 mask = torch.ones(queries, keys_seen, dtype=torch.bool, device=q.device)
                 mask = mask.tril(keys_seen - queries)
@@ -224,14 +231,15 @@ class TP_Attn(TensorParallelLayer):
         return attended.transpose(1, 2)
 
     def norm_parameters(self) -> list[torch.nn.Parameter]:
-        """Return the parameters of the head norms. A rank's gradient covers only its own heads."""
+        """Return the parameters of q and k norms. Each rank computes an addend of the gradients."""
         norms = (norm for norm in (self.q_norm, self.k_norm) if norm is not None)
         return [parameter for norm in norms for parameter in norm.parameters()]
 
     def replicated_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of replicated kv heads in ``tensor``.
+        """Return the rows of ``tensor`` of key-value heads that several ranks have, as a view.
 
-        ``tensor`` has the shape of ``wqkv`` or ``bqkv``. Rows of a ``DTensor`` are local.
+        ``tensor`` has the shape of ``wqkv`` or ``bqkv``. If FSDP2 shards it, only the rows of the
+        local part are returned.
         """
         first = self.num_heads * self.head_dim if self.replicas > 1 else tensor.shape[0]
         if isinstance(tensor, DTensor):
@@ -242,9 +250,9 @@ class TP_Attn(TensorParallelLayer):
         return local_part(tensor)[max(first, 0) :]
 
     def sum_partial_gradients(self) -> None:
-        """Sum the gradients of head norms and replicated kv heads, of which each rank has a part.
+        """Sum over ranks the gradients of q and k norms and of replicated kv heads. Collective.
 
-        Collective.
+        Each rank has computed these gradients only from its own query heads.
         """
         for parameter in self.norm_parameters():
             if parameter.grad is not None:
@@ -265,11 +273,15 @@ class TP_Attn(TensorParallelLayer):
         tokens: int,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        attend: Attend,
+        attend: AttentionFunction,
     ) -> torch.Tensor:
-        """Run the layer. ``tokens``: length of a whole sequence; cos, sin broadcast over heads.
+        """Run the layer; ``attend`` computes attention of this rank's heads.
 
-        Sequence-parallel rows may end with padding; there are fewer padding rows than ranks.
+        Args:
+            x: [..., hidden]. In sequence-parallel mode, the last rows of the last ranks may be
+                padding, in total fewer rows than ranks.
+            tokens: length of a whole sequence.
+            cos, sin: [batch or 1, tokens, 1, head_dim].
         """
         rows = math.prod(x.shape[:-1]) * (ranks.num_ranks if sequence_parallel else 1)
         padding = rows % tokens if tokens else rows
@@ -277,19 +289,19 @@ class TP_Attn(TensorParallelLayer):
             expected = f"a multiple of {tokens}, the tokens of position_embeddings"
             raise self._invalid("rows of hidden_states", rows, expected)
 
-        attention = partial(self._attend_rows, tokens=tokens, cos=cos, sin=sin, attend=attend)
+        attention = partial(self._attention_of_rows, tokens=tokens, cos=cos, sin=sin, attend=attend)
         y = self._two_gemms(x, "wqkv", attention, "wo", ranks, sequence_parallel)
         return (y if self.bo is None else y + self.bo).view(x.shape)
 
-    def _attend_rows(
+    def _attention_of_rows(
         self,
         qkv: torch.Tensor,
         tokens: int,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        attend: Attend,
+        attend: AttentionFunction,
     ) -> torch.Tensor:
-        """Return the attention output [rows, heads * head_dim] of rows of q, k and v.
+        """Return the attention output [rows, num_heads * head_dim] for qkv, the rows of q, k and v.
 
         Rows after the last whole sequence are padding; their outputs are zero.
         """
@@ -318,9 +330,9 @@ class TP_Attn(TensorParallelLayer):
         ranks: Collectives,
         sequence_parallel: bool,
     ) -> torch.Tensor:
-        """Run one call on a ``KV_Cache``.
+        """Run the layer and write keys and values to ``kv_cache``.
 
-        Shapes depend only on the cache's maximum, so one CUDA graph serves all positions.
+        Attention reads the whole cache with a mask, so that one CUDA graph serves all positions.
         """
         cos, sin = (
             torch.cat([half, half], -1).unsqueeze(-2)
@@ -347,8 +359,8 @@ class TP_Attn(TensorParallelLayer):
             at = offset[:batch, None] + torch.arange(tokens, device=x.device)
             sequences = torch.arange(batch, device=x.device)[:, None]
             k_cache[sequences, at], v_cache[sequences, at] = k, v
-            # Grouped queries: queries that share a key head become rows of one head, so keys and
-            # values are not repeated.
+            # Queries that share a key head become rows of one head. Otherwise keys and values would
+            # have to be repeated for each query head.
             group = self.num_heads // self.num_kv_heads
             q = q.view(batch, tokens, -1, group, self.head_dim).permute(0, 2, 3, 1, 4)
             q = q.reshape(batch, -1, group * tokens, self.head_dim)
@@ -370,11 +382,11 @@ class TP_Attn(TensorParallelLayer):
         kv_cache: Any,
         layer_idx: int,
     ) -> torch.Tensor:
-        """Return [batch, tokens, hidden]. Write keys and values to the cache at its ``kv_offset``.
+        """Return [batch, tokens, hidden]. Append keys and values to the cache at its ``kv_offset``.
 
         Args:
             x: [batch, tokens, hidden].
-            position_ids: [batch or 1, tokens], of the whole batch.
+            position_ids: [batch or 1, tokens], positions of the tokens in their sequences.
             cos_sin_cache: [positions, head_dim] from ``_set_cos_sin_cache``.
             kv_cache: ``triton_dist.models.kv_cache.KV_Cache`` or an equivalent object; or an object
                 whose ``attend(layer_idx, q, k, v)`` returns the attention of this rank's heads,
@@ -396,7 +408,11 @@ class TP_Attn(TensorParallelLayer):
         *unused: Any,
         **also_unused: Any,
     ) -> torch.Tensor:
-        """Return the result for this rank's sequences, x [batch / ranks, tokens, hidden]."""
+        """Return the result for this rank's sequences.
+
+        x is [batch / ranks, tokens, hidden]. ``position_ids`` and ``kv_cache`` are for the whole
+        batch; see ``torch_fwd``.
+        """
         return self._with_cache(
             x, position_ids, cos_sin_cache, kv_cache, layer_idx, self._required_ranks(), True
         )
@@ -410,7 +426,7 @@ class TP_Attn(TensorParallelLayer):
         kv_cache: Any,
         layer_idx: int,
     ) -> torch.Tensor:
-        """Return the result of ``torch_fwd``, computed with ``gemm_ar``."""
+        """Return the result of ``torch_fwd``, computed by ``gemm_ar``."""
         return self._with_cache(
             x, position_ids, cos_sin_cache, kv_cache, layer_idx, self._required_ranks(), False
         )
@@ -419,7 +435,7 @@ class TP_Attn(TensorParallelLayer):
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply rotary positions to x [batch, tokens, heads, head_dim]."""
+    """Apply the rotary position embedding to x [batch, tokens, heads, head_dim]."""
     left, right = x.chunk(2, -1)
     return (x * cos + torch.cat([-right, left], -1) * sin).to(x.dtype)
 

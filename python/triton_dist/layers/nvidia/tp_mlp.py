@@ -13,19 +13,19 @@ from triton_dist.layers.nvidia.tensor_parallel import Collectives
 
 
 class TP_MLP(TokenLayer):
-    """Feed-forward layer of Llama, Qwen and similar models; gate and up by columns, down by rows.
+    """Feed-forward layer of Llama, Qwen and similar models.
 
-    ``TensorParallelLayer`` describes arguments, modes and call forms. I is the number of columns of
-    gate and up over all ranks.
+    Each rank has I / ranks of the I intermediate columns. ``TensorParallelLayer`` describes
+    arguments, modes and methods.
 
     Attributes:
-        gate_up_proj: [2 * I / ranks, hidden], this rank's gate, then its up.
+        gate_up_proj: [2 * I / ranks, hidden], this rank's shard of gate, then of up.
         down_proj: [hidden, I / ranks].
         gate_up_proj_scale, down_proj_scale, gate_up_proj_input_scale, down_proj_input_scale: scales
             of fp8 weights and of their inputs (``layers/nvidia/fp8.py``), if a checkpoint has them.
     """
 
-    shards = ("gate_up_proj", "down_proj")
+    sharded_names = ("gate_up_proj", "down_proj")
     gate_up_proj: torch.nn.Parameter
     down_proj: torch.nn.Parameter
 
@@ -69,8 +69,9 @@ class TP_MLP(TokenLayer):
 
     def _run(self, x: torch.Tensor, ranks: Collectives, sequence_parallel: bool) -> torch.Tensor:
         is_fused = self.scales is not None and is_silu(self.act_fn)
-        steps = "gate_up_proj", None if is_fused else self._activate, "down_proj"
-        return self._two_gemms(x, *steps, ranks, sequence_parallel).view(x.shape)
+        activation = None if is_fused else self._activate
+        y = self._two_gemms(x, "gate_up_proj", activation, "down_proj", ranks, sequence_parallel)
+        return y.view(x.shape)
 
     def _activate(self, gate_and_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_and_up.chunk(2, -1)
@@ -79,24 +80,24 @@ class TP_MLP(TokenLayer):
 
     @torch.no_grad()
     def torch_ag_gemm(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the first product by torch: [tokens / ranks, hidden] to [tokens, 2 I / ranks]."""
+        """Return gate and up by torch: [tokens / ranks, hidden] to [tokens, 2 * I / ranks]."""
         return self._product("ag_gemm", x, "gate_up_proj", self.torch_ranks)
 
     @torch.no_grad()
     def dist_triton_ag_gemm(
         self, x: torch.Tensor, *unused: Any, **also_unused: Any
     ) -> torch.Tensor:
-        """Return the first product by ``ag_gemm``; shapes as in ``torch_ag_gemm``."""
+        """Return gate and up by ``ag_gemm``; shapes as in ``torch_ag_gemm``."""
         return self._product("ag_gemm", x, "gate_up_proj", self._required_ranks())
 
     @torch.no_grad()
     def torch_gemm_rs(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the last product by torch: [tokens, I / ranks] to [tokens / ranks, hidden]."""
+        """Return ``down_proj`` by torch: [tokens, I / ranks] to [tokens / ranks, hidden]."""
         return self._product("gemm_rs", x, "down_proj", self.torch_ranks)
 
     @torch.no_grad()
     def dist_triton_gemm_rs(
         self, x: torch.Tensor, *unused: Any, **also_unused: Any
     ) -> torch.Tensor:
-        """Return the last product by ``gemm_rs``; shapes as in ``torch_gemm_rs``."""
+        """Return ``down_proj`` by ``gemm_rs``; shapes as in ``torch_gemm_rs``."""
         return self._product("gemm_rs", x, "down_proj", self._required_ranks())

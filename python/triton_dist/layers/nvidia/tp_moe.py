@@ -1,4 +1,4 @@
-"""Tensor-parallel mixture of experts: each rank has a shard of every expert."""
+"""Tensor-parallel mixture-of-experts layer: each rank has a shard of every expert."""
 
 from __future__ import annotations
 
@@ -21,27 +21,29 @@ SHARED = ("shared_expert", "shared_experts")
 
 
 class TP_MoE(TokenLayer):
-    """Experts of Qwen, Mixtral and similar models: ``top_k`` of a softmax over all experts.
+    """Router and experts of Qwen, Mixtral and similar models.
 
-    With an ``e_score_correction_bias``, the routing is DeepSeek-V3's: sigmoids, whose top
-    ``top_k`` are chosen by the sums with the bias, within the best groups of experts.
+    The router computes a softmax over all experts; a token goes to its best ``top_k`` experts. If
+    the module has an ``e_score_correction_bias``, the router is DeepSeek-V3's: it adds the bias to
+    sigmoids, selects groups of experts, and chooses the best ``top_k`` experts in these groups. The
+    sigmoids without bias are the experts' weights.
 
-    Each expert is ``down(act(gate(x)) * up(x))``. ``TensorParallelLayer`` describes arguments,
-    modes and call forms; ``autotune`` is ignored, because calls are always tuned. E is the number
-    of experts. I is the intermediate size of an expert, over all ranks.
+    Each expert is ``down(act(gate(x)) * up(x))``. E is the number of experts, I the intermediate
+    size of an expert over all ranks. ``TensorParallelLayer`` describes arguments, modes and
+    methods. ``autotune`` is ignored: calls are always tuned.
 
     Attributes:
-        gate: [E, hidden], the router, equal on all ranks.
-        correction: fp32 [E], ``e_score_correction_bias``, a buffer; or ``None``.
+        gate: [E, hidden], weight of the router, equal on all ranks.
+        correction: fp32 [E], buffer with ``e_score_correction_bias``; or ``None``.
         gate_up_proj: [E, hidden, 2 * I / ranks].
         down_proj: [E, I / ranks, hidden].
         gate_up_proj_scale, down_proj_scale, gate_up_proj_input_scale, down_proj_input_scale: scales
             of fp8 weights and of their inputs (``layers/nvidia/fp8.py``), if a checkpoint has them.
-            Each grouped product uses the largest input scale of its weights. fp8 weights are for
-            inference.
+            A grouped GEMM uses the largest input scale of all its experts. fp8 weights have no
+            backward.
     """
 
-    shards = ("gate_up_proj", "down_proj")
+    sharded_names = ("gate_up_proj", "down_proj")
     gate: torch.nn.Parameter
     correction: torch.Tensor | None
     gate_up_proj: torch.nn.Parameter
@@ -63,14 +65,15 @@ class TP_MoE(TokenLayer):
         Args:
             module: module with ``gate`` and ``experts``. ``experts`` is a list of modules with
                 ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn``, or one module with stacked
-                weights ``gate_up_proj`` [E, 2 * I, hidden] and ``down_proj`` [E, hidden, I]. The
-                module or its gate has ``top_k``. Weights of the chosen experts are normalised
-                unless ``norm_topk_prob`` is false. ``routed_scaling_factor``, ``num_group`` or
-                ``n_group``, and ``topk_group`` are read for DeepSeek-V3's routing.
+                weights ``gate_up_proj`` [E, 2 * I, hidden], ``down_proj`` [E, hidden, I] and
+                ``act_fn``. The module or its gate has ``top_k``. The weights of a token's experts
+                are normalised to sum 1 unless the module has ``norm_topk_prob = False``.
+                DeepSeek-V3's ``routed_scaling_factor``, ``num_group`` or ``n_group``, and
+                ``topk_group`` are read too.
             verbose: print the shapes of the shards.
 
         Raises:
-            InvalidArgument: weights do not match or cannot be sharded, or the module has a bias or
+            InvalidArgument: weights do not match or cannot be sharded, or the module has biases or
                 shared experts.
         """
         source: Any = module
@@ -102,7 +105,7 @@ class TP_MoE(TokenLayer):
         columns = len(each[0][0])
         shapes = ((columns, self.hidden_size),) * 2 + ((self.hidden_size, columns),)
         dtype = each[0][0].dtype
-        if dtype is not E4M3 and not has_correction:  # whose routing is in fp32
+        if dtype is not E4M3 and not has_correction:  # with a correction, the gate may be fp32
             dtype = gate.dtype
         for number, weights in enumerate(each):
             for name, weight, shape in zip(_NAMES, weights, shapes, strict=True):
@@ -138,11 +141,11 @@ class TP_MoE(TokenLayer):
                 raise self._invalid(name, type(getattr(source, name)), "none")
 
     def _own_sizes(self, num_experts: int, columns: int) -> tuple[int, int]:
-        """Return this rank's numbers of experts, and of columns of an expert."""
+        """Return this rank's number of experts, and its number of columns of each expert."""
         return num_experts, self._split_columns("columns of an expert", columns)
 
     def _experts_of(self, source: Any) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield gate, up and down of each expert, [outputs, inputs]."""
+        """Yield the weights of gate, up and down of each expert, [outputs, inputs]."""
         if isinstance(source, torch.nn.ModuleList):
             for number, expert in enumerate(source):
                 self._check_members(f"experts.{number}", expert, *_NAMES, "act_fn")
@@ -180,7 +183,7 @@ class TP_MoE(TokenLayer):
         ]
 
     def _stacked_weight(self, name: str, stacked: torch.Tensor) -> StockWeight:
-        """Return the stock weight of all experts."""
+        """Return the shard of the stock module's tensor of all experts."""
         if name == "down_proj":
             return StockWeight("experts.down_proj", stacked, 2)
         return StockWeight("experts.gate_up_proj", stacked.unflatten(1, (2, -1)), 2, is_pair=True)
@@ -188,13 +191,13 @@ class TP_MoE(TokenLayer):
     def _weights_of_expert(
         self, name: str, stacked: torch.Tensor, number: int
     ) -> Iterator[StockWeight]:
-        """Yield the stock weights of an expert."""
+        """Yield shards of the stock module's weights of expert ``number``."""
         yield from self._split_expert(name, stacked[number], number)
 
     def _split_expert(
         self, name: str, expert: torch.Tensor, number: int, **options: Any
     ) -> Iterator[StockWeight]:
-        """Yield gate and up, or down; ``options`` are fields of ``StockWeight``."""
+        """Yield shards of gate and up, or of down; ``options`` are fields of ``StockWeight``."""
         where, size = f"experts.{number}", self.stock_columns
         if name == "down_proj":
             yield StockWeight(f"{where}.down_proj.weight", expert, 1, size=size, **options)
@@ -203,7 +206,7 @@ class TP_MoE(TokenLayer):
             yield StockWeight(f"{where}.{half}.weight", weight, 0, size=size, **options)
 
     def _routes(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the experts (int32) and their weights (fp32) of each row, [rows, top_k]."""
+        """Return ids (int32) and weights (fp32) of each row's experts, both [rows, top_k]."""
         if self.correction is not None:
             return self._routes_of_groups(rows, self.correction)
         chances = linear(rows, self.gate).softmax(-1, dtype=torch.float32)
@@ -215,7 +218,10 @@ class TP_MoE(TokenLayer):
     def _routes_of_groups(
         self, rows: torch.Tensor, correction: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``_routes`` by sigmoids, of the groups with the best two experts."""
+        """Return ``_routes`` by sigmoids, within the best groups of experts.
+
+        The score of a group is the sum of the scores of its two best experts.
+        """
         scores = linear(rows.float(), self.gate.float()).sigmoid()
         order = (scores.detach() + correction).unflatten(-1, (self.num_groups, -1))
         of_group = order.topk(min(2, order.shape[-1]), -1)[0].sum(-1)
@@ -235,7 +241,7 @@ class TP_MoE(TokenLayer):
         return self._products(rows, ids, scales, ranks, sequence_parallel).view(x.shape)
 
     def _own_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the index of each expert among this rank's; out of range for other experts."""
+        """Return ids relative to this rank's first expert; out of range for experts elsewhere."""
         return ids
 
     def _products(
@@ -246,7 +252,7 @@ class TP_MoE(TokenLayer):
         ranks: Collectives,
         sequence_parallel: bool,
     ) -> torch.Tensor:
-        """Return the sums over the chosen experts, [rows, hidden]."""
+        """Return each row's weighted sum over its experts, [rows, hidden]."""
         if sequence_parallel:
             ids = functional.all_gather(ids, ranks)
             scales = functional.all_gather(scales, ranks)
@@ -264,7 +270,7 @@ class TP_MoE(TokenLayer):
 
     @torch.no_grad()
     def torch_fwd_no_loop(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the result of ``torch_fwd``, by products of all tokens with all experts."""
+        """Return the result of ``torch_fwd``; multiply all tokens by all experts, then select."""
         rows = x.reshape(-1, x.shape[-1])
         ids, scales = self._routes(rows)
         gate, up = torch.einsum("mh,ehi->emi", rows, self.gate_up_proj).chunk(2, -1)

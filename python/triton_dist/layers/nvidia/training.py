@@ -20,17 +20,17 @@ from triton_dist.layers.nvidia.tp_attn import TP_Attn
 
 
 def sum_gradients(module: torch.nn.Module) -> None:
-    """Sum over ranks the gradients of which each rank computed only a part. Collective.
+    """Sum over ranks each gradient of which every rank computed only an addend. Collective.
 
-    Call it between backward and the optimiser step, also with FSDP2 or DDP over another dimension
-    of the mesh. With sequence-parallel layers, these are the gradients of all parameters except the
-    layers' shards, because each rank has seen only its tokens. Otherwise these are the gradients of
-    the q and k norms, and of key-value heads that several ranks replicate.
+    Call this function between backward and the optimiser step, also with FSDP2 or DDP over another
+    dimension of the mesh. It always sums the gradients of q and k norms, and of key-value heads
+    that several ranks have. With sequence-parallel layers, it sums the gradients of all parameters
+    except sharded ones, because each rank computed them from its own tokens only.
     """
     layers = [each for each in module.modules() if isinstance(each, TensorParallelLayer)]
     done = set[torch.Tensor | None]()
     for layer in layers:
-        done.update(getattr(layer, name) for name in layer.shards)
+        done.update(getattr(layer, name) for name in layer.sharded_names)
         if isinstance(layer, TP_Attn):
             layer.sum_partial_gradients()
             done.update(layer.norm_parameters())
@@ -49,15 +49,15 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Scale gradients in place so that their norm is at most ``max_norm``. Collective.
+    """Scale gradients in place if their norm over all ranks exceeds ``max_norm``. Collective.
 
-    Call it after ``sum_gradients``. The norm counts each shard once, and each parameter that
-    is equal on all ranks once.
+    Call this function after ``sum_gradients``. The norm counts each shard once. It counts each
+    parameter that is equal on all ranks once.
 
     Args:
         parameters: model after ``parallelize``, or its parameters; also with FSDP2 or DDP over
             another mesh dimension.
-        max_norm: largest norm.
+        max_norm: norm after the scaling, if it was larger.
         norm_type: p of the p-norm; ``math.inf``: the largest absolute value.
         error_if_nonfinite: raise if the norm is not finite.
         foreach: ignored; an argument of ``torch.nn.utils.clip_grad_norm_``.
@@ -78,12 +78,12 @@ def clip_grad_norm_(
     size = 1 if layer is None else layer.world_size
     is_max = norm_type == math.inf
     totals: dict[tuple[dist.ProcessGroup, ...], torch.Tensor] = {}
-    """Sum of ``|gradient| ** p``, or the maximum, by the groups that shard the gradient."""
+    """Sum of ``|gradient| ** p``, or the maximum for p = inf, by FSDP groups of the gradients."""
     for parameter, gradient in given:
         value = _power(local_part(gradient), norm_type)
         owner = owners.get(id(parameter))
         if owner is None and not is_max:
-            value = value / size  # all ranks add the same value
+            value = value / size  # the sum over ranks below counts the value ``size`` times
         elif isinstance(owner, TP_Attn) and parameter is not owner.wo and not is_max:
             replicated = _power(owner.replicated_rows(gradient), norm_type)
             value = value - replicated * (1 - 1 / owner.replicas)
@@ -105,7 +105,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {norm.item()}. "
-            "To scale by it anyway, pass error_if_nonfinite=False."
+            "To scale the gradients nevertheless, pass error_if_nonfinite=False."
         )
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_([local_part(gradient) for _, gradient in given], scale)
@@ -113,10 +113,10 @@ def clip_grad_norm_(
 
 
 def redirect_torch_clipping() -> None:
-    """Make ``torch.nn.utils.clip_grad_norm_`` call ``clip_grad_norm_`` for shards.
+    """Make ``torch.nn.utils.clip_grad_norm_`` call ``clip_grad_norm_`` if a parameter is sharded.
 
-    Trainers call torch's function. It would scale the gradients of each rank by another factor, so
-    parameters that are equal on all ranks would drift apart without an error.
+    Trainers call torch's function, which would compute a different norm on each rank. Parameters
+    that are equal on all ranks would then diverge without an error.
     """
     original = torch.nn.utils.clip_grad_norm_
     if hasattr(original, "_handles_shards"):
@@ -128,7 +128,7 @@ def redirect_torch_clipping() -> None:
         if owners_of_shards().keys().isdisjoint(map(id, given)):
             return original(given, *args, **kwargs)
         warn(
-            "torch.nn.utils.clip_grad_norm_ would scale the gradients of each rank by another "
+            "torch.nn.utils.clip_grad_norm_ would scale the gradients of each rank by a different "
             "factor. triton_dist.layers.nvidia.clip_grad_norm_ was called instead; call it "
             "directly.",
             TritonDistWarning,
@@ -140,7 +140,7 @@ def redirect_torch_clipping() -> None:
 
 
 def _power(gradient: torch.Tensor, p: float) -> torch.Tensor:
-    """Return the sum of ``|gradient| ** p``, or the maximum of ``|gradient|``, at least in fp32."""
+    """Return the sum of ``|gradient| ** p``, or the maximum for p = inf; in fp32 or fp64."""
     if not gradient.numel():
         return torch.zeros((), device=gradient.device)
     dtype = torch.promote_types(gradient.dtype, torch.float32)

@@ -1,6 +1,7 @@
-"""The Ulysses exchange before attention under the name of Triton-distributed's layer.
+"""The Ulysses exchange before attention, under the name of Triton-distributed's layer.
 
-New programs call ``ulysses_pre_attn``, which this layer wraps.
+Before the exchange, a rank has all heads of its tokens; after it, all tokens of its heads. New
+programs call ``ulysses_pre_attn``, which this layer wraps.
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ from triton_dist.runtime.ranks import group_for
 
 
 class UlyssesSPAllToAllLayer(torch.nn.Module):
-    """Exchange the sequence for the heads of q, k and v. Tuned. Creation is collective.
+    """Exchange tokens for heads of q, k and v between ranks. Tuned. Creation is collective.
 
     Args:
         sp_group: process group; ``None``: the world.
         bs: largest batch size.
-        max_seq: largest number of tokens of all ranks, per batch.
-        q_nheads, kv_nheads: heads of q, and of k and v.
-        k_head_dim, v_head_dim: elements of a head of q and k, and of v.
-        group_size: ignored; it is ``q_nheads / kv_nheads``.
+        max_seq: largest length of a sequence, over all ranks.
+        q_nheads, kv_nheads: number of heads of q, and of k and v, over all ranks.
+        k_head_dim: elements of a head of q or k.
+        v_head_dim: elements of a head of v.
+        group_size: ignored; computed as ``q_nheads / kv_nheads``.
         dtype: fp16, bf16 or fp32.
-        local_world_size: ranks on the host, which must be all.
-        num_sms: ignored; it is tuned.
+        local_world_size: number of ranks on this host; must equal the size of the group.
+        num_sms: ignored; tuned.
 
     Raises:
         InvalidArgument, RankDisagreement, SymmetricMemoryFull: see ``create_ulysses_context``.
@@ -49,8 +51,8 @@ class UlyssesSPAllToAllLayer(torch.nn.Module):
         """Return q, k and v of the whole sequence for this rank's heads, in new memory.
 
         Args:
-            q, k, v: [batch, tokens, heads, dim].
-            skip_q_a2a: return ``None`` instead of q. q travels nevertheless.
+            q, k, v: [batch, tokens of this rank, heads, head dimension].
+            skip_q_a2a: return ``None`` instead of q. q is sent nevertheless.
             return_comm_buf: ignored.
         """
         q, k, v = ulysses_pre_attn(q, k, v, self.ctx)
@@ -59,7 +61,11 @@ class UlyssesSPAllToAllLayer(torch.nn.Module):
     def get_comm_nbytes(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, skip_q_a2a: bool = False
     ) -> tuple[int, int, int, int]:
-        """Return the bytes that a rank sends: between hosts, within the host, and both again."""
+        """Return the bytes that a rank sends to other hosts and within its host, twice.
+
+        Triton-distributed returns both numbers without and with an optimisation. Here they are
+        equal.
+        """
         size = self.ctx.num_ranks
         rows = q.shape[0] * q.shape[1] * q.element_size()
         width = sum(self.ctx.widths[1 if skip_q_a2a else 0 :])
