@@ -241,10 +241,10 @@ DAMAGES = {
     ),
     "sidecar of others": ("cubin", "json", lambda d: b"[]", "scale.json"),
     "of another kernel": (
-        "cubin", "json", side(function="other"), "it is of the kernel 'other', not 'scale'",
+        "cubin", "json", side(function="other"), "it describes kernel 'other', not 'scale'",
     ),
     "a name that is no text": (
-        "cubin", "json", side(function="\ud800"), r"it is of the kernel '.ud800', not",
+        "cubin", "json", side(function="\ud800"), r"it describes kernel '.ud800', not",
     ),
     "no launch": ("cubin", "json", side(launch={}), "its json has no size of shared memory"),
     "text for a number": ("cubin", "json", side(launch={"shared": "x"}), "it has shared 'x'"),
@@ -349,7 +349,7 @@ def test_a_body_of_pass_runs_from_its_ir(exported):
 def test_types_that_an_ir_does_not_tell_apart():
     head = b"  tt.func public @f(%a: !tt.ptr<i8>, %b: i1, %c: !tt.ptr<f16>, %d: i64) attributes {}"
     types = {"a": "*u8", "b": "u1", "c": "*kfp16", "d": "i32"}
-    artefact = runner.Artefact("ttir", head, foreign.about_from_ir("f", "tt.func", ""))
+    artefact = runner.Artefact("ttir", head, foreign.metadata_from_ir("f", "tt.func", ""))
     with pytest.warns(ArtefactWarning):
         found = foreign.with_specialisation(artefact, Specialisation(types, {}, {}))
     assert found.about.specialisation.types == types | {"d": "i64"}

@@ -62,7 +62,7 @@ def test_mistakes_are_said(on_two_ranks):
     starts = (
         "TP_MLP: rank is 2, expected ",
         "TP_MLP: world_size is 3, expected 2, the size of the group",
-        "TP_MLP: module is <class 'torch.nn.modules.linear.Linear'>, expected one with gate_",
+        "TP_MLP: module is <class 'torch.nn.modules.linear.Linear'>, expected a module with gate_",
         "TP_MLP: columns of gate_proj is 49, expected a multiple of the 2 ranks",
         "TP_MLP: up_proj.weight.shape is (50, 32), expected [outputs, inputs] = (48, 32)",
         "TP_MLP: up_proj.bias is (48,), expected None",
@@ -92,7 +92,7 @@ def test_mistakes_are_said(on_two_ranks):
         "TP_MoE: bias of the gate is 'present', expected no such attribute",
         "TP_MLP: up_proj is <class 'tests.layers.layer_ranks.Adapted'>, expected a torch.nn.Linear",
         "TP_MLP: up_proj is <class 'tests.layers.layer_ranks.Around'>, expected a torch.nn.Linear",
-        "parallelize: forward hooks of mlp.down_proj is 'there', expected no hooks: the ",
+        "parallelize: forward hooks of mlp.down_proj is 'present', expected no hooks: the ",
         "TP_Attn: mask is <class 'torch.Tensor'>, expected a mask as attention_mask and one cache",
         "TP_Attn: past is <class 'tests.layers.layer_ranks.DynamicCache'>, expected a mask as",
     )

@@ -586,7 +586,7 @@ MUTANTS = (
     Mutant(
         "runner: what an artefact needs of an argument is looked for",
         _SPECIALISATION,
-        "if call.attributes.get(place, {}).get(attribute) != needed:",
+        "if launched.attributes.get(path, {}).get(attribute) != needed:",
         "if False:",
         RUNNER,
     ),
@@ -600,15 +600,15 @@ MUTANTS = (
     Mutant(
         "runner: members of tuples are compared, and how many there are",
         _SPECIALISATION,
-        "places = [*self.leaves, *(place for place in call.leaves if place not in self.leaves)]",
-        "places = [*self.leaves]",
+        "paths = [*self.leaves, *(path for path in launched.leaves if path not in self.leaves)]",
+        "paths = [*self.leaves]",
         RUNNER,
     ),
     Mutant(
         "runner: the launcher passes what the artefact takes",
         _RUNNER,
         "made_for = artefact.about.specialisation",
-        "made_for = call",
+        "made_for = launched",
         RUNNER,
     ),
     Mutant(

@@ -1,6 +1,7 @@
 """Run a kernel from any compilation level: ``ttir``, ``ttgir``, ``llir``, ``ptx``, ``cubin``.
 
-A compiled kernel is exported to a folder; a later launch runs an artefact of the folder.
+An artefact is a kernel at one of these levels, with the metadata that a launch requires.
+``export`` writes a compiled kernel to a folder; a later launch can run an artefact of the folder.
 
     from triton_dist import runner
 
@@ -9,7 +10,7 @@ A compiled kernel is exported to a folder; a later launch runs an artefact of th
 
     compiled = kernel[(1,)](x, n, BLOCK=64)
     runner.export(compiled, "folder")          # folder/kernel.ttir ... folder/kernel.cubin, .json
-    kernel[(1,)](x, n, cubin_dir="folder")     # BLOCK is the artefact's
+    kernel[(1,)](x, n, cubin_dir="folder")     # BLOCK is 64, as in the artefact
 """
 
 from triton_dist.runner import color_print, gluon_runner, language, testing, torch_utils, tuning

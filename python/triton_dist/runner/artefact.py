@@ -14,7 +14,7 @@ from typing import Any
 from triton_dist._tuning.values import codec
 from triton_dist._tuning.values.show import show
 from triton_dist.errors import InvalidArtefact
-from triton_dist.runner.specialisation import CONSTANT, Specialisation, can_be_read, value_of
+from triton_dist.runner.specialisation import CONSTANT, Specialisation, is_restorable, restored
 
 LEVELS = ("ttir", "ttgir", "llir", "ptx", "cubin")
 """Compilation levels for NVIDIA GPUs, from source to machine code; Gluon starts at ttgir."""
@@ -27,14 +27,14 @@ _ELF_HEADER = struct.Struct("<4s28xQQ6xHHHH")
 
 @dataclass(frozen=True)
 class About:
-    """The metadata of a compiled kernel: target, specialisation, options and launch facts."""
+    """The metadata of a compiled kernel, which ``<kernel>.json`` stores."""
 
     function: str
-    """Name of the function, and stem of the file of each level."""
+    """Name of the kernel function, and name of its files without ``.<level>``."""
     arch: int
     """Compute capability, such as 90; ``UNKNOWN`` if the IR has no target."""
     specialisation: Specialisation | None
-    """``None``: unknown, in an artefact that another tool wrote."""
+    """``None``: unknown, because another tool wrote the artefact."""
     options: Mapping[str, Any]
     """Compiler inputs: ``num_warps``, ``num_stages`` and others."""
     launch: Mapping[str, Any]
@@ -52,12 +52,15 @@ class About:
         if self.options.get("num_warps", 1).bit_count() != 1:
             raise ValueError(f"num_warps is {self.options['num_warps']}, not a power of two")
 
-    def refusal(self, level: str, call: Specialisation, arch: int) -> str | None:
-        """Return why a launch specialised as ``call`` cannot run this kernel; ``None`` if it can.
+    def refusal(self, level: str, launched: Specialisation, arch: int) -> str | None:
+        """Return why a launch cannot run this kernel; ``None`` if it can.
 
-        ``arch`` is the compute capability of the GPU; only TTIR runs on any GPU.
+        Args:
+            level: level of the artefact; only TTIR can be compiled for any GPU.
+            launched: specialisation of the launch.
+            arch: compute capability of the GPU, such as 90.
         """
-        found = [] if self.specialisation is None else self.specialisation.mismatches(call)
+        found = [] if self.specialisation is None else self.specialisation.mismatches(launched)
         if level != "ttir" and self.arch not in (arch, UNKNOWN):
             found.insert(0, f"it is for sm_{self.arch}, the device is sm_{arch}")
         return "; ".join(found) or None
@@ -93,11 +96,11 @@ class About:
 class Artefact:
     """A kernel at ``level``, which ``kernel[grid](..., artefact=artefact)`` launches.
 
-    Artefacts with equal content are equal and print the same text with a digest, regardless of
-    their path. An artefact can therefore be a value in a config space.
+    Artefacts with equal content are equal and have the same ``repr``, regardless of their path. An
+    artefact can therefore be a value in a config space.
     """
 
-    # Not a dataclass: the tuner would write its bytes into records instead of its text.
+    # Not a dataclass: the tuner would write the fields, with the bytes, into records.
 
     def __init__(
         self, level: str, data: bytes, about: About, where: str = "an artefact in memory"
@@ -106,13 +109,13 @@ class Artefact:
         self.data = data
         self.about = about
         self.where = where
-        """Path of the file, for messages."""
+        """Path of the file, for error messages."""
 
     @functools.cached_property
     def digest(self) -> str:
         """Hash of the kernel and its metadata, 24 hexadecimal characters."""
-        facts = json.dumps([self.level, self.about.to_tree()], sort_keys=True)
-        return hashlib.sha256(facts.encode() + self.data).hexdigest()[:24]
+        described = json.dumps([self.level, self.about.to_tree()], sort_keys=True)
+        return hashlib.sha256(described.encode() + self.data).hexdigest()[:24]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Artefact) and self.digest == other.digest
@@ -127,12 +130,12 @@ class Artefact:
         return f"Artefact({self.about.function}.{self.level} {self.digest}{values})"
 
     def check(self) -> None:
-        """Raise :class:`InvalidArtefact` unless the bytes look like this kernel at this level.
+        """Raise :class:`InvalidArtefact` if the bytes cannot be this kernel at this level.
 
-        The behaviour of a driver that loads a truncated file is undefined.
+        A driver that loads a truncated file may crash.
         """
         if self.level not in LEVELS[:2] and "shared" not in self.about.launch:
-            raise InvalidArtefact(self.where, "its json has no size of shared memory")
+            raise InvalidArtefact(self.where, "its json has no size of shared memory (shared)")
         if self.level == "cubin" and not _is_complete_elf(self.data):
             raise InvalidArtefact(self.where, "the file is not a cubin, or it is truncated")
         if self.level in _ENTRY:
@@ -143,16 +146,16 @@ class Artefact:
                 raise InvalidArtefact(self.where, f"it has no kernel {entry}; it contains {there}")
 
     def constants(self) -> dict[str, Any]:
-        """Return the constant arguments by name, except constants that cannot be restored."""
+        """Return the constant arguments by name, except values that cannot be restored."""
         trees = self._constant_trees()
-        return {name: value_of(tree) for name, tree in trees.items() if can_be_read(tree)}
+        return {name: restored(tree) for name, tree in trees.items() if is_restorable(tree)}
 
     def _constant_trees(self) -> dict[str, codec.Tree]:
         known = self.about.specialisation
         if known is None:
             return {}
-        named = {place: name for place, (name, kind) in known.leaves.items() if kind == CONSTANT}
-        return {name: known.constants[place] for place, name in named.items() if len(place) == 1}
+        named = {path: name for path, (name, kind) in known.leaves.items() if kind == CONSTANT}
+        return {name: known.constants[path] for path, name in named.items() if len(path) == 1}
 
 
 _FLAGS = ("enable_fp_fusion", "launch_cooperative_grid", "launch_pdl")
@@ -164,7 +167,7 @@ _DESCRIPTOR = {"swizzle", "elem_size", "elem_type", "block_size", "fp4_padded"}
 
 
 def _is_plausible(name: str, value: Any) -> bool:
-    """Return whether Triton may have written ``value`` as the option or launch fact ``name``."""
+    """Return whether Triton may have written ``value`` for metadata field ``name``."""
     if name == "name":
         return isinstance(value, str)
     if name in _FLAGS:

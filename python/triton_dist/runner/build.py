@@ -2,7 +2,8 @@
 
 Only this module and ``function.py`` call private parts of Triton. This module uses the stages of a
 backend, ``parse`` and ``CompiledKernel``, which are equal in Triton 3.6 to 3.9.
-``tests/compile/test_runner.py`` compares cubins; ``make versions`` runs it for each version.
+``tests/compile/test_runner.py`` checks that every level gives the same cubin; ``make versions``
+runs this test with each version of Triton.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from triton_dist import knobs
 from triton_dist.errors import InvalidArtefact, KernelNotShipped
 from triton_dist.runner.artefact import LEVELS, Artefact
 from triton_dist.runner.foreign import SELF_DESCRIBING
-from triton_dist.runner.specialisation import Place, Specialisation
+from triton_dist.runner.specialisation import ArgumentPath, Specialisation
 
 _LAUNCH_DEFAULTS = {
     "tmem_size": 0, "global_scratch_size": 0, "global_scratch_align": 1, "profile_scratch_size": 0,
     "profile_scratch_align": 1,
 }  # fmt: skip
-"""Defaults of launch properties that launchers read, and that kernels of Triton before 3.6 lack."""
-_STEP_SECONDS = 60.0
-"""Time limit of a step in seconds; a step normally takes milliseconds."""
+"""Metadata that launchers read but that kernels of Triton before 3.6 do not have, with defaults."""
+_FORK_SECONDS = 60.0
+"""Time limit of ``_try_in_fork``, whose work normally takes milliseconds."""
 
 
 def build(
     function: Any,
     artefact: Artefact,
     made_for: Specialisation,
-    constants: Mapping[Place, Any],
+    constants: Mapping[ArgumentPath, Any],
     options: Any,
     target: Any,
     backend: Any,
@@ -51,8 +52,11 @@ def build(
     """Return Triton's ``CompiledKernel`` of ``artefact``, compiled from its level down.
 
     Args:
-        made_for: specialisation of the artefact, which may be more general than the call's.
+        function: the JIT function.
+        artefact: the kernel.
+        made_for: specialisation of the artefact, which may be more general than the launch's.
         constants: values of the constants of ``made_for``.
+        options, target, backend: compiler options, GPU target and compiler backend of the launch.
 
     Raises:
         InvalidArtefact: Triton cannot read or compile the artefact.
@@ -103,7 +107,7 @@ def _lower(
     folder: Path, name: str, artefact: Artefact, src: Any, metadata: dict[str, Any],
     options: Any, backend: Any,
 ) -> tuple[dict[str, str], list[tuple[str, int]]]:  # fmt: skip
-    """Return the files of the artefact's level and below, and the microseconds of each stage."""
+    """Compile to the cubin; return the path of each file, and the microseconds of each stage."""
     stages: dict[str, Any] = {}
     backend.add_stages(stages, options, src.language)
     if artefact.level not in stages:
@@ -122,7 +126,7 @@ def _lower(
     first = save(artefact.level, with_strides_in_bytes(artefact))
     module = parse(str(first), artefact.level, context)
     if artefact.level == "llir":
-        llvm.init_targets()  # normally done by make_llir, which is skipped; LLVM crashes without
+        llvm.init_targets()  # LLVM crashes without; make_llir, which calls it, is skipped here
         _try_in_fork(lambda: stages["ptx"](module, dict(metadata)))
     stage_us = []
     for level in LEVELS[LEVELS.index(artefact.level) + 1 :]:
@@ -137,7 +141,7 @@ def _lower(
 def _try_in_fork(step: Callable[[], object]) -> None:
     """Run ``step`` in a forked process, because LLVM aborts the process on invalid text.
 
-    Raise ``ValueError`` with the last lines of the process's output if it failed.
+    If the forked process fails, raise ``ValueError`` with the last lines of its standard error.
     """
     with tempfile.TemporaryFile() as stderr, warnings.catch_warnings():
         # Python warns about a fork with threads; the forked process starts no threads.
@@ -152,7 +156,7 @@ def _try_in_fork(step: Callable[[], object]) -> None:
                 os.write(2, f"{type(error).__name__}: {error}".encode())
                 os._exit(1)
             os._exit(0)
-        deadline = time.monotonic() + _STEP_SECONDS
+        deadline = time.monotonic() + _FORK_SECONDS
         while not (ended := os.waitpid(child, os.WNOHANG))[0]:
             if time.monotonic() > deadline:
                 os.kill(child, signal.SIGKILL)
@@ -170,17 +174,17 @@ _STRIDE_PATTERN = re.compile(
     + re.escape(_STRIDE_INSTRUCTION)
     + rb"[\w:.]*\s*\[[^\]]*\],\s*\w+,\s*)([%$]\w+);"
 )
-"""Groups: a predicate, the instruction up to its last operand, the last operand; in PTX or LLIR."""
+"""Matches PTX or LLIR. Groups: predicate, instruction without its last operand, last operand."""
 _BLACKWELL = 100
-"""From this architecture on, Triton 3.3 uses the ptxas of a later CUDA."""
+"""From this architecture on, Triton 3.3 uses a ptxas later than CUDA 12.4."""
 
 
 def with_strides_in_bytes(artefact: Artefact) -> bytes:
-    """Return the text of ``artefact`` with strides of tensor descriptors in bytes.
+    """Return the text of ``artefact``, with strides of tensor descriptors converted to bytes.
 
-    ptxas of CUDA 12.4 (Triton up to 3.3) expects strides in units of 16 bytes. ptxas of CUDA 12.8
+    Triton up to 3.3 writes strides in units of 16 bytes, for ptxas of CUDA 12.4. ptxas of CUDA 12.8
     (Triton 3.4 and later) expects bytes, whatever version the PTX declares. Without the conversion,
-    the kernel would run and use strides 16 times too small.
+    the kernel would run with strides that are 16 times too small.
     """
     text = artefact.data
     if _STRIDE_INSTRUCTION not in text or not _counts_in_16_bytes(artefact):

@@ -1,5 +1,5 @@
-"""Read and write artefacts: a folder with ``<kernel>.<level>`` and the metadata
-``<kernel>.json``."""
+"""Read and write artefacts: a folder with a kernel in ``<kernel>.<level>``, for example
+``<kernel>.cubin``, and its metadata in ``<kernel>.json``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from triton_dist.runner.artefact import LEVELS, About, Artefact
 
 _MAX_JSON_BYTES = 1 << 24
 _MAX_NAME_BYTES = 240
-"""Maximum bytes of a stem; with the level, a file name has at most 255 bytes."""
+"""Maximum bytes of a file name without ``.<level>``; the limit of a whole name is 255 bytes."""
 
 
 def export(kernel: Any, folder: str | os.PathLike[str], levels: Sequence[str] = LEVELS) -> Path:
@@ -28,11 +28,11 @@ def export(kernel: Any, folder: str | os.PathLike[str], levels: Sequence[str] = 
     Args:
         kernel: the result of a launch or a ``warmup`` of any Triton or Gluon kernel.
         folder: created if missing; a kernel of the same name in it is replaced.
-        levels: levels to write, of ``LEVELS``.
+        levels: levels to write; default: all of ``LEVELS`` that the kernel has.
 
     Raises:
-        InvalidArgument: ``kernel`` is not a compiled kernel or lacks a level, or a constexpr
-            value cannot be written to JSON exactly.
+        InvalidArgument: ``kernel`` is not a compiled kernel, it does not have one of ``levels``, or
+            a constexpr value cannot be written to JSON exactly.
     """
     known = getattr(kernel, "asm", None)
     if known is None:
@@ -44,7 +44,9 @@ def export(kernel: Any, folder: str | os.PathLike[str], levels: Sequence[str] = 
             raise InvalidArgument("runner.export", "levels", level, f"some of {there}")
     texts = {level: known[level] for level in levels if level in known}
     ttgir = known.get("ttgir", "")
-    write(Path(folder), foreign.about_of(kernel.src, kernel.metadata._asdict(), str(ttgir)), texts)
+    write(
+        Path(folder), foreign.metadata_of(kernel.src, kernel.metadata._asdict(), str(ttgir)), texts
+    )
     return Path(folder)
 
 
@@ -57,7 +59,7 @@ def write(folder: Path, about: About, texts: Mapping[str, str | bytes]) -> None:
 
 
 def stem_of(function: str) -> str:
-    """Return the stem of a kernel's files; a long name is cut and gets a digest."""
+    """Return the file name of a kernel without ``.<level>``; a digest replaces a long end."""
     name = function.encode(errors="surrogatepass")
     if len(name) <= _MAX_NAME_BYTES:
         return function
@@ -68,7 +70,7 @@ def stem_of(function: str) -> str:
 def load(folder: str | os.PathLike[str], function: str, level: str = "cubin") -> Artefact:
     """Return the kernel ``function`` at ``level`` from ``folder``; see :func:`export`.
 
-    Folders of Triton's cache and of triton-runner are read too; their metadata may be incomplete.
+    Folders of Triton's cache and of triton-runner can be read too, but may lack some metadata.
 
     Raises:
         InvalidArgument: ``level`` is not one of ``LEVELS``.
@@ -82,7 +84,7 @@ def load(folder: str | os.PathLike[str], function: str, level: str = "cubin") ->
     metadata_path = path.with_suffix(".json")
     if not metadata_path.exists() and level in foreign.SELF_DESCRIBING:
         text = data.decode("utf-8", "replace")
-        return Artefact(level, data, foreign.about_from_ir(function, text, str(path)), str(path))
+        return Artefact(level, data, foreign.metadata_from_ir(function, text, str(path)), str(path))
     try:
         metadata_bytes = content(metadata_path)
         if len(metadata_bytes) > _MAX_JSON_BYTES:
@@ -91,7 +93,7 @@ def load(folder: str | os.PathLike[str], function: str, level: str = "cubin") ->
         if "triton_dist_artefact" in tree:
             about: About | None = About.from_tree(tree)
         else:
-            about = foreign.about(tree, function, str(metadata_path))
+            about = foreign.read_metadata(tree, function, str(metadata_path))
         assert about is not None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, InvalidArtefact):
@@ -100,7 +102,7 @@ def load(folder: str | os.PathLike[str], function: str, level: str = "cubin") ->
         raise InvalidArtefact(str(metadata_path), why) from error
     if function not in (about.function, stem_of(about.function)):
         raise InvalidArtefact(
-            str(metadata_path), f"it is of the kernel {about.function!r}, not {function!r}"
+            str(metadata_path), f"it describes kernel {about.function!r}, not {function!r}"
         )
     return Artefact(level, data, about, str(path))
 
@@ -140,7 +142,7 @@ def _dump(src: Any, metadata: Mapping[str, Any], metadata_group: Mapping[str, st
         return
     paths = {Path(path).suffix[1:]: Path(path) for path in metadata_group.values()}
     texts = {level: paths[level].read_bytes() for level in LEVELS if level in paths}
-    about = foreign.about_of(src, metadata, texts.get("ttgir", b"").decode())
+    about = foreign.metadata_of(src, metadata, texts.get("ttgir", b"").decode())
     digest = Artefact("cubin", texts["cubin"], about).digest[:12]
     name = f"{stem_of(about.function)}-{digest}"
     selected = {level: text for level, text in texts.items() if level in (*wanted, "cubin")}

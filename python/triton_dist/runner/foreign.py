@@ -1,8 +1,8 @@
 """Read kernel metadata that other tools wrote: Triton's metadata, triton-runner's files, IR text.
 
-Triton's metadata has the launch facts, but not the specialisation. triton-runner adds types,
-alignments and constants. TTIR and TTGIR contain the types and alignments of run-time arguments:
-a launch of these can be checked except for its constants.
+Triton's metadata has what a launch requires, but not the specialisation (types, alignments and
+constants of arguments). triton-runner's metadata also has the specialisation. The text of TTIR and
+TTGIR has types and alignments of run-time arguments, but not the constants.
 """
 
 from __future__ import annotations
@@ -23,10 +23,16 @@ from triton_dist._tuning.values import codec
 from triton_dist._warn import warn_at
 from triton_dist.errors import ArtefactRefused, ArtefactWarning, InvalidArgument, InvalidArtefact
 from triton_dist.runner.artefact import UNKNOWN, About, Artefact
-from triton_dist.runner.specialisation import CONSTANT, DIVISIBILITY, Place, Specialisation, tree_of
+from triton_dist.runner.specialisation import (
+    CONSTANT,
+    DIVISIBILITY,
+    ArgumentPath,
+    Specialisation,
+    constant_tree,
+)
 
 SELF_DESCRIBING = ("ttir", "ttgir")
-"""Levels whose text contains all launch facts."""
+"""Levels that can be compiled and launched without metadata."""
 _OPTIONS = (
     "num_warps", "num_ctas", "num_stages", "maxnreg", "enable_fp_fusion",
     "launch_cooperative_grid", "launch_pdl",
@@ -50,18 +56,18 @@ def launch_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {name: metadata[name] for name in _LAUNCH if metadata.get(name) is not None}
 
 
-def about_of(src: Any, metadata: Mapping[str, Any], ttgir: str) -> About:
+def metadata_of(src: Any, metadata: Mapping[str, Any], ttgir: str) -> About:
     """Return the complete metadata of a kernel that Triton compiled from ``src``."""
     function, arch = str(src.fn.__name__), int(metadata["target"].arch)
-    named = {place: src.fn.arg_names[place[0]] for place in src.constants}
+    named = {path: src.fn.arg_names[path[0]] for path in src.constants}
     constants = {}
-    for place, value in src.constants.items():
+    for path, value in src.constants.items():
         try:
-            constants[place] = tree_of(value)
+            constants[path] = constant_tree(value)
         except TypeError as error:
             expected = f"a value with an exact text ({error})"
-            raise InvalidArgument(function, named[place], value, expected) from error
-    attributes = {place: dict(each) for place, each in src.attrs.items() if each}
+            raise InvalidArgument(function, named[path], value, expected) from error
+    attributes = {path: dict(each) for path, each in src.attrs.items() if each}
     options = options_of(metadata)
     # With warp specialisation, num_warps in the metadata includes the helper warps.
     num_warps = re.search(r'"ttg\.num-warps" = (\d+)', ttgir)
@@ -73,12 +79,14 @@ def about_of(src: Any, metadata: Mapping[str, Any], ttgir: str) -> About:
     )  # fmt: skip
 
 
-def about(metadata: Any, function: str, where: str) -> About | None:
-    """Return the facts in ``metadata``; ``None`` if ``metadata`` is ``None``.
+def read_metadata(metadata: Any, function: str, where: str) -> About | None:
+    """Return ``metadata`` as ``About``; ``None`` if ``metadata`` is ``None``.
 
     Args:
         metadata: a dict, the path of a JSON file, ``compiled.metadata``, or the compiled kernel
-            itself, which has the most facts.
+            itself. Only the compiled kernel always has the specialisation.
+        function: name of the kernel.
+        where: source of the metadata, for error messages.
 
     Raises:
         InvalidArtefact: ``metadata`` cannot be read.
@@ -86,7 +94,9 @@ def about(metadata: Any, function: str, where: str) -> About | None:
     if metadata is None:
         return None
     if hasattr(metadata, "asm") and hasattr(metadata, "src"):
-        return about_of(metadata.src, metadata.metadata._asdict(), str(metadata.asm.get("ttgir")))
+        return metadata_of(
+            metadata.src, metadata.metadata._asdict(), str(metadata.asm.get("ttgir"))
+        )
     try:
         if isinstance(metadata, (str, os.PathLike)):
             where, metadata = str(metadata), codec.loads(Path(metadata).read_bytes())
@@ -105,21 +115,21 @@ def about(metadata: Any, function: str, where: str) -> About | None:
 
 
 def _parse_triton_runner(signature: str) -> Specialisation:
-    """Parse triton-runner's text: a tuple of (name, type, specialisation, passed by keyword)."""
+    """Parse triton-runner's text: for each argument (name, type, specialisation, is keyword)."""
     kinds: dict[str, Any] = {}
-    constants: dict[Place, Any] = {}
-    attributes: dict[Place, dict[str, int]] = {}
+    constants: dict[ArgumentPath, Any] = {}
+    attributes: dict[ArgumentPath, dict[str, int]] = {}
     for index, (name, kind, special, *_) in enumerate(ast.literal_eval(signature)):
         kinds[name] = kind
         if kind == CONSTANT:
-            constants[(index,)] = tree_of(special)
+            constants[(index,)] = constant_tree(special)
         elif special == "D":
             attributes[(index,)] = {DIVISIBILITY: 16}
     return Specialisation(kinds, constants, attributes)
 
 
-def about_from_ir(function: str, text: str, where: str) -> About:
-    """Return the facts in the TTIR or TTGIR of a kernel without metadata."""
+def metadata_from_ir(function: str, text: str, where: str) -> About:
+    """Return the metadata that the TTIR or TTGIR of a kernel contains."""
     if "tt.func" not in text:
         raise InvalidArtefact(where, "the text is not a kernel in TTIR or TTGIR")
     target = re.search(r'ttg\.target = "cuda:(\d+)"', text)
@@ -131,21 +141,22 @@ def about_from_ir(function: str, text: str, where: str) -> About:
         raise InvalidArtefact(where, str(error)) from error
 
 
-def with_specialisation(artefact: Artefact, call: Specialisation) -> Artefact:
+def with_specialisation(artefact: Artefact, launched: Specialisation) -> Artefact:
     """Return ``artefact`` with a specialisation.
 
-    If its specialisation is unknown, read types and alignments from the IR, add the constants of
-    ``call``, and warn. If the IR has no types either, use the specialisation of ``call``.
+    If the artefact has none, warn, read types and alignments from the IR, and take constants from
+    ``launched``, the specialisation of the launch. If the IR cannot be read, use all of
+    ``launched``.
     """
     if artefact.about.specialisation is not None:
         return artefact
-    passed = [place for place, (_, kind) in call.leaves.items() if kind != CONSTANT]
-    kinds = {place: kind for place, (_, kind) in call.leaves.items()}
+    passed = [path for path, (_, kind) in launched.leaves.items() if kind != CONSTANT]
+    kinds = {path: kind for path, (_, kind) in launched.leaves.items()}
     # A host-side tensor descriptor becomes several parameters in the IR.
     has_descriptors = any(kind.startswith("tensordesc") for kind in kinds.values())
     is_readable = artefact.level in SELF_DESCRIBING and not has_descriptors
     arguments = _ir_arguments(artefact) if is_readable else None
-    attributes = dict(call.attributes)
+    attributes = dict(launched.attributes)
     unchecked = "neither types, alignments nor constants of its arguments can be checked"
     if arguments is not None:
         if len(arguments) != len(passed):
@@ -153,10 +164,10 @@ def with_specialisation(artefact: Artefact, call: Specialisation) -> Artefact:
                 artefact.about.function, artefact.where,
                 f"it takes {len(arguments)} arguments at run time, the call has {len(passed)}",
             )  # fmt: skip
-        for place, (kind, known) in zip(passed, arguments, strict=True):
-            attributes[place] = known
-            if kind and kind != kinds[place].replace("u", "i").replace("*k", "*"):
-                kinds[place] = kind  # MLIR has neither unsigned types nor pointers to constants
+        for path, (kind, known) in zip(passed, arguments, strict=True):
+            attributes[path] = known
+            if kind and kind != kinds[path].replace("u", "i").replace("*k", "*"):
+                kinds[path] = kind  # MLIR has neither unsigned types nor pointers to constants
         unchecked = "constants of its arguments cannot be checked"
     warn_at(
         _calling_frame(),
@@ -165,8 +176,8 @@ def with_specialisation(artefact: Artefact, call: Specialisation) -> Artefact:
         ArtefactWarning,
     )
     every = {name: _nested((index,), kind, kinds)
-             for index, (name, kind) in enumerate(call.types.items())}  # fmt: skip
-    made_for = Specialisation(every, dict(call.constants), attributes)
+             for index, (name, kind) in enumerate(launched.types.items())}  # fmt: skip
+    made_for = Specialisation(every, dict(launched.constants), attributes)
     about = dataclasses.replace(artefact.about, specialisation=made_for)
     return Artefact(artefact.level, artefact.data, about, artefact.where)
 
@@ -179,14 +190,14 @@ def _calling_frame() -> types.FrameType:
     return frame or sys._getframe(1)
 
 
-def _nested(place: Place, kind: Any, kinds: Mapping[Place, str]) -> Any:
+def _nested(path: ArgumentPath, kind: Any, kinds: Mapping[ArgumentPath, str]) -> Any:
     if isinstance(kind, (tuple, list)):
-        return tuple(_nested((*place, i), inner, kinds) for i, inner in enumerate(kind))
-    return kinds[place]
+        return tuple(_nested((*path, i), inner, kinds) for i, inner in enumerate(kind))
+    return kinds[path]
 
 
 def _ir_arguments(artefact: Artefact) -> list[tuple[str, dict[str, int]]] | None:
-    """Return the type and the known attributes of each argument of the IR's public function."""
+    """Return type and attributes of each argument of the public function in the artefact's IR."""
     text = artefact.data.decode("utf-8", "replace")
     line = re.search(r"tt\.func public @[^(\n]*\((.*)", text)
     if line is None:

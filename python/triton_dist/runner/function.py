@@ -1,8 +1,9 @@
 """Subclasses of Triton's JIT functions whose launches accept an artefact.
 
-This module and ``build.py`` are the two that call private parts of Triton: here ``run`` and
-``_do_compile`` of ``JITFunction``, which are equal in Triton 3.6 to 3.9 except for the hooks'
-arguments. Triton itself is not patched: other kernels launch as fast as before.
+An artefact is a kernel at one compilation level, with metadata. This module and ``build.py`` call
+private parts of Triton: here ``run`` and ``_do_compile`` of ``JITFunction``. Both are equal in
+Triton 3.6 to 3.9, except for the arguments of hooks. Triton itself is not patched, so other kernels
+launch as fast as before.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from triton_dist.runner import files, foreign, toolchains
 from triton_dist.runner.artefact import LEVELS, Artefact
 from triton_dist.runner.build import build
 from triton_dist.runner.language import DUMP, KernelWithDump, jit_options, with_dump_argument
-from triton_dist.runner.specialisation import Specialisation, tree_of
+from triton_dist.runner.specialisation import Specialisation, constant_tree
 from triton_dist.runtime.triton_compat import triton_version
 
 P = ParamSpec("P")
@@ -67,12 +68,12 @@ def resolve(function: str, keyword: str, value: Any, metadata: Any) -> Artefact:
     where, text = keyword, str(value)
     if isinstance(value, os.PathLike) or ("\n" not in text and text.endswith(f".{level}")):
         where, text = text, files.content(Path(text)).decode("utf-8", "replace")
-    about = foreign.about(metadata, function, where)
+    about = foreign.read_metadata(metadata, function, where)
     if about is None:
         if level not in foreign.SELF_DESCRIBING:
             why = "pass metadata_json: the text lacks launch facts such as shared memory"
             raise InvalidArtefact(where, why)
-        about = foreign.about_from_ir(function, text, where)
+        about = foreign.metadata_from_ir(function, text, where)
     return _checked(Artefact(level, text.encode(), about, where))
 
 
@@ -90,10 +91,9 @@ class Runner:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._artefacts: dict[str, Artefact] = {}
-        """Artefacts of earlier launches, by their text in Triton's kernel cache key."""
-        self._known: dict[Any, tuple[str | None, dict[str, Any]]] = {}
-        """The text (``None``: a plain Triton launch) and the constants that a launch may omit, by
-        keyword, value and number of positional arguments."""
+        """Artefacts of earlier launches, by their token in Triton's kernel cache key."""
+        self._resolved: dict[Any, tuple[str | None, dict[str, Any]]] = {}
+        """Results of ``_resolve``, by keyword, value and number of positional arguments."""
         self._dump_variant: KernelWithDump | None = None
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
@@ -135,7 +135,7 @@ class Runner:
         return self._dump_variant
 
     def _put_artefact(self, positional: int, kwargs: dict[str, Any]) -> None:
-        """Replace the artefact keyword by the text that separates kernels in Triton's cache."""
+        """Replace the artefact keyword by a token that is part of Triton's kernel cache key."""
         keyword, *others = [name for name in kwargs if name in KEYWORDS]
         if others:
             raise InvalidArgument(
@@ -143,7 +143,7 @@ class Runner:
             )
         value = kwargs.pop(keyword)
         try:
-            token, constants = self._known[keyword, value, positional]
+            token, constants = self._resolved[keyword, value, positional]
         except (KeyError, TypeError):  # new, or not hashable; resolve() rejects wrong values
             token, constants = self._resolve(keyword, value, positional, kwargs)
         if token is not None:
@@ -154,12 +154,14 @@ class Runner:
     def _resolve(
         self, keyword: str, value: Any, positional: int, kwargs: dict[str, Any]
     ) -> tuple[str | None, dict[str, Any]]:
+        """Return the token of a launch (``None``: a plain Triton launch), and the artefact's
+        constants that the launch may omit."""
         found: tuple[str | None, dict[str, Any]]
         if keyword == TOOLCHAIN:
             if value is not None:
                 toolchains.folder_of(value)
             found = None if value is None else f"{TOOLCHAIN} {value}", {}
-            self._known[keyword, value, positional] = found
+            self._resolved[keyword, value, positional] = found
             return found
         artefact = resolve(self._function_name, keyword, value, kwargs.pop("metadata_json", None))
         token = f"{artefact.digest}.{artefact.level}"
@@ -169,7 +171,7 @@ class Runner:
         left_out = declared - given
         found = token, {n: v for n, v in artefact.constants().items() if n in left_out}
         if not keyword.endswith("_src"):  # the next launch may pass a text with other metadata
-            self._known[keyword, value, positional] = found
+            self._resolved[keyword, value, positional] = found
         return found
 
     @property
@@ -186,8 +188,8 @@ class Runner:
                 key, signature, device, constexprs, options, attrs, warmup
             )
         cache, _, target, backend, _ = self.device_caches[device]  # type: ignore[attr-defined]
-        attributes = {place: dict(each) for place, each in attrs.items() if each}
-        call = Specialisation(signature, _trees(constexprs), attributes)
+        attributes = {path: dict(each) for path, each in attrs.items() if each}
+        launched = Specialisation(signature, _trees(constexprs), attributes)
         targets = () if triton_version() < _HOOKS_GET_TARGET else (target,)
         seen = (key, signature, *targets, device)
         after = (constexprs, options, [attrs], warmup)
@@ -195,15 +197,17 @@ class Runner:
         if self._call_hook(hooks.jit_cache_hook, *seen, *after):  # type: ignore[attr-defined]
             return None
         if named in self._artefacts:
-            artefact = foreign.with_specialisation(self._artefacts[named], call)
+            artefact = foreign.with_specialisation(self._artefacts[named], launched)
         else:
             name = named.removeprefix(f"{TOOLCHAIN} ")
-            artefact = toolchains.compiled(self, name, call, vars(options), target.arch)
+            artefact = toolchains.compile_with_toolchain(
+                self, name, launched, vars(options), target.arch
+            )
         made_for = artefact.about.specialisation
-        why = artefact.about.refusal(artefact.level, call, target.arch)
+        why = artefact.about.refusal(artefact.level, launched, target.arch)
         if why is not None or made_for is None:
             raise ArtefactRefused(self._function_name, artefact.where, why or "it has no metadata")
-        constants = {place: constexprs[place] for place in made_for.constants}
+        constants = {path: constexprs[path] for path in made_for.constants}
         kernel = build(self, artefact, made_for, constants, options, target, backend)
         cache[key] = kernel
         self._call_hook(hooks.jit_post_compile_hook, *seen, *after)  # type: ignore[attr-defined]
@@ -211,13 +215,16 @@ class Runner:
 
 
 def _trees(constexprs: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the constants of a call as trees; a constant without exact text equals no other."""
+    """Return the constants of a launch as JSON trees, by path.
+
+    A constant without an exact text gets a unique tree, which equals no constant of an artefact.
+    """
     trees = {}
-    for place, value in constexprs.items():
+    for path, value in constexprs.items():
         try:
-            trees[place] = tree_of(value)
+            trees[path] = constant_tree(value)
         except TypeError:
-            trees[place] = {"object": f"{type(value).__qualname__} at {id(value):#x}"}
+            trees[path] = {"object": f"{type(value).__qualname__} at {id(value):#x}"}
     return trees
 
 
@@ -268,19 +275,19 @@ def jit(fn: Any = None, **options: Any) -> Any:
     * ``artefact``: an :class:`Artefact`, as ``runner.load`` returns it;
     * ``ttir_dir``, ``ttgir_dir``, ``llir_dir``, ``ptx_dir``, ``cubin_dir``: a folder with
       ``<kernel>.<level>`` and ``<kernel>.json``, as ``runner.export`` writes it;
-    * ``autotune_cubin_dir``: as ``cubin_dir``, for a ``triton.Config``;
+    * ``autotune_cubin_dir``: the same as ``cubin_dir``, for a ``triton.Config``;
     * ``ttir_src``, ``ttgir_src``, ``llir_src``, ``ptx_src``: text or path of a file, with
       ``metadata_json`` (dict, path, ``compiled.metadata`` or the compiled kernel itself);
     * ``dump_tensor``: the tensor that :mod:`triton_dist.runner.language` stores to;
     * ``toolchain``: name in ``TRITON_DIST_TOOLCHAINS`` of another installed Triton that compiles
       the kernel; ``None``: this process's Triton.
 
-    ``tl.constexpr`` arguments that a launch omits are taken from the artefact; arguments that it
-    passes must equal the artefact's. ``num_warps`` and other options are always the artefact's. A
-    folder is read once per process.
+    ``tl.constexpr`` arguments that a launch omits are taken from the artefact. Those that a launch
+    passes must equal the artefact's values. ``num_warps`` and other options of the launch are
+    ignored. A folder is read once per process.
 
     Raises:
-        InvalidArgument: an unknown artefact keyword, several keywords, or an interpreted kernel.
+        InvalidArgument: an unsupported keyword, several keywords, or an interpreted kernel.
         InvalidArtefact: at the launch, if the file is missing, damaged or does not compile.
         ArtefactRefused: at the launch, if the artefact was compiled for other arguments; nothing
             has run.

@@ -1,4 +1,4 @@
-"""Functions that store values of blocks during a launch, for inspection after the launch.
+"""Kernel functions that store values during a launch, for inspection after the launch.
 
     @runner.jit
     def kernel(x_ptr, n, BLOCK: tl.constexpr):
@@ -75,7 +75,9 @@ def dump(value: Any, offset: Any = 0, grid: Any = 0, _generator: Any = None) -> 
     """Store ``value`` in row-major order to ``dump_tensor``, starting at element ``offset``.
 
     Args:
-        grid: index of the program that stores, one to three numbers; default: the first program.
+        value: a block or a scalar.
+        offset: first element of ``dump_tensor`` to write.
+        grid: ids of the program that stores, one to three numbers; default: the first program.
 
     Raises:
         InvalidArgument: at the launch, if a function called by the kernel calls ``dump``, or if
@@ -100,14 +102,14 @@ def dump_boundary(value: Any, offset: Any = 0, _generator: Any = None) -> None:
 
 @_register_builtin
 def dump_grids(value: Any, offset: Any = 0, _generator: Any = None) -> None:
-    """Store ``value`` like :func:`dump` in every program, block after block, last axis fastest."""
+    """Store ``value`` of all programs, one after another; the last grid axis varies fastest."""
     pointer = _pointer("dump_grids", _generator)
     if pointer is not None:
         _call(_generator, _dump_grids, pointer, value, offset)
 
 
 def _pointer(function: str, generator: Any) -> Any:
-    """Return ``dump_tensor`` of the kernel that is compiled or interpreted, or ``None``."""
+    """Return ``dump_tensor`` of the kernel that is being compiled or interpreted, or ``None``."""
     if generator is None:
         return _interpreted[-1] if _interpreted else None
     if not generator.is_kernel:

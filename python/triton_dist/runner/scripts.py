@@ -1,4 +1,4 @@
-"""Functions with the names of triton-runner: its scripts run after a change of the import."""
+"""Functions that scripts for triton-runner import, with triton-runner's names."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import triton
 from triton_dist.runner.function import jit
 
 autotune = triton.autotune
-"""Triton's own ``autotune``, which works with ``autotune_cubin_dir``."""
-_replaced: dict[Any, Any] = {}
+"""Triton's own ``autotune``, whose configs may have ``autotune_cubin_dir``."""
+_original_jit: dict[Any, Any] = {}
 
 
 def configure_jit_backend() -> None:
@@ -21,10 +21,10 @@ def configure_jit_backend() -> None:
     """
     from triton.experimental import gluon
 
-    if _replaced:
+    if _original_jit:
         return
     for module in (triton, gluon):
-        _replaced[module] = module.jit
+        _original_jit[module] = module.jit
         module.jit = _decorator(module.jit)
 
 
@@ -38,9 +38,9 @@ def _decorator(original: Any) -> Any:
 
 
 def restore_jit_backend() -> None:
-    """Undo :func:`configure_jit_backend`; kernels decorated in the meantime are not changed."""
-    while _replaced:
-        module, original = _replaced.popitem()
+    """Undo :func:`configure_jit_backend`. Kernels that were already decorated do not change."""
+    while _original_jit:
+        module, original = _original_jit.popitem()
         module.jit = original
 
 

@@ -1,7 +1,7 @@
 """Split a kernel's text into layouts, loops and the rest, to compare two kernels.
 
-Each instruction belongs to its innermost loop. Names of values and registers, source lines and
-addresses are removed, because they do not affect execution.
+Each instruction belongs to the innermost loop that contains it. Names of values and registers,
+source lines and addresses are removed, because they do not affect execution.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 LAYOUTS, OUTSIDE = "layouts", "outside of loops"
 Line = tuple[str, str, str]
-"""A label, an address or an empty text; an instruction; the label that it may branch to."""
+"""(label or address, instruction, label to which the instruction may branch); "" if absent."""
 
 _COMMENT = re.compile(r"//.*")
 _LABEL = re.compile(r"(\$?[\w.$]+):(?!:)\s*(.*)")
@@ -29,7 +29,7 @@ _VALUE = re.compile(r"%[\w-]+(?:[:#]\d+)?")
 
 @dataclass
 class Section:
-    """A part of a kernel: its lines, and the count of each operation."""
+    """A part of a kernel: its lines, and the number of uses of each operation."""
 
     lines: list[str] = field(default_factory=list)
     operations: Counter[str] = field(default_factory=Counter)
@@ -94,27 +94,31 @@ def _sass_sections(text: str) -> dict[str, Section]:
     for address, instruction in _SASS.findall(text):
         branch = _SASS_BRANCH.search(instruction)
         target = f"{int(branch[1], 16):x}" if branch else ""
-        place = f"{int(address, 16):x}"
-        if instruction == "NOP" or target == place:  # padding after the end
+        label = f"{int(address, 16):x}"
+        if instruction == "NOP" or target == label:  # padding after the end of the kernel
             continue
-        lines += [(place, "", ""), ("", instruction, target)]
+        lines += [(label, "", ""), ("", instruction, target)]
     return _loop_sections(lines, _SASS_REGISTER, r"\1")
 
 
 def _loop_sections(
     lines: list[Line], register: re.Pattern[str], replacement: str
 ) -> dict[str, Section]:
-    """Return the sections of a listing with labels. A loop ends at a backward branch."""
-    places = {label: place for place, (label, _, _) in enumerate(lines) if label}
+    """Return the sections of a listing with labels.
+
+    A backward branch ends a loop, which began at the branch's target. ``replacement`` replaces the
+    names of registers.
+    """
+    index_of_label = {label: index for index, (label, _, _) in enumerate(lines) if label}
     ends: dict[int, int] = {}
-    for place, (_, _, target) in enumerate(lines):
-        if target and places.get(target, place) < place:
-            ends[places[target]] = place
+    for index, (_, _, target) in enumerate(lines):
+        if target and index_of_label.get(target, index) < index:
+            ends[index_of_label[target]] = index
     names = {begin: f"loop {number}" for number, begin in enumerate(sorted(ends), 1)}
     found = {name: Section() for name in (OUTSIDE, *names.values())}
-    for place, (_, instruction, _) in enumerate(lines):
+    for index, (_, instruction, _) in enumerate(lines):
         if instruction:
-            enclosing = [begin for begin, end in ends.items() if begin <= place <= end]
+            enclosing = [begin for begin, end in ends.items() if begin <= index <= end]
             words = re.sub(r"^@!?%?\w+\s+", "", instruction)
             line = register.sub(replacement, re.sub(r"\$L\w+|\b0x[0-9a-f]+$", "…", words))
             found[names[max(enclosing)] if enclosing else OUTSIDE].add(line, words.split()[0])

@@ -1,8 +1,8 @@
-"""Specialisations of kernels, and the check whether a launch fits a specialisation.
+"""Specialisations of kernels, and the check whether a kernel can serve a launch.
 
 A kernel also serves launches with a stricter specialisation: a kernel that was compiled for
 pointers of any alignment serves aligned pointers. :meth:`Specialisation.mismatches` returns why a
-launch does not fit.
+kernel cannot serve a launch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ CONSTANT = "constexpr"
 """Type of an argument that is a compile-time constant."""
 DIVISIBILITY = "tt.divisibility"
 
-Place = tuple[int, ...]
-"""Index of an argument, followed by the indices in nested tuples."""
+ArgumentPath = tuple[int, ...]
+"""Index of an argument; for a member of a tuple, followed by its indices in the nested tuples."""
 
 
 @dataclass(frozen=True)
@@ -31,45 +31,46 @@ class Specialisation:
 
     types: Mapping[str, Any]
     """Type of each argument by name: a text such as ``*fp16``, or a tuple of types."""
-    constants: Mapping[Place, codec.Tree]
-    attributes: Mapping[Place, Mapping[str, int]]
-    """Attributes of the argument at ``Place``, such as ``{"tt.divisibility": 16}``."""
+    constants: Mapping[ArgumentPath, codec.Tree]
+    attributes: Mapping[ArgumentPath, Mapping[str, int]]
+    """Attributes of each argument by path, such as ``{"tt.divisibility": 16}``."""
 
     @functools.cached_property
-    def leaves(self) -> dict[Place, tuple[str, str]]:
-        """Return (name, type) of each argument; members of a tuple are named ``pair[0]``."""
+    def leaves(self) -> dict[ArgumentPath, tuple[str, str]]:
+        """Name and type by path, for members instead of tuples; names of members: ``pair[0]``."""
         named = list(self.types.items())
-        return {place: leaf for i, one in enumerate(named) for place, leaf in _leaves((i,), *one)}
+        return {path: leaf for i, one in enumerate(named) for path, leaf in _leaves((i,), *one)}
 
     def to_tree(self) -> codec.Tree:
-        """Return ``{"type": "*fp16", "tt.divisibility": 16}`` or ``{"constant": 64}`` by name.
+        """Return a JSON tree by argument name.
 
-        A tuple is a list of these.
+        Values are ``{"type": "*fp16", "tt.divisibility": 16}`` or ``{"constant": 64}``; for a
+        tuple, a list of such values.
         """
         return {n: self._tree((i,), kind) for i, (n, kind) in enumerate(self.types.items())}
 
-    def _tree(self, place: Place, kind: Any) -> codec.Tree:
+    def _tree(self, path: ArgumentPath, kind: Any) -> codec.Tree:
         if isinstance(kind, (tuple, list)):
-            return [self._tree((*place, index), inner) for index, inner in enumerate(kind)]
+            return [self._tree((*path, index), inner) for index, inner in enumerate(kind)]
         if kind == CONSTANT:
-            return {"constant": self.constants.get(place)}
-        return {"type": str(kind), **self.attributes.get(place, {})}
+            return {"constant": self.constants.get(path)}
+        return {"type": str(kind), **self.attributes.get(path, {})}
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, codec.Tree]) -> Specialisation:
-        """Return the specialisation that ``to_tree`` wrote; raise for another format."""
-        constants: dict[Place, codec.Tree] = {}
-        attributes: dict[Place, dict[str, int]] = {}
+        """Return the specialisation of a tree from ``to_tree``; raise for another format."""
+        constants: dict[ArgumentPath, codec.Tree] = {}
+        attributes: dict[ArgumentPath, dict[str, int]] = {}
 
-        def read(place: Place, node: Any) -> Any:
+        def read(path: ArgumentPath, node: Any) -> Any:
             if isinstance(node, list):
-                return tuple(read((*place, index), inner) for index, inner in enumerate(node))
+                return tuple(read((*path, index), inner) for index, inner in enumerate(node))
             if "constant" in node:
-                constants[place] = node["constant"]
+                constants[path] = node["constant"]
                 return CONSTANT
             known = {name: int(value) for name, value in node.items() if name != "type"}
             if known:
-                attributes[place] = known
+                attributes[path] = known
             return str(node["type"])
 
         types = {name: read((i,), node) for i, (name, node) in enumerate(tree.items())}
@@ -79,50 +80,52 @@ class Specialisation:
         """Return readable text by name: ``*fp16, divisibility 16``, or the value of a constant."""
         return {name: _readable(tree) for name, tree in self.to_tree().items()}
 
-    def mismatches(self, call: Specialisation) -> list[str]:
-        """Return why a kernel with this specialisation cannot serve a launch specialised as
-        ``call``; empty if it can."""
-        if list(self.types) != list(call.types):
+    def mismatches(self, launched: Specialisation) -> list[str]:
+        """Return the reasons why a kernel with this specialisation cannot serve a launch with
+        specialisation ``launched``; empty if it can."""
+        if list(self.types) != list(launched.types):
             return [
                 f"its arguments are ({', '.join(self.types)}), the function's arguments are "
-                f"({', '.join(call.types)})"
+                f"({', '.join(launched.types)})"
             ]
-        places = [*self.leaves, *(place for place in call.leaves if place not in self.leaves)]
-        return [why for place in places if (why := self._mismatch(place, call))]
+        paths = [*self.leaves, *(path for path in launched.leaves if path not in self.leaves)]
+        return [why for path in paths if (why := self._mismatch(path, launched))]
 
-    def _mismatch(self, place: Place, call: Specialisation) -> str:
-        call_name, call_type = call.leaves.get(place, ("", "nothing"))
-        name, compiled_type = self.leaves.get(place, (call_name, "nothing"))
+    def _mismatch(self, path: ArgumentPath, launched: Specialisation) -> str:
+        call_name, call_type = launched.leaves.get(path, ("", "nothing"))
+        name, compiled_type = self.leaves.get(path, (call_name, "nothing"))
         if compiled_type == CONSTANT:
-            compiled_value, call_value = self.constants.get(place), call.constants.get(place)
+            compiled_value, call_value = self.constants.get(path), launched.constants.get(path)
             has = f"it has {name} = {show(compiled_value)}"
             if call_type != CONSTANT:
                 return f"{has}, the call has another value of type {call_type}"
             differs = codec.text(compiled_value) != codec.text(call_value)
             return f"{has}, the call has {show(call_value)}" if differs else ""
-        value: Any = call.constants.get(place)
+        value: Any = launched.constants.get(path)
         if call_type == CONSTANT and not (type(value) is int and _fits(value, compiled_type)):
             return f"it takes {name} as {compiled_type}, the call has the constant {show(value)}"
         is_widened = (compiled_type, call_type) == ("i64", "i32")
         if call_type not in (CONSTANT, compiled_type) and not is_widened:
             return f"it takes {name} as {compiled_type}, the call has {call_type}"
-        for attribute, needed in self.attributes.get(place, {}).items():
+        for attribute, needed in self.attributes.get(path, {}).items():
             if call_type == CONSTANT and attribute == DIVISIBILITY and value % needed == 0:
                 continue
-            if call.attributes.get(place, {}).get(attribute) != needed:
+            if launched.attributes.get(path, {}).get(attribute) != needed:
                 if attribute != DIVISIBILITY:
-                    return f"it requires {attribute} = {needed} of {name}, the call's lacks it"
+                    return f"it requires {attribute} = {needed} of {name}, the call lacks it"
                 what = "at an address" if compiled_type.startswith("*") else "to be"
                 return f"it requires {name} {what} divisible by {needed}, the call's is not"
         return ""
 
 
-def _leaves(place: Place, name: str, kind: Any) -> Iterator[tuple[Place, tuple[str, str]]]:
+def _leaves(
+    path: ArgumentPath, name: str, kind: Any
+) -> Iterator[tuple[ArgumentPath, tuple[str, str]]]:
     if isinstance(kind, (tuple, list)):
         for index, inner in enumerate(kind):
-            yield from _leaves((*place, index), f"{name}[{index}]", inner)
+            yield from _leaves((*path, index), f"{name}[{index}]", inner)
     else:
-        yield place, (name, str(kind))
+        yield path, (name, str(kind))
 
 
 def _readable(tree: Any) -> str:
@@ -139,26 +142,29 @@ def _fits(value: int, kind: str) -> bool:
     return -(2**bits) <= value < 2**bits and bits > 0
 
 
-def tree_of(value: Any) -> codec.Tree:
-    """Return a constant of a kernel as a JSON tree; raise ``TypeError`` if it has no exact text."""
+def constant_tree(value: Any) -> codec.Tree:
+    """Return a constant of a kernel as a JSON tree; raise ``TypeError`` if this is not possible."""
     if isinstance(value, tl.constexpr):
-        return tree_of(value.value)
+        return constant_tree(value.value)
     if isinstance(value, tl.dtype):
         return {"triton.dtype": str(value)}
     if type(value) is tuple:
-        return {"tuple": [tree_of(item) for item in value]}
+        return {"tuple": [constant_tree(item) for item in value]}
     if hasattr(value, "cache_key") and hasattr(value, "fn"):
         return {"kernel": f"{value.__module__}:{value.__qualname__}"}
     return codec.encode(value)
 
 
-def value_of(tree: codec.Tree) -> Any:
-    """Return the constant of a tree; raise ``ValueError`` if it can only be compared."""
+def restored(tree: codec.Tree) -> Any:
+    """Return the constant of a tree from ``constant_tree``.
+
+    Raise ``ValueError`` if the constant cannot be restored, only compared.
+    """
     match tree:
         case {"triton.dtype": str(name)}:
             return tl.dtype(name)
         case {"tuple": list(items)}:
-            return tuple(map(value_of, items))
+            return tuple(map(restored, items))
         case {"float": str(text)}:
             return float(text)
         case dict() | list():
@@ -166,9 +172,9 @@ def value_of(tree: codec.Tree) -> Any:
     return tree
 
 
-def can_be_read(tree: codec.Tree) -> bool:
+def is_restorable(tree: codec.Tree) -> bool:
     try:
-        value_of(tree)
+        restored(tree)
     except ValueError:
         return False
     return True

@@ -1,8 +1,9 @@
 """Compile kernels with another installed Triton: ``kernel[grid](..., toolchain="3.8")``.
 
-A newer compiler makes some kernels faster and others slower. A separate process with the other
-Triton first on its path compiles the kernel for this process's GPU, without using the GPU. The
-resulting artefact is stored in ``TRITON_DIST_CACHE_DIR`` and runs in this process.
+A newer compiler makes some kernels faster and others slower. Another process, on whose
+``PYTHONPATH`` the other Triton is first, compiles the kernel for this process's GPU without using
+the GPU. The resulting artefact (cubin and metadata) is stored in ``TRITON_DIST_CACHE_DIR`` and runs
+in this process.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from triton_dist._tuning.values import codec
 from triton_dist.errors import CompileTimeout, InvalidArgument, InvalidArtefact, KernelNotShipped
 from triton_dist.runner import files, foreign
 from triton_dist.runner.artefact import Artefact
-from triton_dist.runner.specialisation import Specialisation, can_be_read, value_of
+from triton_dist.runner.specialisation import Specialisation, is_restorable, restored
 from triton_dist.runtime import triton_compat
 from triton_dist.runtime.compiling.kernels import use_target
 
@@ -41,7 +42,7 @@ _LAST_LINES = 4
 
 
 class Toolchain(str):
-    """The name of a toolchain; its ``repr`` includes the version of its Triton."""
+    """The name of a toolchain (an installed Triton); its ``repr`` includes the Triton version."""
 
     __slots__ = ()
 
@@ -56,7 +57,7 @@ def _version(folder: Path) -> str:
 
 
 def folder_of(name: Any) -> Path:
-    """Return the folder of the Triton that ``TRITON_DIST_TOOLCHAINS`` calls ``name``."""
+    """Return the folder that ``TRITON_DIST_TOOLCHAINS`` has for toolchain ``name``."""
     known = dict(knobs.toolchains.get())
     if name not in known:
         named = ", ".join(known) or "none"
@@ -69,14 +70,15 @@ def folder_of(name: Any) -> Path:
     return folder.resolve()
 
 
-def compiled(
+def compile_with_toolchain(
     function: Any, name: str, specialisation: Specialisation, options: Mapping[str, Any], arch: int
 ) -> Artefact:
-    """Return the specialised ``function``, compiled by the toolchain called ``name``.
+    """Return the artefact of ``function`` that toolchain ``name`` compiles for compute capability
+    ``arch``.
 
     Raises:
         InvalidArgument: unknown toolchain, or a kernel that another process cannot import.
-        InvalidArtefact: the toolchain cannot compile the kernel, or its metadata is not usable.
+        InvalidArtefact: the toolchain cannot compile the kernel, or the result cannot be read.
         CompileTimeout: compilation took longer than ``TRITON_DIST_COMPILE_TIMEOUT``.
         KernelNotShipped: the kernel is not in the cache, and compiling is forbidden.
     """
@@ -127,15 +129,15 @@ def _compile_in_subprocess(kernel: str, folder: Path, request: Mapping[str, Any]
 
 
 def compile_here(request: Mapping[str, Any]) -> None:
-    """Compile the kernel of a request of :func:`compiled`; runs in the other process."""
+    """Compile the kernel of a ``request`` of :func:`compile_with_toolchain`, in another process."""
     target = GPUTarget("cuda", request["arch"], 32)
     use_target(target)
     function = _import_kernel(request["module"], request["file"], request["function"])
     made_for = Specialisation.from_tree(request["arguments"])
-    unreadable = [tree for tree in made_for.constants.values() if not can_be_read(tree)]
+    unreadable = [tree for tree in made_for.constants.values() if not is_restorable(tree)]
     if unreadable:
         raise ValueError(f"constants that cannot be passed to another process: {unreadable}")
-    constants = {place: value_of(tree) for place, tree in made_for.constants.items()}
+    constants = {path: restored(tree) for path, tree in made_for.constants.items()}
     attributes = {p: [[n, v] for n, v in each.items()] for p, each in made_for.attributes.items()}
     source_class = triton_compat.source_class(function)
     source = source_class(function, dict(made_for.types), constants, attributes)
@@ -143,7 +145,7 @@ def compile_here(request: Mapping[str, Any]) -> None:
 
 
 def _import_kernel(module_name: str, file: str, function: str) -> Any:
-    """Return the kernel without decorators that select configs, such as ``triton.autotune``."""
+    """Import a kernel, and remove decorators that select configs, such as ``triton.autotune``."""
     try:
         if module_name == "__main__":
             raise ImportError

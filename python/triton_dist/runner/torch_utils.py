@@ -16,12 +16,12 @@ def get_active_torch_device() -> Any:
 
 
 def get_grid_dim(tensor_shape: Sequence[int], block_shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the number of blocks along each axis."""
+    """Return the number of blocks along each axis that cover a tensor."""
     return tuple(map(triton.cdiv, tensor_shape, block_shape))
 
 
 def get_n_elements_with_grid(block_shape: Sequence[int], grid: Sequence[int]) -> int:
-    """Return the number of elements in the blocks of all programs, including padding."""
+    """Return the number of elements in the blocks of all programs, padding included."""
     return math.prod(block_shape) * math.prod(grid)
 
 

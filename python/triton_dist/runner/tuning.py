@@ -1,4 +1,4 @@
-"""Config spaces of pre-compiled kernels and of toolchains."""
+"""Config spaces for ``tune.autotune``: pre-compiled kernels, and compilers (toolchains)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def cubin_space(
 ) -> Callable[[], list[dict[str, Any]]]:
     """Return a config space of all cubins of ``kernel`` in ``folder`` and its subfolders.
 
-    ``tune.autotune`` reads the space at the first tuning. Configs are ``{"artefact": artefact}``,
-    ordered by path. Configs contain digests of the files: changing, adding or removing a file
-    causes a new tuning; moving the folder does not.
+    ``tune.autotune`` reads the folder at the first tuning. Configs are ``{"artefact": artefact}``,
+    ordered by path. They contain digests of the files, not their paths. A changed, added or removed
+    file therefore causes a new tuning, and a moved folder does not.
 
     Args:
         folder: output of ``triton-dist dump``, or folders of ``runner.export``.
-        kernel: the kernel, or its name.
+        kernel: the kernel (a decorated function), or its name.
         name: name of the tunable argument.
 
     Raises:
-        InvalidArgument: at the first tuning, if ``folder`` has no such cubin.
+        InvalidArgument: at the first tuning, if ``folder`` has no cubin of ``kernel``.
         InvalidArtefact: at the first tuning, if a cubin is damaged.
     """
     function = kernel if isinstance(kernel, str) else str(kernel.__name__)
@@ -46,15 +46,14 @@ def cubin_space(
 def toolchain_space(
     configs: Iterable[Mapping[str, Any]], name: str = "toolchain"
 ) -> Callable[[], list[dict[str, Any]]]:
-    """Return a config space of ``configs``, each compiled by this process's Triton and by every
-    toolchain.
+    """Return a config space that combines each config with each compiler.
 
-    ``TRITON_DIST_TOOLCHAINS`` is read at the first tuning. ``{name: None}`` is this process's
-    Triton; the toolchains follow in the order of the variable. The text of a toolchain includes its
-    version of Triton, so a new version causes a new tuning.
+    Compilers are this process's Triton (``{name: None}``), then the toolchains: other installed
+    Tritons, in the order of ``TRITON_DIST_TOOLCHAINS``, which is read at the first tuning. A config
+    contains the toolchain's version of Triton, so a new version causes a new tuning.
 
     Raises:
-        InvalidArgument: at the first tuning, if a folder has no Triton.
+        InvalidArgument: at the first tuning, if a toolchain's folder has no Triton.
     """
     every = [dict(config) for config in configs]
 

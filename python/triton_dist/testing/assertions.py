@@ -1,4 +1,4 @@
-"""Tensor assertions with detailed messages, and a context in which fresh memory contains NaN."""
+"""Tensor assertions with detailed messages, and a context in which new tensors contain NaN."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def assert_allclose(
 ) -> None:
     """Assert that ``|x - y| <= atol + rtol * |y|`` everywhere and that all values are finite.
 
-    NaN and infinity fail in either tensor: an expected value that is not finite would let a broken
-    kernel pass.
+    NaN and infinity fail in both tensors, because a wrong test may compute expected values that are
+    not finite.
 
     Args:
         x: actual result.
@@ -32,9 +32,8 @@ def assert_allclose(
         rtol: relative tolerance.
         atol: absolute tolerance.
         verbose: include the worst index and its values in the message.
-        allow_nan, allow_inf: allow these values if both tensors have them at equal positions.
-        fail_if_too_small: fail if zeros in place of ``x`` would pass, because the test would then
-            check nothing.
+        allow_nan, allow_inf: allow NaN, or infinity, where both tensors have it.
+        fail_if_too_small: fail if ``y`` is so small that a result of zeros would pass too.
 
     Raises:
         AssertionError: values differ. The message has the number of mismatches.
@@ -53,7 +52,7 @@ def assert_allclose(
                 f"{name} has {count} of {tensor.numel()} values that are NaN or infinite, "
                 f"the first at {first}: {tensor[first].item()}"
             )
-    # Use double precision: neither the difference nor the bound must be rounded to the dtype.
+    # In double precision, so that difference and bound are not rounded to the dtype.
     found, wanted = x.to(torch.float64), y.to(torch.float64)
     bound = atol + rtol * wanted.abs()
     if fail_if_too_small and bool((wanted.abs() <= bound).all()):
@@ -84,9 +83,9 @@ def count_mismatches(
 ) -> torch.Tensor:
     """Return the number of values of ``actual`` not within ``atol + rtol * |expected|``.
 
-    NaN counts as a mismatch. The result is a scalar on the tensors' device, and nothing
-    synchronises, so a test can check many outputs and read the results once. Differences are taken
-    in single precision, which suits 16-bit dtypes.
+    NaN counts as a mismatch. The result is a scalar on the tensors' device, without
+    synchronisation, so a test can check many outputs and read the results once. Differences are
+    computed in single precision, for 16-bit tensors.
     """
     wanted = expected.float()
     bound = wanted.abs().mul_(rtol).add_(atol)
@@ -120,11 +119,11 @@ def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @contextmanager
 def poisoned_empty() -> Iterator[None]:
-    """Context manager in which the ``torch.empty`` family returns tensors full of NaN.
+    """Context manager in which ``torch.empty`` and similar functions return tensors full of NaN.
 
-    A new buffer often contains harmless values, which hide two bugs: a kernel reads an element that
-    was not written, or does not write an element. NaN reveals both. Integer tensors are not
-    changed, because no integer propagates like NaN.
+    Zeros or old results in new memory can hide two bugs: a kernel reads an element that was not
+    written, or does not write an element. NaN reveals both. Integer tensors are not changed,
+    because no integer propagates like NaN.
     """
     undo = undo_all([patch(owner, name, _poisoned) for owner, name in ALLOCATIONS])
     try:

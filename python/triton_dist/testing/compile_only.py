@@ -1,8 +1,8 @@
 """Run Triton's JIT without a GPU: bind, specialise and compile to a cubin, but do not launch.
 
-A substitute for the CUDA driver becomes Triton's active driver. Kernels, ``@triton.autotune`` and
-``OutOfResources`` then behave as on a GPU; launches are recorded instead of run. CPU tensors (or
-``device="meta"`` tensors, which use no memory) represent device tensors.
+A substitute for the CUDA driver becomes Triton's active driver. ``@triton.autotune`` and
+``OutOfResources`` errors then behave as on a GPU; launches are recorded instead of run. Pass CPU
+tensors, or ``device="meta"`` tensors, which use no memory, instead of device tensors.
 
     >>> with compile_only(arch=90) as driver:
     ...     compiled = compile_kernel(matmul, a, b, c, M, N, K, grid=(132,), BLOCK_SIZE_M=128)
@@ -31,7 +31,7 @@ from triton_dist.runtime.compiling.facts import resource_usage
 
 @dataclass(frozen=True)
 class Hardware:
-    """Device properties that the compiler and the launcher query."""
+    """Device properties that Triton's compiler and launcher query."""
 
     shared_memory_bytes: int
     """Largest shared memory of one block (opt-in limit)."""
@@ -57,9 +57,9 @@ class Compiled:
     registers: int
     """Registers per thread at launch."""
     stack_bytes: int
-    """Local memory per thread, bytes. 0 means no spills; local arrays count too."""
+    """Local memory per thread in bytes: register spills and local arrays."""
     shared_memory_bytes: int
-    """Dynamic shared memory per block, bytes."""
+    """Dynamic shared memory per block in bytes."""
     kernel: Any
     """Triton's ``CompiledKernel``; ``kernel.asm`` has every stage from ``ttir`` to ``cubin``."""
 
@@ -95,20 +95,20 @@ class _Utils:
     def load_binary(
         self, name: str, cubin: bytes, shared: int, device: int
     ) -> tuple[None, int, int, int, int]:
-        """Return (module, function, registers, spilled words, max threads). Handles are unique.
+        """Return (module, function, registers, spilled words, max threads).
 
-        The module is ``None``: from Triton 3.8 on, a kernel's destructor calls the active driver to
-        unload the module, and this driver may no longer be active then.
+        The function is a unique number. The module is ``None``, because from Triton 3.8 on a
+        kernel's destructor makes the active driver, which may be another one by then, unload it.
         """
         registers, stack = resource_usage(cubin)
         return None, next(self._handles), registers, stack // 4, MAX_THREADS_PER_BLOCK
 
 
 class CompileOnlyDriver(triton_compat.HostDriver):
-    """Triton driver for an architecture that need not be present.
+    """Triton driver for an architecture without its GPU.
 
-    The device index is the architecture. Triton caches compiled kernels and the shared-memory limit
-    by device index only, so one process can compile for several architectures in sequence.
+    The driver returns the architecture, such as 90, as device index. Triton caches compiled kernels
+    by device index, so one process can compile for several architectures in sequence.
     """
 
     def __init__(self, arch: int, hardware: Hardware) -> None:
@@ -147,7 +147,8 @@ class CompileOnlyDriver(triton_compat.HostDriver):
         return divmod(self.arch, 10)
 
     def get_benchmarker(self) -> Callable[..., list[float]]:
-        """Return a benchmark for ``@triton.autotune`` that compiles each config; the first wins."""
+        """Return a benchmark for ``@triton.autotune`` that compiles each config and returns equal
+        times, so that the first config wins."""
 
         def benchmark(
             kernel_call: Callable[[], Any], *, quantiles: Sequence[float] = (0.5,), **_: Any
@@ -161,7 +162,7 @@ class CompileOnlyDriver(triton_compat.HostDriver):
 def install(
     arch: int = 90, *, shared_memory_bytes: int | None = None, multiprocessors: int | None = None
 ) -> CompileOnlyDriver:
-    """From now on, compile kernels for ``sm_<arch>`` and record launches.
+    """From now on, make Triton compile kernels for ``sm_<arch>`` and record launches.
 
     Args:
         arch: compute capability times 10, a key of ``HARDWARE``.
@@ -190,7 +191,7 @@ def install(
 def compile_only(
     arch: int = 90, *, shared_memory_bytes: int | None = None, multiprocessors: int | None = None
 ) -> Iterator[CompileOnlyDriver]:
-    """Context manager around :func:`install`; yields the driver, whose ``launches`` grow."""
+    """Context manager in which :func:`install` is active; yields the driver with ``launches``."""
     config = triton.runtime.driver
     before = config._active
     driver = install(arch, shared_memory_bytes=shared_memory_bytes, multiprocessors=multiprocessors)
@@ -205,8 +206,8 @@ def compile_kernel(fn: Any, /, *args: Any, grid: Any = (1,), **kwargs: Any) -> C
     """Compile the kernel that ``fn[grid](*args, **kwargs)`` would launch.
 
     Args:
-        fn: ``@triton.jit`` kernel, or an ``@triton.autotune`` around it; then the config that the
-            autotuner chooses is compiled.
+        fn: ``@triton.jit`` kernel; or a kernel with ``@triton.autotune``, for which the first config
+            that compiles is returned.
 
     Raises:
         OutOfResources: Triton's error, as on a GPU.

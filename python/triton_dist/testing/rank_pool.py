@@ -1,10 +1,9 @@
-"""Spawn ranks for tests: processes of one world that serve one call or many.
+"""Start processes (ranks) for tests, and run functions in them.
 
-A rank needs some tenths of a second to join a world, and some seconds on a GPU, where it also
-creates a context and loads kernels. Tests on GPUs therefore share ranks.
-
-Ranks are forked from a server that has already imported torch, Triton and the tuner. A forked rank
-starts in tens of milliseconds, a fresh interpreter in some seconds.
+Ranks are forked from a server process that has imported torch, Triton and the tuner. A forked rank
+starts in tens of milliseconds, a new interpreter in some seconds. Joining the process group takes
+some tenths of a second; on a GPU, where a rank also creates a CUDA context and loads kernels, some
+seconds. Tests on GPUs therefore share a ``RankPool``.
 """
 
 from __future__ import annotations
@@ -38,13 +37,15 @@ EXIT_SECONDS = 10.0
 """Time that a rank has to exit after its report."""
 
 _server_settings: dict[str, str] | None = None
+"""Environment variables of the fork server that torch and Triton read at import."""
 
 
 @dataclass
 class RankPool(AbstractContextManager["RankPool"]):
-    """``world_size`` ranks, started by the first call. A context manager, or call ``close``.
+    """Ranks that run one call after another. A context manager; otherwise call ``close``.
 
-    A call that fails on a rank ends all ranks; the next call starts new ranks.
+    The first ``run`` starts the ranks. A call that fails on a rank ends all ranks; the next call
+    starts new ranks.
 
     Args:
         world_size: number of ranks.
@@ -76,11 +77,11 @@ class RankPool(AbstractContextManager["RankPool"]):
 
         Args:
             timeout: time limit in seconds, including the start of ranks.
-            grace: seconds that the other ranks have to finish once a rank has failed.
-            last: ranks must exit successfully after this call.
+            grace: seconds until the other ranks are killed after a rank has failed.
+            last: end the ranks after this call; a rank that does not exit with status 0 has failed.
 
         Raises:
-            RanksFailed: a rank raised, died or hung; the error has the traceback of each.
+            RanksFailed: a rank raised, died or hung. The error has a traceback for each such rank.
         """
         begin = time.monotonic()
         call = _pickled_call(fn, args)
@@ -115,13 +116,13 @@ class RankPool(AbstractContextManager["RankPool"]):
         self.close()
 
     def _start(self) -> None:
-        # The ranks' store. The system chooses the port, and the open socket reserves it.
+        # Server of the ranks' store. The system chooses a free port, and the open socket keeps it.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="triton_dist_ranks_")
         base = self._environment()
         main = sys.modules["__main__"]
         # Triton's interpreter copies its globals, with ``__file__``, into the module of a kernel.
-        # In a notebook, multiprocessing would then run Triton's interpreter.py in each rank.
+        # If this module is a notebook's, multiprocessing would run interpreter.py in each rank.
         if str(getattr(main, "__file__", "")).endswith("triton/runtime/interpreter.py"):
             del main.__file__
         with _environment_of_ranks(base):
@@ -156,16 +157,16 @@ class _Rank:
             target=rank_process.main, args=(task, child_end), name=f"rank {task.rank}"
         )
         self.process.start()
-        child_end.close()  # only the rank still has this end: its death closes the pipe
+        child_end.close()  # the pipe then closes when the rank, which has the other copy, dies
 
     def send(self, call: RankCall, last: bool) -> None:
-        """Send ``call``. The death of a rank is reported by ``receive``."""
+        """Send ``call``; if the rank has died, ``receive`` reports this."""
         with suppress(BrokenPipeError):
             for message in (call, None) if last else (call,):
                 self.messages.send_bytes(pickle.dumps(message))
 
     def receive(self, last: bool) -> RankFailure | None:
-        """Receive the report of a rank that reported or died; return ``None`` for success."""
+        """Receive the report of a call, or detect the rank's death; return ``None`` for success."""
         try:
             report: Returned | RankFailure = pickle.loads(self.messages.recv_bytes())
         except (EOFError, ConnectionResetError):
@@ -226,9 +227,9 @@ class _Rank:
 
 
 def _threads_of(pid: int) -> Iterator[str]:
-    """Yield one line per thread of a process that does not answer the stacks signal.
+    """Yield name, state, and function of the Linux kernel of each waiting thread of a process.
 
-    The line has name, state, and the kernel function in which the thread waits (Linux only).
+    Used for a process that does not write its Python stacks.
     """
     with suppress(OSError):  # the process has ended, or the system is not Linux
         for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -269,8 +270,8 @@ def _pickled_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     code = getattr(fn, "__code__", None)
     if code is not None and fn.__module__ == "__main__" and not Path(code.co_filename).is_file():
         expected = "a function in a file. Ranks are new processes, which cannot import functions "
-        expected += "of a notebook or an interactive session: write it to a file (in a notebook, "
-        expected += "begin the cell with %%writefile ranks.py) and import it"
+        expected += "of a notebook or an interactive session. Write the function to a file (in a "
+        expected += "notebook, begin the cell with %%writefile ranks.py) and import it"
         raise InvalidArgument("spawn_ranks", "fn", fn, expected)
     try:
         return pickle.dumps((fn, args))
@@ -289,7 +290,7 @@ def _environment(world_size: int, port: int, device: str) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        # As under torchrun: the store exists already, so rank 0 connects to it as a client too.
+        # The store's server already exists, so rank 0 must also connect as a client.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TRITON_DIST_DEVICE": device,
     }
@@ -306,7 +307,7 @@ def _environment(world_size: int, port: int, device: str) -> dict[str, str]:
 
 @contextmanager
 def _environment_of_ranks(environment: Mapping[str, str]) -> Iterator[None]:
-    """Context manager: processes started inside inherit ``environment``."""
+    """Context manager in which started processes inherit ``environment``."""
     before = knobs.environment()
     knobs.replace_environment(environment)
     try:
@@ -316,10 +317,10 @@ def _environment_of_ranks(environment: Mapping[str, str]) -> Iterator[None]:
 
 
 def _process_context(environment: Mapping[str, str]) -> Any:
-    """Return the multiprocessing context for new ranks: the fork server or fresh interpreters.
+    """Return the multiprocessing context for new ranks: the fork server or new interpreters.
 
-    torch and Triton read some variables at import. If they differ from the variables of the
-    running server, ranks are fresh interpreters.
+    torch and Triton read some environment variables at import. If these variables differ from the
+    running server's, ranks are new interpreters.
     """
     global _server_settings
     read_at_import = ("TRITON_INTERPRET", "TORCH_", "OMP_", "PYTHON")
@@ -357,24 +358,24 @@ def spawn_ranks(
     """Run ``fn(*args)`` in ``world_size`` processes; return the results in rank order.
 
     ``fn`` must be a top-level function of an importable module, not of a notebook. ``fn``,
-    ``args`` and results are pickled. Ranks have the variables of a torchrun worker (``RANK``,
-    ``WORLD_SIZE``, ``MASTER_PORT``, ...) and one torch thread. No process and no file in /dev/shm
-    remains.
+    ``args`` and results are pickled. Ranks have the environment variables of a torchrun worker
+    (``RANK``, ``WORLD_SIZE``, ``MASTER_PORT``, ...) and one torch thread. When the function
+    returns, all processes have ended, and their files in /dev/shm are removed.
 
     Args:
         world_size: number of ranks.
         fn: function to run.
         args: arguments of ``fn``.
-        timeout: time limit in seconds, including the start.
-        grace: seconds that the other ranks have to finish once a rank has failed.
-        env: variables added to a copy of the caller's environment.
+        timeout: time limit in seconds, including the start of the ranks.
+        grace: seconds until the other ranks are killed after a rank has failed.
+        env: environment variables, added to a copy of the caller's environment.
         device: ``"cpu"``: ranks interpret kernels. ``"cuda"``: rank i compiles and runs on GPU i.
         share_gpus: allow fewer GPUs than ranks; several ranks then use one GPU.
         init: initialise the default process group: gloo on CPU ranks and shared GPUs, otherwise
             gloo and NCCL.
         poison_empty: run ranks under :func:`triton_dist.testing.poisoned_empty`.
-        fresh: start new Python processes that have imported no kernel, for libraries that must be
-            imported before kernels. Takes some seconds.
+        fresh: start new Python interpreters instead of forks, for libraries that must be imported
+            before any kernel. Takes some seconds.
 
     Returns:
         Result of each rank.
@@ -382,7 +383,7 @@ def spawn_ranks(
     Raises:
         InvalidArgument: invalid ``world_size`` or ``device``, or ``fn`` is not a top-level
             function.
-        RanksFailed: a rank raised, died or hung; the error has the traceback of each.
+        RanksFailed: a rank raised, died or hung. The error has a traceback for each such rank.
     """
     if device not in ("cpu", "cuda"):
         raise InvalidArgument("spawn_ranks", "device", device, "'cpu' or 'cuda'")

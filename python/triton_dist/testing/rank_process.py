@@ -35,14 +35,15 @@ class RankTask:
     rank: int
     environment: dict[str, str]
     device: str
-    init: bool
+    joins_world: bool
+    """Initialise the default process group."""
     timeout: float
     """Time limit of the process group, in seconds."""
     stacks: str
-    """File for the stacks of a rank that crashes or hangs."""
+    """File for the Python stacks of a rank that crashes or hangs."""
     poison_empty: bool
-    fresh: bool
-    """The rank is a new interpreter; at exit it would run the destructors of all libraries."""
+    is_new_interpreter: bool
+    """The rank is not forked: at exit, Python would run the destructors of all libraries."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class RankCall:
 
     environment: dict[str, str]
     pickled: bytes
-    """Pickled ``(fn, args)``. Unpickling imports the module of ``fn``, so it must wait until the
-    environment is set: Triton chooses between interpreting and compiling at decoration."""
+    """Pickled ``(fn, args)``. Unpickle it after ``environment`` is set: this imports the module of
+    ``fn``, and Triton decides at decoration whether a kernel is interpreted."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,9 @@ class Returned:
 
 
 def main(task: RankTask, messages: connection.Connection[Any, Any]) -> None:
-    """Run incoming calls and report each with ``Returned`` or ``RankFailure``.
+    """Run the calls that ``messages`` receives, and report each by ``Returned`` or ``RankFailure``.
 
-    ``None`` as a call, or a failure, ends the process.
+    The process ends after a failure, or when it receives ``None``.
     """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     stacks = open(task.stacks, "w")  # noqa: SIM115  # stays open for crashes and signals
@@ -82,9 +83,9 @@ def main(task: RankTask, messages: connection.Connection[Any, Any]) -> None:
             sys.exit(1)
     if dist.is_initialized():
         dist.destroy_process_group()
-    if task.fresh:
-        # Exit like a forked rank. Otherwise threads of a library occasionally abort the process:
-        # "terminate called without an active exception".
+    if task.is_new_interpreter:
+        # Exit without destructors, like a forked rank. Otherwise threads of a library occasionally
+        # abort the process: "terminate called without an active exception".
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -93,11 +94,11 @@ def main(task: RankTask, messages: connection.Connection[Any, Any]) -> None:
 def _join_world(task: RankTask) -> None:
     if task.device == "cuda":
         torch.cuda.set_device(gpu_of(task.rank))
-    if task.init:
+    if task.joins_world:
         has_nccl = task.device == "cuda" and ranks_per_gpu() == 1
         backend = "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=task.timeout))
-        # No rank may run, and perhaps exit, while another rank still connects to it.
+        # No rank may run, and perhaps exit, before all other ranks have connected to it.
         dist.all_reduce(torch.zeros(1))
 
 

@@ -1,7 +1,8 @@
 """Replay a tuning search on recorded measurements, without the hardware.
 
-A recorded space has the times of several runs of every config. A search can be replayed on it and
-validated with runs that it did not use.
+A recorded space has the times of several runs of every config. A replayed search gets these times
+instead of measuring. Its result is scored by regret: the slowdown of the chosen config against the
+best config of the space.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ _KINDS: dict[str, FailureKind] = {
 
 @dataclass(frozen=True)
 class RecordedSpace:
-    """Every config of a space, with its run times in milliseconds or its failure."""
+    """All configs of a space, with run times in milliseconds or a failure."""
 
     name: str
     configs: tuple[Config, ...]
     runs: Mapping[str, tuple[float, ...] | Failure]
-    """By digest of the config, in order of recording."""
+    """Run times, in order of recording, or the failure, by digest of the config."""
 
     @classmethod
     def read(cls, path: Path) -> RecordedSpace:
@@ -82,12 +83,12 @@ def _runs(result: Mapping[str, Any]) -> tuple[float, ...] | Failure:
 
 
 class Replay:
-    """A function whose runs take the recorded times.
+    """Substitute for a tuned function: a run adds a recorded time to ``milliseconds``.
 
-    The runs of a config are replayed in order, and again from the first after the last.
+    The recorded times of a config are used in order, cyclically.
 
     Attributes:
-        milliseconds: total time of all runs so far, including warm-up runs.
+        milliseconds: sum of the times of all runs so far, including warm-up runs.
     """
 
     def __init__(self, runs: Mapping[str, Sequence[float] | Failure]) -> None:
@@ -113,9 +114,9 @@ class Replay:
         self.milliseconds += runs[index % len(runs)]
 
     def attempt(self, request: Request, policy: Policy) -> Outcome:
-        """Return the outcome of ``request`` in a tuning.
+        """Return the outcome of ``request``, a config and a number of samples, as in a tuning.
 
-        A config is run once without measurement at its first request.
+        The first request of a config also makes one run that is not measured.
         """
         runs = self._runs[request.config.digest]
         if isinstance(runs, Failure):
@@ -136,7 +137,10 @@ MakeSearch = Callable[[Sequence[Config], Policy, int], protocols.Search]
 
 @dataclass(frozen=True)
 class Score:
-    """Result of one search on one space; regrets in percent."""
+    """Regret, in percent, of one search on one space, over several seeds.
+
+    Regret is the slowdown of the chosen config against the best config of the space.
+    """
 
     space: str
     search: str
@@ -145,9 +149,9 @@ class Score:
     """Standard error of the mean."""
     p95: float
     tried: float
-    """Mean number of configs tried."""
+    """Mean number of configs tried in a tuning."""
     milliseconds: float
-    """Processor time of the search per tried config, in milliseconds."""
+    """CPU time of the search algorithm per tried config, in milliseconds."""
 
     def __str__(self) -> str:
         return (
@@ -170,8 +174,8 @@ def regret(
     """Replay one tuning, with the recorded runs shuffled by ``seed``.
 
     Returns:
-        Relative slowdown of the winner against the best config, by the medians of all runs; the
-        number of configs tried; the processor seconds of the search.
+        Relative slowdown of the winner against the best config, by the medians of all recorded
+        runs; number of configs tried; CPU seconds of the search algorithm.
     """
     draw = random.Random(seed)
     runs = {
@@ -199,7 +203,7 @@ def regret(
 def score(
     space: RecordedSpace, name: str, make: MakeSearch, policy: Policy, seeds: Iterable[int]
 ) -> Score:
-    """Replay one tuning per seed and summarise them."""
+    """Replay one tuning per seed; return a summary of the results."""
     results = [regret(space, make, policy, seed) for seed in seeds]
     percents = sorted(100 * each for each, _, _ in results)
     error = statistics.stdev(percents) / math.sqrt(len(percents)) if len(percents) > 1 else 0.0

@@ -16,17 +16,17 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 
 _CALL_SECONDS = 60.0
-"""Longest time of a call before capture."""
+"""Time limit of the last call before a capture."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Milliseconds of the slowest rank, one value per round."""
+    """Milliseconds of the slowest rank, one value per round of ``interleaved``."""
 
     milliseconds: tuple[float, ...]
 
     def divided_by(self, number: int) -> Samples:
-        """Return the samples of one call if each sample timed ``number`` calls."""
+        """Return samples per call, for samples that each timed ``number`` calls."""
         return Samples(tuple(each / number for each in self.milliseconds))
 
     @property
@@ -52,7 +52,8 @@ def interleaved(
 ) -> dict[str, Samples]:
     """Time each candidate once per round, so that clock and power drift affects all equally.
 
-    Each sample starts with a cache flush and an alignment of the ranks. Collective over ``group``.
+    Before each sample, the L2 cache is flushed and the ranks wait for each other. Collective over
+    ``group``.
 
     Args:
         candidates: calls by name.
@@ -97,7 +98,11 @@ def interleaved(
 def captured(call: Callable[[], Any], warmup: int = 3) -> Callable[[], Any]:
     """Return the replay of a CUDA graph of ``call``; on CPU ranks, return ``call``.
 
-    All ranks must capture, and must replay equally often.
+    All ranks must capture, and must replay the same number of times.
+
+    Args:
+        call: the call to capture.
+        warmup: number of calls before the capture.
     """
     device = current_device()
     if device.interprets:

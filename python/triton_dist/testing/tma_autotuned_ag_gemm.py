@@ -31,8 +31,13 @@ def every_tile() -> list[triton.Config]:
 class TmaAutotunedAgGemm:
     """AllGather-GEMM whose kernel cannot be timed alone.
 
-    The kernel waits for rows that other ranks send in the same call, and depends on an epoch that
-    each call advances. ``race`` is passed to ``contextual_autotune``.
+    The kernel waits for rows that other ranks send in the same call. It compares flags with the
+    epoch, a counter of calls.
+
+    Args:
+        buffer: symmetric buffer for the gathered rows.
+        configs: configs of the kernel; default: ``every_tile()``.
+        race: see ``contextual_autotune``.
     """
 
     def __init__(
@@ -48,8 +53,10 @@ class TmaAutotunedAgGemm:
         self._call = contextual_autotune(is_dist=True, race=race)(self._all_gather_and_multiply)
 
     def __call__(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        """Return ``all_gather(A) @ B``: A [M_per_rank, K] contiguous, B [K, N_per_rank] with a unit
-        stride."""
+        """Return ``all_gather(A) @ B`` for a contiguous A [M_per_rank, K] and B [K, N_per_rank].
+
+        B is row-major or column-major.
+        """
         C: torch.Tensor = self._call(A, B)
         return C
 

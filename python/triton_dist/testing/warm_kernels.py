@@ -1,8 +1,8 @@
-"""Import, rewrite and parse all kernels and sources at import of this module.
+"""Prepare interpreted kernels when this module is imported, so that forked ranks need not.
 
-The fork server imports it if ranks interpret kernels. Without this import, each rank would need 0.5
-s for the kernels, and another 1.5 s each if it tunes (sources) or calls layers
-(``torch.distributed.tensor`` and ``torch._dynamo``), which is more than most tests take.
+The fork server of ``spawn_ranks`` imports this module if ranks interpret kernels. In each rank, the
+kernels would take 0.5 s; the sources that tuning reads, 1.5 s; ``torch.distributed.tensor`` and
+``torch._dynamo``, which layers need, 1.5 s. Most tests take less.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def rewrite() -> int:
 def read_sources() -> int:
     """Read and cache the files that the ops' records depend on; return the number of ops."""
     found = [value.fn for value in vars(ops).values() if isinstance(value, AutoTuner)]
-    source_of(found)  # one slice for all ops, because they share most statements
+    source_of(found)  # all ops in one call, because they share most source
     return len(found)
 
 
 rewrite()
 read_sources()
-gc.freeze()  # these objects are never garbage; a collection in a rank would only copy pages
+gc.freeze()  # a garbage collection of these objects in a rank would copy their memory pages
