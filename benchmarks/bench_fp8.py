@@ -44,11 +44,11 @@ from triton_dist.testing.opinfo.moe import (
     uniform_ids,
 )
 from triton_dist.testing.opinfo.scaled import (
-    by_row,
     library_product,
     new_scales,
-    of_expert,
     rows_of,
+    scales_for_grouped_mm,
+    scales_of_expert,
 )
 from triton_dist.testing.timing import captured, interleaved
 
@@ -138,12 +138,12 @@ def measure_grouped(shape: GroupedShape, kind: str, rounds: int, only: str = "")
     options = {**scales, "use_fast_accum": fast}
     order = ids.flatten().argsort(stable=True)
     ends = torch.bincount(ids.flatten(), minlength=E).cumsum(0).int()
-    of_library = by_row(A, B, scales)
+    library_scales = scales_for_grouped_mm(A, B, scales)
     order_of_rows = order // (M * topk // rows)
     calls: dict[str, Callable[[], torch.Tensor]] = {
         "library": library_product(A, B, ends, order_of_rows, scales),
         "with copies": functools.partial(
-            grouped_gemm.fn, A, B, ids, algorithm="library", **of_library
+            grouped_gemm.fn, A, B, ids, algorithm="library", **library_scales
         ),
     }
     key = GroupedKey.of(A, B, ids, **options)
@@ -160,7 +160,7 @@ def measure_grouped(shape: GroupedShape, kind: str, rounds: int, only: str = "")
     experts = ids.flatten()[chosen]
     for expert in experts.unique().tolist():
         of_expert_rows = chosen[experts == expert] // (M * topk // rows)
-        each = of_expert(scales, of_expert_rows, expert)
+        each = scales_of_expert(scales, of_expert_rows, expert)
         a = rows_of(A, of_expert_rows)
         a, b = Scaling(**each).dequantised(a, B[expert], torch.float64)
         expected[experts == expert], magnitudes[experts == expert] = a @ b, a.abs() @ b.abs()

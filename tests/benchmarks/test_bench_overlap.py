@@ -112,7 +112,7 @@ class OneFails(TunedOp):
 def recovered(op: str) -> tuple[list[str], dict[str, str]]:
     """Candidates that were right, and why the others were not."""
     case, dtype = GEMM_OPINFOS[op], torch.float16
-    shape = case.of_rank(5, 40, 72, dist.get_world_size())
+    shape = case.shape_from_rank(5, 40, 72, dist.get_world_size())
     config = {"gemm_config": default_tiles(), **IN_ONE_LAUNCH[op]}
     record = SimpleNamespace(seconds=0.0, trials=[], warm_started_from="")
     with (

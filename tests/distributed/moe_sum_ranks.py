@@ -144,9 +144,11 @@ def layouts(name: str, shapes: tuple[GroupedShape, ...]) -> int:
     count, info, dtype = 0, INFOS[name], torch.float16
     for number, shape in enumerate(shapes):
         with context(name, shape, dtype) as ctx:
-            for index, (layout, laid_out) in [*enumerate(LAYOUTS.items())][2 if number else 0 :]:
+            for index, (layout, meta_with_layout) in [*enumerate(LAYOUTS.items())][
+                2 if number else 0 :
+            ]:
                 data = operands(name, shape, dtype)
-                data["weights"] = laid_out(data["weights"])
+                data["weights"] = meta_with_layout(data["weights"])
                 data["chosen_experts"] = data["chosen_experts"].long()
                 data["expert_weight"] = data["expert_weight"].to(dtype)
                 for algorithm in [*algorithms(name, chunks=(2,))][index % 2 :: 2]:

@@ -70,7 +70,7 @@ class _Stress:
 
     def shape(self, rows: int) -> Shape:
         load = self.load
-        return self.info.of_rank(rows, load.columns, load.K, dist.get_world_size())
+        return self.info.shape_from_rank(rows, load.columns, load.K, dist.get_world_size())
 
     def operands(self, rows: int) -> Operands:
         """Those of a call that has ``rows`` rows a rank."""

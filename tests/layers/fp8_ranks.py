@@ -200,7 +200,7 @@ def refused() -> None:
         stock = stock_of(kind, "row", 32)
         up = (stock.experts[1] if kind is TP_MoE else stock).up_proj
         up.weight_scale_inv = torch.ones(1, 2)
-        with pytest.raises(InvalidArgument, match="scales of one name"):
+        with pytest.raises(InvalidArgument, match="equal names and shapes of scales"):
             kind()._init_parameters(stock)
         del up.weight_scale_inv, up.weight_scale
         with pytest.raises(InvalidArgument, match="up_proj"):

@@ -62,7 +62,7 @@ def test_wrong_state_dicts(on_two_ranks, tmp_path):
         assert f"of the shard of {name} is [{rank}, 2, 0], expected [{rank}, 2, 1]" in dim
         assert 'Missing key(s) in state_dict: "model.layers.0.mlp.gate_proj.weight"' in partial
         assert "Unexpected" not in partial
-        lost = "optimizer's {} is None, expected state of this kind of optimiser. TrainingState("
+        lost = "optimizer's {} is None, expected the state of an equal optimiser. TrainingState("
         assert lost.format("param_groups[0]") in states[0]
         assert lost.format("state of model.layers.0.self_attn.q_proj.weight, step") in states[1]
         assert (

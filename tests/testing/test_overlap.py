@@ -52,7 +52,7 @@ def everything_there_is(device="cpu"):
     """Kinds of the baselines of each GEMM; all baselines of all dtypes return what they should."""
     kinds = {}
     for name, info in GEMM_OPINFOS.items():
-        shape = info.of_rank(3, 8, 16, 2)
+        shape = info.shape_from_rank(3, 8, 16, 2)
         found = checked_baselines(info, shape, torch.float32, has_bias=info.sums_over_ranks)
         kinds[name] = {each: baseline.kind for each, baseline in found.items()}
         for recipe in RECIPES:

@@ -206,7 +206,7 @@ def compile_kernel(fn: Any, /, *args: Any, grid: Any = (1,), **kwargs: Any) -> C
     """Compile the kernel that ``fn[grid](*args, **kwargs)`` would launch.
 
     Args:
-        fn: ``@triton.jit`` kernel; or a kernel with ``@triton.autotune``, for which the first config
+        fn: ``@triton.jit`` kernel, or one with ``@triton.autotune``, for which the first config
             that compiles is returned.
 
     Raises:

@@ -22,8 +22,8 @@ from triton_dist.testing.opinfo.base import (
     Cost,
     Group,
     Operands,
-    laid_out,
     meta,
+    meta_with_layout,
 )
 from triton_dist.testing.opinfo.gemm import GEMMOpInfo, Shape
 from triton_dist.testing.opinfo.scaled import gather, in_fp32, multiply, scales_of
@@ -34,7 +34,8 @@ ASYNC_TP = "torch async-TP"
 def gather_alone(A: torch.Tensor, ctx: Any) -> torch.Tensor:
     """Run only the transfer of ``ag_gemm`` or ``ag_group_gemm``; return the buffer of peers' rows.
 
-    The transfer must finish on every rank: a rank waits only for its own outgoing copies.
+    The call waits only for this rank's outgoing copies. All rows have arrived when all ranks have
+    finished the call.
     """
     buffer: AllGatherBuffer = ctx.buffer
     gathered = buffer.start(A, AllGatherMethod.FULL_MESH_PUSH, 1, 1)
@@ -43,7 +44,7 @@ def gather_alone(A: torch.Tensor, ctx: Any) -> torch.Tensor:
 
 
 def transfer_baselines(A: torch.Tensor, ctx: Any) -> dict[str, Baseline]:
-    """Return the transfers of ``ag_gemm`` or ``ag_group_gemm`` alone."""
+    """Return baselines for the transfer of ``ag_gemm`` or ``ag_group_gemm`` alone."""
 
     sent = A.view(torch.uint8) if A.dtype in FP8 else A
 
@@ -52,13 +53,16 @@ def transfer_baselines(A: torch.Tensor, ctx: Any) -> dict[str, Baseline]:
 
     return {
         "all-gather alone": Baseline("transfer", library, library),
-        # The buffer does not contain the local rows, so its content is not the gathered A.
+        # Its output is not checked: the buffer does not contain this rank's rows.
         "copy-engine all-gather alone": Baseline("transfer", lambda: gather_alone(A, ctx)),
     }
 
 
 class AllGatherGEMMOpInfo(GEMMOpInfo):
-    """Operands ``A`` [M / W, K] and ``B`` [K, N / W]; result ``all_gather(A) @ B``, [M, N / W]."""
+    """Operands ``A`` [M / W, K] and ``B`` [K, N / W], for W ranks.
+
+    The result is ``all_gather(A) @ B``, [M, N / W].
+    """
 
     transfer, serial = "all-gather", "all-gather + matmul"
     sums_over_ranks = False
@@ -85,7 +89,7 @@ class AllGatherGEMMOpInfo(GEMMOpInfo):
         return torch.matmul(rows, B).to(self.dtypes(operands["A"].dtype)[1])
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return the baselines. The GEMM alone multiplies the rows that this call gathers."""
+        """Return the baselines. The GEMM alone multiplies the rows that are gathered now."""
         A, B, group, scales = operands["A"], operands["B"], ctx.group, scales_of(operands)
         rows, all_scales = gather(A, scales, group)
 
@@ -99,7 +103,7 @@ class AllGatherGEMMOpInfo(GEMMOpInfo):
                 A, B, group, scales=Scaling(**scales).row_wise(A, B)
             )
         return {
-            **self.gemms(rows, B, all_scales),
+            **self.gemms_alone(rows, B, all_scales),
             **transfer_baselines(A, ctx),
             **{name: self.whole(call, operands, group) for name, call in calls.items()},
         }
@@ -142,7 +146,7 @@ class AllGatherGEMMOpInfo(GEMMOpInfo):
             checked_keys={}, buffer=SimpleNamespace(num_ranks=num_ranks),
             symm_workspace=meta(dtype, 1, K),
         )  # fmt: skip
-        args = meta(dtype, rows, K), laid_out(layout, dtype, K, columns), ctx
+        args = meta(dtype, rows, K), meta_with_layout(layout, dtype, K, columns), ctx
         return args, {} if local_copy else {"local_copy": False}
 
     def example_keys(self) -> Iterator[tuple[ProductKey, bool]]:

@@ -31,8 +31,8 @@ from triton_dist.testing.opinfo.base import (
     Group,
     Operands,
     fill,
-    laid_out,
     meta,
+    meta_with_layout,
     other_dtype,
 )
 from triton_dist.testing.opinfo.moe import (
@@ -47,9 +47,9 @@ LIBRARIES = "all-gather + torch grouped_mm"
 
 
 class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
-    """Operands ``a`` [M / W, K], ``b`` [E, K, N / W] and ``full_topk_ids`` [M, topk].
+    """Operands ``a`` [M / W, K], ``b`` [E, K, N / W] and ``full_topk_ids`` [M, topk], for W ranks.
 
-    The ids are equal on all ranks of the world: rank 0 broadcasts them.
+    Rank 0 broadcasts the ids, so they are equal on all ranks of the world.
     """
 
     models, shapes = FIRST_PRODUCTS, tuple(FIRST_PRODUCTS.values())
@@ -85,7 +85,7 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
     def refill(
         self, operands: Operands, num_ranks: int, generator: Generator | None = None
     ) -> None:
-        """Draw new values of ``a``, scaled as for a GEMM, and new ids."""
+        """Draw new ids and values of ``a``. Results have a standard deviation of 1."""
         a, b, ids = operands["a"], operands["b"], operands["full_topk_ids"]
         fill(a, operands, a.shape[1], generator)
         self.draw(ids, len(b), generator)
@@ -104,11 +104,11 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
         return routed_product(rows, operands["b"], operands["full_topk_ids"], dtype, scales)
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return the baselines. The GEMM alone multiplies the rows that this call gathers."""
+        """Return the baselines. The GEMM alone multiplies the rows that are gathered now."""
         a, b, ids = operands["a"], operands["b"], operands["full_topk_ids"]
         group, scales = ctx.group, scales_of(operands)
         rows, all_scales = gather(a, scales, group)
-        grouped_gemm(rows, b, ids, **all_scales)  # tune it now: later calls may be captured
+        grouped_gemm(rows, b, ids, **all_scales)  # tune now, because graph capture cannot tune
 
         def serial() -> torch.Tensor:
             rows, all_scales = gather(a, scales, group)
@@ -131,7 +131,7 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
         return baselines
 
     def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:
-        """Return the cost, with the weights of the expected number of used experts."""
+        """Return the cost. Only weights of experts that have tokens, on average, are read."""
         routes, N, (operand, result) = shape.M * shape.topk, shape.N / num_ranks, self.dtypes(dtype)
         elements = shape.M * shape.K + shape.used_experts * shape.K * N
         return Cost(
@@ -182,8 +182,8 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
 
     def inputs_for(self, key: RoutedKey) -> Call:
         M, N, K, E, topk, dtype, layout, num_ranks = key
-        M -= M % num_ranks  # the end of a bucket may not be a multiple of the ranks
-        b = laid_out(layout, dtype, E, K, N)
+        M -= M % num_ranks  # the key's M, a rounded size, may not be a multiple of the ranks
+        b = meta_with_layout(layout, dtype, E, K, N)
         ctx = SimpleNamespace(
             max_ntokens=M, K=K, N_per_rank=N, num_experts=E, topk=topk, dtype=dtype,
             num_ranks=num_ranks, checked_keys={},

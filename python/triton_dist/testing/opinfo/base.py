@@ -1,7 +1,7 @@
 """Base class of OpInfos: metadata of an op for tests, scripts and benchmarks.
 
-Modelled on PyTorch's ``testing/_internal/opinfo``. One object per op has its inputs, its reference
-and its tolerance, so tests and benchmarks are written once for all ops.
+Modelled on PyTorch's ``testing/_internal/opinfo``. One object per op has the op's inputs, reference
+and tolerance, so that tests and benchmarks are written once for all ops.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 Kind = Literal["gemm", "transfer", "baseline", "library", "own"]
 """Kind of a measured call.
 
-``gemm`` and ``transfer`` run one part of the op. The other kinds run the whole op: ``baseline`` is
-other code; ``own`` and ``library`` are configs of the op with our or a library's algorithm.
+``gemm`` and ``transfer`` run one part of the op. ``baseline`` is other code with the op's result.
+``own`` and ``library`` are the op itself, with a config whose algorithm is ours or a library's.
 """
 Bound = Literal["arithmetic", "memory", "link"]
 """Resource whose peak limits a call."""
 LAYOUTS = ("row-major", "column-major", "strided")
 """Memory layouts of B and of weights."""
 RECIPES = {f"fp8-{recipe.value}": recipe for recipe in Recipe}
-"""Recipes of fp8 operands, by their names as dtypes on command lines."""
+"""Kinds of fp8 scales, by the dtype names that command lines accept, such as ``fp8-row``."""
 ONE_SHOT, TWO_SHOT = "torch one-shot", "torch two-shot"
 """Names of torch's all-reduces in symmetric memory."""
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """A call that is timed next to the op."""
+    """A call to be timed for a comparison; see ``Kind``."""
 
     kind: Kind
     call: Callable[[], torch.Tensor]
     """Queue the work and return its output."""
     expected: Callable[[], torch.Tensor] | None = None
-    """Return the expected output for the current operands; ``None``: unknown."""
+    """Return the expected output for the current operands; ``None``: the output is not checked."""
     config: str = ""
-    """Config as a user would type it, if there is one."""
+    """Config of the op as text; empty for kinds other than ``own`` and ``library``."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Cost:
 
     Attributes:
         dtype: dtype of the operands.
-        flops: operations of GEMMs; sums over ranks do not count.
-        read_bytes, written_bytes: bytes of operands and output in device memory, counted once.
+        flops: operations of GEMMs, without sums over ranks.
+        read_bytes, written_bytes: bytes of operands and output in device memory, each counted once.
         link_bytes: bytes sent to the peers.
     """
 
@@ -89,7 +89,7 @@ class Cost:
 
     def bounds_ms(self, peak: Peak) -> dict[Bound, float]:
         """Return the time in ms of arithmetic, memory and link, each alone at its peak."""
-        # A dtype without a tensor-core rate is only moved (flops = 0), so any rate will do.
+        # Ops on dtypes without a tensor-core rate have flops = 0, so any rate gives 0.
         tflops = peak.tflops * RELATIVE_RATE.get(self.dtype, 1.0)
         return {
             "arithmetic": self.flops / tflops / 1e9,
@@ -103,24 +103,25 @@ class Cost:
 
 
 # 16-bit dtypes: four unit roundoffs. Result and reference are fp32 sums in different orders, each
-# rounded once, so they can be two roundoffs apart at a rounding boundary. The limit is twice
-# this value, for small sums of large addends. fp32 (roundoff 2**-24): the summation order
-# dominates. The error of a sum of K random products grows with sqrt(K), up to 2**-15 standard
-# deviations in the worst of 1e8 values at K = 28672.
-# fp8 operands, bf16 results: Hopper's tensor cores keep 13 bits. They add 128 products in 4 steps,
-# with an error of 4 * 2**-13 standard deviations of the partial sum, sqrt(128 / K). The K / 128
-# partial sums are added in fp32. Their errors have random signs, so K cancels: 3 standard
-# deviations are 12 * 2**-13, a tenth of the tolerance of bf16.
+# rounded once, so they can be two roundoffs apart at a rounding boundary. The factor 2 is for small
+# sums of large addends.
+# fp32 (roundoff 2**-24): the different summation orders dominate. The error of a sum of K random
+# products grows with sqrt(K). At K = 28672, the largest of 1e8 errors was 2**-15 standard
+# deviations of the sum; the tolerance is twice this.
+# fp8 operands, bf16 results: Hopper's tensor cores add 128 products in 4 steps with 13 bits, then
+# partial sums are added in fp32. If the whole sum has a standard deviation of 1, a partial sum has
+# sqrt(128 / K), and its error is 4 * 2**-13 times this. The K / 128 errors have random signs, so
+# the error of the whole sum is 4 * 2**-13 for any K. Three times this is a tenth of the tolerance.
 _TOLERANCE = {torch.float16: 2**-9, torch.bfloat16: 2**-6, torch.float32: 2**-14}
 
 
 def tolerance(dtype: torch.dtype, parts: int = 1) -> float:
     """Return the tolerance, as rtol and atol, of sums with a standard deviation of 1.
 
-    ``parts`` is the number of addends, each of which is rounded to ``dtype`` before the sum. Their
-    rounding errors have random signs, so the error grows with sqrt(parts). Libraries also round
-    intermediate sums, which are as large as the result. For data with a larger standard deviation,
-    scale atol in proportion.
+    ``parts`` is the number of addends, each of which is rounded to ``dtype`` before the sum.
+    Rounding errors of addends, and of a library's intermediate sums, have random signs, so the
+    error of the sum grows with sqrt(parts). For sums with a larger standard deviation, scale atol
+    in proportion.
     """
     return float(_TOLERANCE[dtype] * math.sqrt(parts))
 
@@ -134,13 +135,14 @@ class OpInfo(ABC, Generic[S]):
         op: the tuned op.
         shape: the type ``S``, a dataclass of ints.
         shapes: shapes for which the op must be fast.
-        transfer: name of its collective.
-        serial: name of the baseline that runs the parts in sequence.
-        overlaps: the op overlaps a collective with compute. If false, the op is a collective alone,
-            and ``serial`` names the library's collective.
-        library_algorithms: algorithms that call libraries, in addition to ``LibraryAlgorithm``.
-        algorithm_tunables: names of tunables that count as part of a config's algorithm.
-        recipe: recipe of the scales of e4m3 operands with bf16 results; ``None``: no scales.
+        transfer: name of the collective that the op contains.
+        serial: name of the baseline that runs GEMM and collective in sequence.
+        overlaps: the op overlaps a collective with compute. If false, the op does not, and
+            ``serial`` names a library's implementation.
+        library_algorithms: names of algorithms that call libraries, in addition to
+            ``LibraryAlgorithm``.
+        algorithm_tunables: tunables that, with ``algorithm``, distinguish algorithms in tables.
+        recipe: kind of fp8 scales. Operands are then e4m3, results bf16. ``None``: no fp8.
     """
 
     shape: type[S]
@@ -160,25 +162,25 @@ class OpInfo(ABC, Generic[S]):
         return str(self.op.fn.__name__)
 
     def with_dtype(self, name: str) -> Self:
-        """Return the OpInfo for a dtype of a command line, such as a name in ``RECIPES``."""
+        """Return this OpInfo with the recipe of a dtype name, if the name is in ``RECIPES``."""
         info = copy.copy(self)
         info.recipe = RECIPES.get(name)
         return info
 
     def dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """Return the dtypes of operands and results; without fp8, both are ``dtype``."""
+        """Return the dtypes of operands and results: e4m3 and bf16 for fp8, else ``dtype``."""
         is_fp8 = self.recipe is not None or dtype in FP8
         return (torch.float8_e4m3fn, torch.bfloat16) if is_fp8 else (dtype, dtype)
 
     @abstractmethod
     def smaller(self, shape: S, divisor: int, num_ranks: int) -> S:
-        """Return ``shape`` with its sizes divided, rounded so that the ranks can share it."""
+        """Return ``shape`` with sizes divided by ``divisor``, rounded to valid sizes."""
 
     @abstractmethod
     def context(self, shape: S, dtype: torch.dtype, group: Any = None, **options: Any) -> Any:
         """Create a context for calls of up to ``shape``. Collective over ``group``.
 
-        ``options`` are passed to the op's ``create_…``.
+        ``options`` are passed to the function that creates the op's context.
         """
 
     @abstractmethod
@@ -191,7 +193,7 @@ class OpInfo(ABC, Generic[S]):
         *_: Any,
         **__: Any,
     ) -> Operands:
-        """Return this rank's operands; operands that ``refill`` writes are uninitialised."""
+        """Return this rank's operands. Operands that ``refill`` writes are still uninitialised."""
 
     @abstractmethod
     def refill(
@@ -217,7 +219,7 @@ class OpInfo(ABC, Generic[S]):
 
     @abstractmethod
     def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> S:
-        """Return the shape of a call with these operands."""
+        """Return the global shape of a call with these operands of one rank."""
 
     def cost_of(self, /, *args: Any, **kwargs: Any) -> tuple[S, int, Cost]:
         """Return shape, number of ranks and cost of a call with these arguments."""
@@ -249,16 +251,17 @@ class OpInfo(ABC, Generic[S]):
 
     @abstractmethod
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return the calls to measure next to the op: its parts alone, and other implementations.
+        """Return other calls to measure, by name: parts of the op, and other implementations.
 
-        Collective over the context's group. Calls read the operands each time unless the OpInfo
-        documents otherwise.
+        Collective over the context's group. Each call reads the current values of ``operands``,
+        unless the OpInfo documents otherwise.
         """
 
     def whole(
         self, call: Callable[[], torch.Tensor], operands: Operands, group: Group = None
     ) -> Baseline:
-        """Return a baseline whose ``call`` computes the result of the op."""
+        """Return a baseline whose ``call`` computes the op's whole result, for comparison with
+        ``reference``."""
         return Baseline("baseline", call, lambda: self.reference(operands, group))
 
     @abstractmethod
@@ -276,30 +279,31 @@ class OpInfo(ABC, Generic[S]):
 
     @abstractmethod
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        """Return invalid arguments, by the name of the argument in the error.
+        """Return invalid calls: arguments that replace valid ones, by the name in the error.
 
-        Text in parentheses distinguishes several entries of one name. ``good``: the largest valid
-        operands for the context, used for the other arguments.
+        The name is the argument that the ``InvalidArgument`` error reports. Text in parentheses
+        distinguishes several entries with one name. ``good`` has the largest valid operands for the
+        context.
         """
 
     def inputs_for(self, key: Any) -> Call:
-        """Return the largest call of ``key``, with meta tensors. Only for tests of shipped records.
+        """Return the largest call with tuning key ``key``. Only for tests of shipped records.
 
-        The context is replaced by an object with the attributes that ``key_fn`` and ``prune_fn``
-        read.
+        Tensors are meta tensors. An object with the attributes that the op's ``key_fn`` and
+        ``prune_fn`` read replaces the context.
         """
         raise NotImplementedError
 
     def example_keys(self) -> Iterator[Any]:
-        """Yield keys of all kinds of calls. Only for tests of shipped records."""
+        """Yield tuning keys that cover all kinds of calls. Only for tests of shipped records."""
         raise NotImplementedError
 
     def sample_inputs(self) -> Iterator[Call]:
-        """Yield all kinds of calls, with meta tensors."""
+        """Yield a call for each of ``example_keys``, with meta tensors."""
         return map(self.inputs_for, self.example_keys())
 
     def recover(self, ctx: Any) -> None:
-        """Reset the context on all ranks after a call failed on some rank. Collective."""
+        """Reset the context after a call that failed on some rank. Collective."""
         ctx.reset()
 
 
@@ -316,10 +320,10 @@ def uniform(
 def fill(
     a: torch.Tensor, operands: Operands, num_terms: int, generator: Generator | None = None
 ) -> None:
-    """Draw the left operand ``a``, and its scales if it is fp8.
+    """Write random values to the left operand ``a``, and to its scales if it is fp8.
 
-    Sums of ``num_terms`` products of ``a`` and values from -1 to 1 get a standard deviation of 1;
-    with fp8 scales, of 0.25 to 1.
+    The sum of ``num_terms`` products of elements of ``a`` and uniform values from -1 to 1 then has
+    a standard deviation of 1; with fp8 scales of both operands, 0.25 to 1.
     """
     # A product of U(-s, s) and U(-1, 1) has a standard deviation of s / 3.
     limit = 3 / num_terms**0.5
@@ -332,10 +336,10 @@ def fill(
 def symmetric_all_reduces(
     like: torch.Tensor, write: Callable[[torch.Tensor], object], group: Group
 ) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return torch's all-reduces in symmetric memory, by name. Collective over ``group``.
+    """Return calls of torch's all-reduces in symmetric memory, by name. Collective over ``group``.
 
-    ``write`` fills a tensor with the shape of ``like`` at each call. The result is empty on CPU
-    ranks and for a single rank.
+    Each call first calls ``write`` to fill the input, a tensor with shape and dtype of ``like``.
+    The result is empty on CPU ranks and for a single rank.
     """
     if not current_device().has_async_tp or dist.get_world_size(group) == 1:
         return {}
@@ -369,7 +373,7 @@ def meta(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
     return torch.empty(sizes, dtype=dtype, device="meta")
 
 
-def laid_out(layout: str, dtype: torch.dtype, *sizes: int) -> torch.Tensor:
+def meta_with_layout(layout: str, dtype: torch.dtype, *sizes: int) -> torch.Tensor:
     """Return a meta tensor whose last two dimensions have the given layout."""
     *batch, rows, columns = sizes
     if layout == "row-major":

@@ -43,7 +43,7 @@ LIBRARY, IN_PLACE = "library", "library, in place"
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes of the whole tensor: the input of one rank or, for an all-gather, the output."""
+    """Bytes of a rank's input or, for an all-gather, of its output."""
 
     nbytes: int
 
@@ -52,9 +52,10 @@ class Size:
 
 
 class CollectiveOpInfo(OpInfo[Size]):
-    """A collective of a one-dimensional ``x`` with uniform values from -1 to 1.
+    """A collective of a one-dimensional ``x`` with uniform random values from -1 to 1.
 
-    ``scatters``: the result is this rank's shard of the sum; otherwise it is the sum.
+    Attributes:
+        scatters: the result is only this rank's shard of the sum.
     """
 
     shape, serial, overlaps = Size, LIBRARY, False
@@ -63,7 +64,7 @@ class CollectiveOpInfo(OpInfo[Size]):
 
     @abstractmethod
     def create(self, *args: Any, **options: Any) -> Any:
-        """Call the op's ``create_…``."""
+        """Create the op's context."""
 
     @abstractmethod
     def library(self, x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -79,7 +80,7 @@ class CollectiveOpInfo(OpInfo[Size]):
         return self.create(room, ranks.rank, ranks.size, ranks.size, group=group, **options)
 
     def elements(self, shape: Size, dtype: torch.dtype, num_ranks: int) -> int:
-        """Return the number of elements of x: a positive multiple of the ranks."""
+        """Return the number of elements of x: a positive multiple of the number of ranks."""
         return max(1, shape.nbytes // dtype.itemsize // num_ranks) * num_ranks
 
     def allocate(
@@ -101,7 +102,7 @@ class CollectiveOpInfo(OpInfo[Size]):
         return (operands["x"], ctx), {}
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
-        """Return this rank's part of the sum, added in fp32 and rounded once."""
+        """Return the sum or this rank's shard of it, added in fp32 and rounded once."""
         x = operands["x"]
         total = x.float()
         dist.all_reduce(total, group=group)
@@ -113,12 +114,12 @@ class CollectiveOpInfo(OpInfo[Size]):
         return tolerance(dtype, num_ranks)
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return the library's collective, out of place."""
+        """Return a baseline: the library's collective, out of place."""
         x, group = operands["x"], ctx.group
         return {LIBRARY: self.whole(lambda: self.library(x, group), operands, group)}
 
     def cost(self, shape: Size, dtype: torch.dtype, num_ranks: int) -> Cost:
-        """Return the cost: the whole is read, the result is written, remote shards cross links."""
+        """Return the cost: a rank reads x, writes the result, and sends all shards but its own."""
         nbytes = shape.nbytes
         return Cost(
             dtype,
@@ -159,7 +160,7 @@ class CollectiveOpInfo(OpInfo[Size]):
         }  # fmt: skip
 
     def inputs_for(self, key: Any) -> Call:
-        """Return a call of the bucket's largest size, which always fits 16-byte vectors."""
+        """Return a call of the largest size with tuning key ``key``, a multiple of 16 bytes."""
         elements, dtype, _, num_ranks, *_ = key
         x = meta(dtype, elements * (num_ranks if self.scatters else 1))
         device = SimpleNamespace(torch_device=x.device)
@@ -175,7 +176,7 @@ class CollectiveOpInfo(OpInfo[Size]):
 
 
 class AllReduceOpInfo(CollectiveOpInfo):
-    """Operand ``x``; the result is its sum."""
+    """Operand ``x``; the result is the sum of x over ranks."""
 
     transfer = "all-reduce"
     create = staticmethod(create_allreduce_ctx)
@@ -186,8 +187,8 @@ class AllReduceOpInfo(CollectiveOpInfo):
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
         """Return the library's collective and, on GPUs, torch's all-reduces in symmetric memory.
 
-        The latter include the copy into that memory. ``library, in place`` adds zeros; its result
-        is not checked.
+        torch's all-reduces include the copy of x into symmetric memory. ``library, in place`` adds
+        zeros, and its result is not checked.
         """
         x, group = operands["x"], ctx.group
         zeros = torch.zeros_like(x)
@@ -199,7 +200,7 @@ class AllReduceOpInfo(CollectiveOpInfo):
         }
 
     def cost(self, shape: Size, dtype: torch.dtype, num_ranks: int) -> Cost:
-        """Return the cost: shards cross links to their owners, then sums to all ranks."""
+        """Return the cost: a rank sends shards to the ranks that sum them, then its sum to all."""
         cost = super().cost(shape, dtype, num_ranks)
         return dataclasses.replace(cost, link_bytes=2 * cost.link_bytes)
 
@@ -219,7 +220,7 @@ class AllReduceOpInfo(CollectiveOpInfo):
 
 
 class ShardOpInfo(CollectiveOpInfo):
-    """A collective that moves shards; x must fit the context."""
+    """A reduce-scatter or all-gather: x must not be larger than the context allows."""
 
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
         x = good["x"]
@@ -231,7 +232,7 @@ class ShardOpInfo(CollectiveOpInfo):
 
 
 class ReduceScatterOpInfo(ShardOpInfo):
-    """Operand ``x``; the result is this rank's shard of its sum."""
+    """Operand ``x``; the result is this rank's shard of the sum of x over ranks."""
 
     transfer, scatters = "reduce-scatter", True
     create = staticmethod(create_reduce_scatter_ctx)

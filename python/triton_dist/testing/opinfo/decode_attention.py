@@ -30,7 +30,7 @@ from triton_dist.testing.opinfo.expert_parallel import LIBRARY, gathered
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """``batch`` sequences of up to ``tokens`` tokens over all ranks."""
+    """``batch`` sequences of at most ``tokens`` tokens each, counted over all ranks."""
 
     tokens: int
     batch: int
@@ -45,7 +45,10 @@ class DecodeShape:
 
 
 class DecodeOpInfo(OpInfo[DecodeShape]):
-    """Operands ``q`` [batch, heads, head_dim], equal on all ranks, a dense cache and lengths."""
+    """Operands ``q`` [batch, heads, head_dim], ``k_cache``, ``v_cache`` and ``kv_lens``.
+
+    ``q`` and ``kv_lens`` are equal on all ranks. The caches have this rank's tokens, without pages.
+    """
 
     shape, shapes = DecodeShape, (DecodeShape(65536, 1, 96, 12, 128),)
     transfer, serial, overlaps = "all-gather", LIBRARY, False
@@ -73,12 +76,12 @@ class DecodeOpInfo(OpInfo[DecodeShape]):
         cache = shape.batch, tokens, shape.kv_heads, shape.head_dim
         # All ranks must draw equal queries.
         equal = torch.Generator(device).manual_seed(shape.tokens)
-        late = torch.arange(num_ranks)[:, None] + torch.arange(shape.batch)
+        shortened_by = torch.arange(num_ranks)[:, None] + torch.arange(shape.batch)
         return {
             "q": uniform((shape.batch, shape.heads, shape.head_dim), dtype, equal, 3.0),
             "k_cache": torch.empty(cache, dtype=dtype, device=device),
             "v_cache": torch.empty(cache, dtype=dtype, device=device),
-            "kv_lens": (tokens - late % min(tokens, 4)).int().to(device),
+            "kv_lens": (tokens - shortened_by % min(tokens, 4)).int().to(device),
         }
 
     def refill(
@@ -99,7 +102,7 @@ class DecodeOpInfo(OpInfo[DecodeShape]):
         return (q, k, v, lens, ctx), {}
 
     def output(self, result: Any) -> torch.Tensor:
-        """Return the output without the LSE."""
+        """Return the attention output without the log-sum-exp."""
         out: torch.Tensor = result[0]
         return out
 
@@ -121,7 +124,7 @@ class DecodeOpInfo(OpInfo[DecodeShape]):
         return tolerance(dtype, num_ranks + 1)
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return our attention with the library's exchange."""
+        """Return a baseline: the op with NCCL's all-to-all instead of our exchange."""
         args, _ = self.arguments(operands, ctx)
 
         def library() -> torch.Tensor:
@@ -130,7 +133,7 @@ class DecodeOpInfo(OpInfo[DecodeShape]):
         return {LIBRARY: self.whole(library, operands, ctx.group)}
 
     def cost(self, shape: DecodeShape, dtype: torch.dtype, num_ranks: int) -> Cost:
-        """Return the cost of full sequences."""
+        """Return the cost if every sequence has ``shape.tokens`` tokens."""
         keys = shape.tokens / num_ranks * shape.batch
         rows = shape.batch * shape.heads * shape.head_dim
         cache = 2 * keys * shape.kv_heads * shape.head_dim

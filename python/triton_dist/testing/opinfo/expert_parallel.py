@@ -30,7 +30,7 @@ from triton_dist.testing.opinfo.base import (
 from triton_dist.testing.opinfo.moe import uniform_ids
 
 LOCAL_EXPERTS = 4
-"""Experts of a rank."""
+"""Number of experts per rank."""
 LIBRARY = "library"
 
 
@@ -47,12 +47,12 @@ class TokenShape:
 
 
 class EPOpInfo(OpInfo[TokenShape]):
-    """Operands ``topk_ids`` and ``topk_weights`` [M / W, topk], and ``rows`` [·, hidden]."""
+    """Operands ``topk_ids`` and ``topk_weights`` [M / W, topk], for W ranks, and rows to send."""
 
     shape, shapes = TokenShape, (TokenShape(8192, 7168, 2), TokenShape(256, 7168, 4))
     transfer, serial, overlaps = "all-to-all", LIBRARY, False
     rows: ClassVar[str]
-    """Name of the rows that travel."""
+    """Name of the operand whose rows [·, hidden] are sent: ``x`` (dispatch) or ``y`` (combine)."""
 
     def smaller(self, shape: TokenShape, divisor: int, num_ranks: int) -> TokenShape:
         M = max(1, shape.M // divisor // num_ranks) * num_ranks
@@ -72,7 +72,7 @@ class EPOpInfo(OpInfo[TokenShape]):
         self, shape: TokenShape, dtype: torch.dtype, num_ranks: int, generator: Generator | None
     ) -> Operands:
         device, routing = current_device().torch_device, (shape.M // num_ranks, shape.topk)
-        # Products: room for the case that all tokens go to experts of this rank.
+        # y has memory for the case that all tokens of all ranks choose experts of this rank.
         number = shape.M // num_ranks if self.rows == "x" else shape.M * shape.topk
         return {
             self.rows: torch.empty(number, shape.hidden, dtype=dtype, device=device),
@@ -99,7 +99,7 @@ class EPOpInfo(OpInfo[TokenShape]):
     def sorted_routes(
         self, operands: Operands, group: Group
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return rank, token and weight of the routes of all ranks, sorted by expert."""
+        """Return expert's rank, token and weight of each choice of all tokens, sorted by expert."""
         ids, weights = operands["topk_ids"], operands["topk_weights"]
         expert, weights = (gathered(each, group).flatten() for each in (ids, weights))
         order = expert.argsort(stable=True)
@@ -107,15 +107,15 @@ class EPOpInfo(OpInfo[TokenShape]):
         return rank, order // ids.shape[1], weights[order]
 
     def output(self, result: Any) -> torch.Tensor:
-        """Return the rows of a dispatch, sorted by expert; else the result."""
+        """Return the rows that a dispatch received, sorted by expert; or a combine's result."""
         if isinstance(result, Received):
             return result.expanded()[0][: result.num_positions()]
         return super().output(result)
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return the library's all-gather or reduce-scatter, with our layout.
+        """Return a baseline: the op with the library's all-gather or reduce-scatter.
 
-        The combine adds the products of the ids and weights at the time of this call.
+        For the combine, the routing is fixed now: later changes of ids and weights have no effect.
         """
         args, _ = self.arguments(operands, ctx)
 
@@ -127,7 +127,10 @@ class EPOpInfo(OpInfo[TokenShape]):
         return {LIBRARY: Baseline("baseline", library)}
 
     def cost(self, shape: TokenShape, dtype: torch.dtype, num_ranks: int) -> Cost:
-        """Return the cost under even routing: a token is stored once on a rank that needs it."""
+        """Return the cost if tokens choose all experts with equal probability.
+
+        A token is sent once to each rank that has one of its experts.
+        """
         row, tokens = shape.hidden * dtype.itemsize, shape.M / num_ranks
         received = shape.M * (1 - (1 - 1 / num_ranks) ** shape.topk) * row
         link = received * (num_ranks - 1) / num_ranks
@@ -160,7 +163,7 @@ class EPOpInfo(OpInfo[TokenShape]):
 
     @staticmethod
     def meta_inputs(key: Any) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return context, rows, ids and weights of a call of ``key``."""
+        """Return context, rows, ids and weights of a call with tuning key ``key``."""
         ctx = SimpleNamespace(
             max_tokens=key.M, capacity=key.M, hidden=key.hidden, topk=key.topk, dtype=key.dtype,
             num_experts=key.num_experts, num_ranks=key.num_ranks, buffer=None, pending=None,
@@ -171,7 +174,10 @@ class EPOpInfo(OpInfo[TokenShape]):
 
 
 class DispatchOpInfo(EPOpInfo):
-    """Operand ``x`` [M / W, hidden]; the result is the rows of this rank's experts."""
+    """Operand ``x`` [M / W, hidden], this rank's tokens.
+
+    The result has a row for each choice of one of this rank's experts.
+    """
 
     rows = "x"
 
@@ -207,12 +213,15 @@ class DispatchOpInfo(EPOpInfo):
 
 
 class CombineOpInfo(EPOpInfo):
-    """Operand ``y``, a product for each position; the result is this rank's tokens."""
+    """Operand ``y``, the experts' results: a row for each row of the dispatch's result.
+
+    The result is the weighted sum for each of this rank's tokens, [M / W, hidden].
+    """
 
     rows = "y"
 
     def arguments(self, operands: Operands, ctx: Any) -> Call:
-        """Return the arguments of a call, with the result of a dispatch. Collective."""
+        """Return the arguments of a call, including the result of a new dispatch. Collective."""
         y, ids = operands["y"], operands["topk_ids"]
         x = y.new_zeros(len(ids), y.shape[1])
         return (y, ep_dispatch.fn(x, ids, ctx, operands["topk_weights"]), ctx), {}
@@ -242,7 +251,7 @@ class CombineOpInfo(EPOpInfo):
 
 
 def gathered(shard: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the shards of all ranks."""
+    """Concatenate the shards of all ranks."""
     is_alone = group_for(group).size == 1
     return shard if is_alone else libraries.all_gather_rows(shard.contiguous(), group)
 

@@ -29,8 +29,8 @@ from triton_dist.testing.opinfo.base import (
     Operands,
     OpInfo,
     fill,
-    laid_out,
     meta,
+    meta_with_layout,
     other_dtype,
     tolerance,
     uniform,
@@ -68,16 +68,16 @@ SHAPES = (
     Shape(4096, 10240, 8192),
     *(Shape(M, 28672, 8192) for M in (2048, 1024, 512)),
 )
-"""Compute-bound, balanced and small shapes."""
+"""Shapes that are limited by compute, by compute and transfer alike, or small."""
 
 
 class GEMMOpInfo(OpInfo[Shape]):
     """A GEMM of A and B across ranks.
 
     Attributes:
-        sums_over_ranks: K is sharded and the op ends a layer. Otherwise N is sharded and the op
-            begins a layer.
-        any_rows: every rank gets all rows, so M may be any number.
+        sums_over_ranks: K is sharded, as in the last GEMM of a layer. Otherwise N is sharded, as in
+            the first GEMM.
+        any_rows: every rank gets all rows of the result, so M need not be a multiple of the ranks.
     """
 
     shape = Shape
@@ -90,11 +90,11 @@ class GEMMOpInfo(OpInfo[Shape]):
         return shape.smaller(divisor, num_ranks, self.any_rows)
 
     def layer(self, M: int, N: int, K: int) -> Shape:
-        """Return the op's shape in a feed-forward layer whose first GEMM has the shape M, N, K."""
+        """Return the op's shape in a feed-forward layer whose first GEMM has sizes M, N and K."""
         return Shape(M, K, N) if self.sums_over_ranks else Shape(M, N, K)
 
-    def of_rank(self, rows: int, columns: int, K: int, num_ranks: int) -> Shape:
-        """Return the global shape from one rank's sizes."""
+    def shape_from_rank(self, rows: int, columns: int, K: int, num_ranks: int) -> Shape:
+        """Return the global shape from one rank's K, and rows and columns of its result."""
         rows = rows if self.any_rows else rows * num_ranks
         if self.sums_over_ranks:
             return Shape(rows, columns, K * num_ranks)
@@ -104,7 +104,7 @@ class GEMMOpInfo(OpInfo[Shape]):
     def operand_sizes(
         self, shape: Shape, num_ranks: int
     ) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the sizes of A and B on this rank."""
+        """Return the sizes of A and of B on a rank."""
 
     def allocate(
         self,
@@ -115,10 +115,10 @@ class GEMMOpInfo(OpInfo[Shape]):
         column_major: bool = True,
         has_bias: bool = False,
     ) -> Operands:
-        """Return uninitialised A, and B with uniform values from -1 to 1; an fp8 B is K-major.
+        """Return an uninitialised A, and a B with uniform random values from -1 to 1.
 
-        With ``has_bias``, add a bias [N] with uniform values from -1 to 1. Rank 0 broadcasts it, so
-        it is equal on all ranks of the world.
+        B is column-major if ``column_major`` is set or B is fp8. With ``has_bias``, there is also a
+        bias [N] with values from -1 to 1, which rank 0 broadcasts to all ranks of the world.
         """
         a_sizes, (K, N) = self.operand_sizes(shape, num_ranks)
         operand, result = self.dtypes(dtype)
@@ -134,20 +134,21 @@ class GEMMOpInfo(OpInfo[Shape]):
     def refill(
         self, operands: Operands, num_ranks: int, generator: Generator | None = None
     ) -> None:
-        """Draw new values of A, with which sums over all of K have a standard deviation of 1."""
+        """Draw new values of A. Results have a standard deviation of 1."""
         A = operands["A"]
         fill(A, operands, A.shape[1] * (num_ranks if self.sums_over_ranks else 1), generator)
 
     def has_async_tp(self, A: torch.Tensor, group: Group, operator: str) -> bool:
-        """Return whether async tensor parallelism multiplies A; it has no BLOCK scales."""
-        # cuBLAS requires that the row-wise scales of a shard begin at a multiple of 16 bytes.
+        """Return whether torch's async tensor parallelism can multiply A."""
+        # It does not support block-wise scales. cuBLAS requires that the row-wise scales of a shard
+        # begin at a multiple of 16 bytes.
         fits = self.recipe is None or (self.recipe is not Recipe.BLOCK and A.shape[0] % 4 == 0)
         return fits and libraries.has_async_tp(group, operator)
 
-    def gemms(self, A: torch.Tensor, B: torch.Tensor, scales: Scales) -> dict[str, Baseline]:
-        """Return the GEMM alone: torch's, and for fp8 on GPUs also ``matmul``, tuned when called.
+    def gemms_alone(self, A: torch.Tensor, B: torch.Tensor, scales: Scales) -> dict[str, Baseline]:
+        """Return torch's GEMM alone, and for fp8 on GPUs also our ``matmul`` alone.
 
-        No library multiplies all shapes with all recipes at the best rate.
+        For fp8, torch's GEMM is not the fastest for all shapes and kinds of scales.
         """
         gemms = {"GEMM alone": Baseline("gemm", lambda: multiply(A, B, scales))}
         if scales and not current_device().interprets:
@@ -162,9 +163,9 @@ class GEMMOpInfo(OpInfo[Shape]):
         return tolerance(dtype, num_ranks if self.sums_over_ranks else 1)
 
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        """Return arguments that all GEMMs reject.
+        """Return invalid arguments for all GEMMs across ranks.
 
-        ``M (too many)`` is rejected only if the context was created for the rows of ``good``.
+        ``M (too many)`` is invalid only for a context that was created for the rows of ``good``.
         """
         A, B = good["A"], good["B"]
         (rows, K), N, other = A.shape, B.shape[1], other_dtype(A.dtype)
@@ -195,11 +196,11 @@ class GEMMOpInfo(OpInfo[Shape]):
 
 
 class SummedGEMMOpInfo(GEMMOpInfo):
-    """``A @ B`` summed over W ranks, each with a part of K: A [M, K / W], B [K / W, N]."""
+    """The sum over W ranks of ``A @ B``, with A [M, K / W] and B [K / W, N] on each rank."""
 
     sums_over_ranks = True
-    option: ClassVar[tuple[str, bool]]
-    """Argument that is part of the op's key in addition to the operands, and its default."""
+    key_option: ClassVar[tuple[str, bool]]
+    """Name and default of an argument that is part of the op's tuning key."""
 
     def operand_sizes(
         self, shape: Shape, num_ranks: int
@@ -215,7 +216,7 @@ class SummedGEMMOpInfo(GEMMOpInfo):
 
     @abstractmethod
     def create(self, *args: Any, **options: Any) -> Any:
-        """Call the op's ``create_…``."""
+        """Create the op's context."""
 
     def context(self, shape: Shape, dtype: torch.dtype, group: Any = None, **options: Any) -> Any:
         ranks = group_for(group)
@@ -226,7 +227,7 @@ class SummedGEMMOpInfo(GEMMOpInfo):
 
     @abstractmethod
     def own_rows(self, total: torch.Tensor, group: Group) -> torch.Tensor:
-        """Return this rank's rows of the sum [M, N]."""
+        """Return the rows of the sum [M, N] that this rank's result has."""
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         A, bias = operands["A"], operands.get("bias")
@@ -238,14 +239,14 @@ class SummedGEMMOpInfo(GEMMOpInfo):
     def whole(
         self, call: Callable[[], torch.Tensor], operands: Operands, group: Group = None
     ) -> Baseline:
-        """Return a baseline. ``call`` computes the sum; the baseline adds the bias, if any."""
+        """Return a baseline that adds the bias, if there is one, to the sum of ``call``."""
         bias = operands.get("bias")
         return super().whole(call if bias is None else lambda: call() + bias, operands, group)
 
     def cost(self, shape: Shape, dtype: torch.dtype, num_ranks: int) -> Cost:
         """Return the cost.
 
-        Each row is sent to the rank that sums it. With ``any_rows``, each sum is sent to all ranks.
+        Each row is sent to the rank that sums it; with ``any_rows``, the sum is sent to all ranks.
         """
         M, N, K, (operand, result) = shape.M, shape.N, shape.K / num_ranks, self.dtypes(dtype)
         nbytes = M * N * result.itemsize
@@ -274,7 +275,8 @@ class SummedGEMMOpInfo(GEMMOpInfo):
 
     def inputs_for(self, key: tuple[ProductKey, bool]) -> Call:
         (M, N, K, dtype, layout, contiguous, num_ranks), option = key
-        M -= 0 if self.any_rows else M % num_ranks  # M is the end of a range
+        # The key's M is a rounded size, which may not be a multiple of the ranks.
+        M -= 0 if self.any_rows else M % num_ranks
         A = meta(dtype, M, K) if contiguous else meta(dtype, M, 2 * K)[:, ::2]
         slots = SimpleNamespace(epoch=meta(dtype, 1))
         ctx = SimpleNamespace(
@@ -282,11 +284,11 @@ class SummedGEMMOpInfo(GEMMOpInfo):
             reduce_st=option,
             buffer=SimpleNamespace(slots=slots, num_ranks=num_ranks),
         )  # fmt: skip
-        return (A, laid_out(layout, dtype, K, N), ctx), {self.option[0]: option}
+        return (A, meta_with_layout(layout, dtype, K, N), ctx), {self.key_option[0]: option}
 
     def example_keys(self) -> Iterator[tuple[ProductKey, bool]]:
         for rows in (4, 16, 1024, 4096):
             for layout in LAYOUTS:
                 for contiguous in (True, False):
                     key = ProductKey(rows, 8192, 7168, torch.bfloat16, layout, contiguous, 4)
-                    yield key, self.option[1]
+                    yield key, self.key_option[1]

@@ -21,8 +21,8 @@ from triton_dist.testing.opinfo.base import (
     Group,
     Operands,
     fill,
-    laid_out,
     meta,
+    meta_with_layout,
     other_dtype,
 )
 from triton_dist.testing.opinfo.moe import (
@@ -32,23 +32,23 @@ from triton_dist.testing.opinfo.moe import (
     routed_product,
 )
 from triton_dist.testing.opinfo.scaled import (
-    by_row,
     library_product,
     multiply,
     new_scales,
-    of_expert,
     rows_of,
+    scales_for_grouped_mm,
     scales_of,
+    scales_of_expert,
 )
 
 MODELS = {
     name: dataclasses.replace(shape, N=shape.N // 2) for name, shape in FIRST_PRODUCTS.items()
 }
-"""First GEMMs of MoE layers (gate and up together), on one of two ranks."""
+"""First GEMMs of MoE layers (gate and up together): the sizes of one of two ranks."""
 
 
 class GroupedGEMMOpInfo(RoutedOpInfo):
-    """Operands ``A`` [M, K], ``B`` [E, K, N] and ``topk_ids`` [M, topk], drawn at random."""
+    """Operands ``A`` [M, K], ``B`` [E, K, N] and random ``topk_ids`` [M, topk], on one GPU."""
 
     models, shapes = MODELS, tuple(MODELS.values())
     transfer, serial = "nothing", "grouped_mm between copies"
@@ -78,7 +78,7 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
     def refill(
         self, operands: Operands, num_ranks: int, generator: Generator | None = None
     ) -> None:
-        """Draw new ids and values of ``A``. Sums get a standard deviation of 1, as in a GEMM."""
+        """Draw new ids and values of ``A``. Results have a standard deviation of 1."""
         A, B, ids = operands["A"], operands["B"], operands["topk_ids"]
         fill(A, operands, A.shape[1], generator)
         self.draw(ids, B.shape[0], generator)
@@ -91,30 +91,31 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
         return routed_product(A, operands["B"], operands["topk_ids"], dtype, scales_of(operands))
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return the baselines, for the ids at the time of this call.
+        """Return the baselines.
 
-        ``dense``: one expert for all rows. ``grouped_mm alone``: torch's grouped GEMM on sorted
-        rows, for fp8 also in bf16. With BLOCK scales, torch's grouped GEMMs use row-wise scales.
+        ``dense`` multiplies all rows by one expert. ``grouped_mm alone`` is torch's grouped GEMM of
+        rows that are sorted now, so later changes of the ids have no effect; for fp8, there is also
+        a bf16 version. With block-wise scales, torch's grouped GEMMs use row-wise scales of 1.
         """
         A, B, ids, scales = operands["A"], operands["B"], operands["topk_ids"], scales_of(operands)
         flat = ids.flatten()
         order = flat.argsort(stable=True) // ids.shape[1]
-        rows, of_dense, of_library = (
+        rows, dense_scales, library_scales = (
             rows_of(A, order),
-            of_expert(scales, order, 0),
-            by_row(A, B, scales),
+            scales_of_expert(scales, order, 0),
+            scales_for_grouped_mm(A, B, scales),
         )
         ends = torch.bincount(flat, minlength=B.shape[0]).cumsum(0).int()
 
         def library() -> torch.Tensor:
-            C: torch.Tensor = grouped_gemm.fn(A, B, ids, algorithm=Library.name, **of_library)
+            C: torch.Tensor = grouped_gemm.fn(A, B, ids, algorithm=Library.name, **library_scales)
             return C
 
         whole = self.whole(library, operands)
         baselines = {
             "grouped_mm alone": Baseline("gemm", library_product(A, B, ends, order, scales)),
-            "dense": Baseline("gemm", lambda: multiply(rows, B[0], of_dense)),
-            self.serial: whole if of_library is scales else Baseline("baseline", library),
+            "dense": Baseline("gemm", lambda: multiply(rows, B[0], dense_scales)),
+            self.serial: whole if library_scales is scales else Baseline("baseline", library),
         }
         if scales:
             in_bf16 = library_product(A.bfloat16(), B.bfloat16(), ends, order, {})
@@ -122,7 +123,7 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
         return baselines
 
     def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:
-        """Return the cost. It includes reading the weights of the experts expected to be used."""
+        """Return the cost. Only weights of experts that have tokens, on average, are read."""
         routes, (operand, result) = shape.M * shape.topk, self.dtypes(dtype)
         elements = shape.M * shape.K + shape.used_experts * shape.K * shape.N
         return Cost(
@@ -167,14 +168,14 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
         }
 
     def key(self, shape: GroupedShape, dtype: torch.dtype) -> GroupedKey:
-        """Return the key of a call with row-major weights and one row per token."""
+        """Return the tuning key of a call with row-major weights and one row of A per token."""
         sizes = (shape.M, shape.N, shape.K, shape.E, shape.topk)
         return GroupedKey(*sizes, dtype, "row-major", "token", "route", None)
 
     def inputs_for(self, key: GroupedKey) -> Call:
         M, N, K, E, topk, dtype, layout, rows, order, activation = key
         A = meta(dtype, M if rows == "token" else M * topk, K)
-        B = laid_out(layout, dtype, E, K, N)
+        B = meta_with_layout(layout, dtype, E, K, N)
         return (A, B, meta(torch.int32, M, topk)), {"order": order, "activation": activation}
 
     def example_keys(self) -> Iterator[GroupedKey]:

@@ -11,14 +11,14 @@ import torch
 from torch import Generator
 
 from triton_dist.testing.opinfo.base import OpInfo, uniform
-from triton_dist.testing.opinfo.scaled import Scales, in_fp32, of_expert, rows_of
+from triton_dist.testing.opinfo.scaled import Scales, in_fp32, rows_of, scales_of_expert
 
 
 @dataclass(frozen=True)
 class GroupedShape:
     """M tokens, each routed to ``topk`` of E experts with weights [K, N].
 
-    Sizes are global for an op across ranks, and local for an op on one rank.
+    For an op across ranks, sizes are global.
     """
 
     M: int
@@ -44,18 +44,21 @@ FIRST_PRODUCTS = {
     "DeepSeek-V3": GroupedShape(8192, 4096, 7168, 256, 8),
     "GPT-OSS-120B": GroupedShape(8192, 5760, 2880, 128, 4),
 }
-"""First GEMMs of layers (gate and up together), global sizes."""
+"""Global sizes of the first GEMM of MoE layers (gate and up together), by model."""
 SECOND_PRODUCTS = {
     name: dataclasses.replace(shape, N=shape.K, K=shape.N // 2)
     for name, shape in FIRST_PRODUCTS.items()
 }
-"""Last GEMMs of layers, global sizes."""
+"""Global sizes of the last GEMM of MoE layers (down), by model."""
 
 
 def uniform_ids(
     M: int, E: int, topk: int, device: torch.device, generator: Generator | None = None
 ) -> torch.Tensor:
-    """Return uniformly random experts of each token, int32 [M, topk]; distinct if E >= topk."""
+    """Draw ``topk`` experts for each token with equal probabilities; return ids, int32 [M, topk].
+
+    The experts of a token differ if E >= topk.
+    """
     scores = torch.rand((M, max(E, topk)), generator=generator, device=device)
     return (scores.topk(topk, dim=1).indices % E).int()
 
@@ -63,7 +66,7 @@ def uniform_ids(
 def zipf_ids(
     M: int, E: int, topk: int, device: torch.device, generator: Generator | None = None
 ) -> torch.Tensor:
-    """Like ``uniform_ids``, but expert e has a probability proportional to 1 / (e + 1)."""
+    """Draw like ``uniform_ids``, but expert e with a probability proportional to 1 / (e + 1)."""
     drawn = torch.rand((M, max(E, topk)), generator=generator, device=device)
     # The top k of log p + Gumbel noise are a sample without replacement.
     rank = torch.arange(1, drawn.shape[1] + 1, device=device)
@@ -74,7 +77,7 @@ def zipf_ids(
 def same_expert_ids(
     M: int, E: int, topk: int, device: torch.device, generator: Generator | None = None
 ) -> torch.Tensor:
-    """Return the first ``topk`` experts for every token."""
+    """Return experts 0 to topk - 1 for every token."""
     return (torch.arange(topk, device=device) % E).int().repeat(M, 1)
 
 
@@ -91,25 +94,26 @@ def routed_product(
 ) -> torch.Tensor:
     """Return the product of each token with the weights of each of its experts, [M * topk, N].
 
-    Row t * topk + j is choice j of token t, multiplied in fp32 and rounded once to ``dtype``,
-    which defaults to A's. A is [M, K], or [M * topk, K]. Rows of dropped tokens are zero.
+    Row t * topk + j is for token t and its expert ``topk_ids[t, j]``. It is computed in fp32 and
+    rounded once to ``dtype``, by default A's. Invalid ids give rows of zeros. A is [M, K], or
+    [M * topk, K] with a row for each token and expert.
     """
     ids = topk_ids.flatten()
     out = A.new_zeros(len(ids), B.shape[2], dtype=dtype or A.dtype)
     for expert in range(len(B)):
         route = (ids == expert).nonzero().flatten()
         rows = route // (len(ids) // len(A))
-        a, b = in_fp32(rows_of(A, rows), B[expert], of_expert(scales or {}, rows, expert))
+        a, b = in_fp32(rows_of(A, rows), B[expert], scales_of_expert(scales or {}, rows, expert))
         out[route] = (a @ b).to(out.dtype)
     return out
 
 
 class RoutedOpInfo(OpInfo[GroupedShape]):
-    """An op with expert ids as operands, drawn by the function ``ROUTINGS[routing]``."""
+    """An op with expert ids among its operands, which ``ROUTINGS[routing]`` draws."""
 
     shape = GroupedShape
     models: ClassVar[Mapping[str, GroupedShape]]
-    """Shapes of layers, by name of the model."""
+    """Shapes of MoE layers, by name of the model."""
     routing = "even"
     """Key of ``ROUTINGS``."""
 
@@ -122,6 +126,6 @@ class RoutedOpInfo(OpInfo[GroupedShape]):
         return uniform((E, N, K), self.dtypes(dtype)[0], generator).mT
 
     def draw(self, ids: torch.Tensor, E: int, generator: Generator | None) -> None:
-        """Fill ids [M, topk]."""
+        """Write random ids of E experts to ``ids`` [M, topk]."""
         M, topk = ids.shape
         ids.copy_(ROUTINGS[self.routing](M, E, topk, ids.device, generator))

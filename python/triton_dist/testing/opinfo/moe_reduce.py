@@ -1,4 +1,4 @@
-"""OpInfos of the ops that end an MoE layer."""
+"""OpInfos of the ops that end an MoE layer: grouped GEMM, then a sum over experts and ranks."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from triton_dist.testing.opinfo.base import (
     Group,
     Operands,
     fill,
-    laid_out,
     meta,
+    meta_with_layout,
     other_dtype,
     tolerance,
 )
@@ -49,24 +49,24 @@ from triton_dist.testing.opinfo.scaled import library_product, new_scales, scale
 
 
 class MoEReduceOpInfo(RoutedOpInfo):
-    """Operands ``x`` [M * topk, K / W], ``weights`` [E, K / W, N], and the routing.
+    """Operands ``x`` [M * topk, K / W], ``weights`` [E, K / W, N], for W ranks, and the routing.
 
-    The routing is ``chosen_experts`` and ``expert_weight``, both [M, topk]. It is equal on all
-    ranks of the world: rank 0 broadcasts it.
+    The routing is ``chosen_experts`` and ``expert_weight``, both [M, topk]. Rank 0 broadcasts it,
+    so it is equal on all ranks of the world.
     """
 
     models, shapes = SECOND_PRODUCTS, tuple(SECOND_PRODUCTS.values())
     library_algorithms, algorithm_tunables = ("library",), ("num_chunks", "reduction")
     shares_rows: ClassVar[bool]
-    """Each rank gets an equal share of the rows of the sum, so M is a multiple of the ranks."""
+    """Each rank gets M / W rows of the sum, so M is a multiple of the ranks; else all rows."""
 
     @abstractmethod
     def create(self, *args: Any, **options: Any) -> Any:
-        """Call the op's ``create_…``."""
+        """Create the op's context."""
 
     @abstractmethod
     def own_rows(self, total: torch.Tensor, group: Group) -> torch.Tensor:
-        """Return this rank's rows of the sum [M, N]."""
+        """Return the rows of the sum [M, N] that this rank's result has."""
 
     @abstractmethod
     def reduce(self, total: torch.Tensor, group: Group) -> torch.Tensor:
@@ -110,8 +110,8 @@ class MoEReduceOpInfo(RoutedOpInfo):
     ) -> None:
         """Draw new values of ``x`` and a new routing.
 
-        Results have a standard deviation of 1: ``x`` is scaled for the K of all ranks together, and
-        the squares of a token's expert weights add up to 1.
+        Results have a standard deviation of 1: a product summed over ranks has 1, and the squares
+        of a token's expert weights add up to 1.
         """
         x, ids, expert_weight = (
             operands[name] for name in ("x", "chosen_experts", "expert_weight")
@@ -142,11 +142,12 @@ class MoEReduceOpInfo(RoutedOpInfo):
         return self.own_rows(total, group).to(self.dtypes(x.dtype)[1])
 
     def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
-        """Return the tolerance: products are rounded before weighting, sums before sending."""
+        """Return the tolerance. An expert's products are rounded before they are weighted, and a
+        rank's sums before they are sent."""
         return tolerance(dtype, num_ranks + 1)
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return the baselines, for the ids at the time of this call."""
+        """Return the baselines. ``grouped_mm`` baselines do not use ids that change later."""
         x, weights, group = operands["x"], operands["weights"], ctx.group
         ids, expert_weight = operands["chosen_experts"], operands["expert_weight"]
         M, N = len(ids), weights.shape[2]
@@ -190,9 +191,9 @@ class MoEReduceOpInfo(RoutedOpInfo):
         return baselines
 
     def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:
-        """Return the cost, with the weights of the expected number of used experts.
+        """Return the cost. Only weights of experts that have tokens, on average, are read.
 
-        Rows cross links to the rank that adds them; if all ranks get the sums, they cross again.
+        Rows are sent to the rank that adds them. If all ranks get all sums, sums are sent too.
         """
         K, routes, (operand, result) = shape.K / num_ranks, shape.M * shape.topk, self.dtypes(dtype)
         rows = shape.M * shape.N * result.itemsize
@@ -262,12 +263,12 @@ class MoEReduceOpInfo(RoutedOpInfo):
         fixed = {}
         if not isinstance(key, SumKey):
             key, n_chunks, config = key
-            assert config is None  # no shipped record has the caller's tiles
+            assert config is None  # shipped records have no keys with tiles of the caller
             fixed["n_chunks"] = n_chunks
         M, N, K, E, topk, dtype, layout, num_ranks, n_chunks_max = key
-        # The end of a bucket may not be a multiple of the ranks.
+        # The key's M is a rounded size, which may not be a multiple of the ranks.
         M -= M % (num_ranks if self.shares_rows else 1)
-        weights = laid_out(layout, dtype, E, K, N)
+        weights = meta_with_layout(layout, dtype, E, K, N)
         slots = SimpleNamespace(epoch=meta(dtype, 1))
         ctx = SimpleNamespace(
             N=N, E=E, topk=topk, dtype=dtype, max_tokens=M, max_routes=M * topk, checked_keys={},
@@ -286,7 +287,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
 
 
 class MoEReduceRSOpInfo(MoEReduceOpInfo):
-    """The result is this rank's tokens of the sum, [M / W, N]."""
+    """The result is the sums of this rank's tokens, [M / W, N]."""
 
     transfer, serial = "reduce-scatter", "our product + reduce-scatter"
     create = staticmethod(create_moe_rs_context)
@@ -309,7 +310,7 @@ class MoEReduceRSOpInfo(MoEReduceOpInfo):
 
 
 class MoEReduceAROpInfo(MoEReduceOpInfo):
-    """The result is the sum [M, N] on every rank, for any M."""
+    """The result is the sums of all tokens, [M, N], on every rank. M may be any number."""
 
     transfer, serial = "all-reduce", "our product + all-reduce"
     create = staticmethod(create_moe_ar_context)

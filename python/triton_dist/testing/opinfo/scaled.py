@@ -1,4 +1,4 @@
-"""Scales of fp8 operands for the OpInfos, and products of such operands by libraries."""
+"""Scales of fp8 operands for the OpInfos, and products of scaled operands by libraries."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def new_scales(
 ) -> Scales:
     """Return scales for ``a`` [M, K] and ``b`` [K, N] or [E, K, N]; empty without a recipe.
 
-    The scales of ``a`` are uninitialised. Those of ``b`` are uniform from 0.5 to 1.
+    The scales of ``a`` are uninitialised. The scales of ``b`` are uniform random from 0.5 to 1.
     """
     (M, K), (*experts, _, N) = a.shape, b.shape
     shapes: dict[Recipe | None, tuple[Sequence[int], Sequence[int]]] = {
@@ -43,17 +43,17 @@ def new_scales(
 
 
 def in_fp32(A: torch.Tensor, B: torch.Tensor, scales: Scales) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return [M, K] and [K, N] in fp32, multiplied by their scales, if any."""
+    """Return A [M, K] and B [K, N] in fp32, multiplied by their scales if there are any."""
     return Scaling(**scales).dequantised(A, B) if scales else (A.float(), B.float())
 
 
 def rows_of(A: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return ``A[index]``; not every device indexes fp8."""
+    """Return ``A[index]``, also for fp8, which not every device can index."""
     return A.view(torch.uint8)[index].view(A.dtype) if A.dtype in FP8 else A[index]
 
 
-def of_expert(scales: Scales, rows: torch.Tensor, expert: int) -> Scales:
-    """Return the scales for the rows ``rows`` of A and for the weights of one expert."""
+def scales_of_expert(scales: Scales, rows: torch.Tensor, expert: int) -> Scales:
+    """Return the scales of rows ``rows`` of A and of the weights of one expert."""
     if not scales:
         return scales
     a, b = scales["A_scale"], scales["B_scale"]
@@ -67,7 +67,7 @@ def of_expert(scales: Scales, rows: torch.Tensor, expert: int) -> Scales:
 def gather(
     A: torch.Tensor, scales: Scales, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, Scales]:
-    """Return the rows of all ranks, and their scales, by the group's collective."""
+    """Gather the rows of A of all ranks, and their scales, by the group's collective."""
     if not scales:
         return all_gather_rows(A, group), scales
     # Neither NCCL nor gloo gathers every fp8 dtype.
@@ -91,23 +91,26 @@ def multiply(
 def library_product(
     A: torch.Tensor, B: torch.Tensor, ends: torch.Tensor, order: torch.Tensor, scales: Scales
 ) -> Callable[[], torch.Tensor]:
-    """Return a function that calls torch's grouped GEMM on rows ``order`` (by expert) of A."""
+    """Return a call of torch's grouped GEMM of ``A[order]`` and B [E, K, N].
+
+    Rows of ``A[order]`` are sorted by expert; ``ends`` has the end of each expert's rows.
+    """
     rows = rows_of(A, order)
     if not scales:
         return lambda: grouped_mm(rows, B, ends)
-    scales = {**by_row(A, B, scales)}
+    scales = {**scales_for_grouped_mm(A, B, scales)}
     if len(scales["A_scale"]) > 1:
         scales["A_scale"] = scales["A_scale"][order]
-    of_operands = OperandScales.of(rows, B, Scaling(**scales))
-    assert of_operands is not None
-    return lambda: scaled_grouped_mm(rows, B, ends, of_operands, torch.bfloat16, False)
+    operand_scales = OperandScales.of(rows, B, Scaling(**scales))
+    assert operand_scales is not None
+    return lambda: scaled_grouped_mm(rows, B, ends, operand_scales, torch.bfloat16, False)
 
 
-def by_row(A: torch.Tensor, B: torch.Tensor, scales: Scales) -> Scales:
+def scales_for_grouped_mm(A: torch.Tensor, B: torch.Tensor, scales: Scales) -> Scales:
     """Return scales in a layout that torch's grouped GEMM supports on Hopper.
 
-    Block-wise scales are replaced by row-wise scales of 1, so the result differs. Use them for
-    timing only.
+    Row-wise scales of 1 replace block-wise scales. The result then differs, so use it for timing
+    only.
     """
     if not scales or scales["A_scale"].ndim == 1:
         return scales

@@ -32,7 +32,11 @@ SERIAL = "all-gather + attention"
 
 
 def tokens_of_rank(lengths: Sequence[int], rank: int, num_ranks: int, zigzag: bool) -> list[int]:
-    """Return the tokens of a rank, of packed sequences of ``lengths`` tokens on all ranks."""
+    """Return the positions of a rank's tokens among the concatenated sequences.
+
+    ``lengths`` are the numbers of tokens of the sequences. Each rank has an equal share of each
+    sequence: with ``zigzag``, one chunk from the front and one from the back.
+    """
     tokens: list[int] = []
     first = 0
     for length in lengths:
@@ -45,11 +49,15 @@ def tokens_of_rank(lengths: Sequence[int], rank: int, num_ranks: int, zigzag: bo
 
 
 class SPAttentionOpInfo(OpInfo[HeadsShape]):
-    """Operands ``q``, ``k``, ``v`` [1, M / W, heads, dim] of a causal sequence in zig-zag order."""
+    """Operands ``q``, ``k``, ``v`` [1, M / W, heads, dim], for W ranks, of one causal sequence.
+
+    Each rank has a chunk from the front and a chunk from the back of the sequence (zig-zag).
+    """
 
     shape = HeadsShape
     shapes = HeadsShape(8192, 32, 32, 128), HeadsShape(32768, 32, 8, 128)
-    # Its limit is the library's attention, not FLOPs, so bench_overlap does not measure it.
+    # Not measured by bench_overlap (``overlaps`` is false): its lower bound is a library's
+    # attention, not a GEMM.
     transfer, serial, overlaps = "all-gather", SERIAL, False
 
     def smaller(self, shape: HeadsShape, divisor: int, num_ranks: int) -> HeadsShape:
@@ -105,11 +113,11 @@ class SPAttentionOpInfo(OpInfo[HeadsShape]):
         return out.transpose(1, 2)[:, mine].to(operands["q"].dtype)
 
     def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
-        """Return the tolerance for partial results that are rounded before they are merged."""
+        """Return the tolerance. Partial results are rounded before they are merged."""
         return tolerance(dtype, num_ranks + 1)
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return the group's all-gather before all attention."""
+        """Return a baseline: the group's all-gather, then attention."""
         args, _ = self.arguments(operands, ctx)
         call = lambda: self.output(self.op.fn(*args, algorithm="collective"))  # noqa: E731
         return {SERIAL: self.whole(call, operands, ctx.group)}

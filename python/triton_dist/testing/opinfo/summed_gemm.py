@@ -24,20 +24,20 @@ ASYNC_TP = "torch async-TP"
 
 
 class GEMMReduceScatterOpInfo(SummedGEMMOpInfo):
-    """Operands ``A`` [M, K / W], ``B`` [K / W, N], optional ``bias`` [N].
+    """Operands ``A`` [M, K / W], ``B`` [K / W, N], optional ``bias`` [N], for W ranks.
 
-    The result is this rank's rows of the sum, [M / W, N].
+    The result is this rank's rows of the sum over ranks, [M / W, N].
     """
 
     transfer, serial = "reduce-scatter", "matmul + reduce-scatter"
     create = staticmethod(create_gemm_rs_context)
-    option = ("reduce_st", False)
+    key_option = ("reduce_st", False)
 
     def own_rows(self, total: torch.Tensor, group: Group) -> torch.Tensor:
         return total.chunk(dist.get_world_size(group))[dist.get_rank(group)]
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return the baselines. The reduce-scatter alone sums products of this call."""
+        """Return the baselines. The reduce-scatter alone sums the product ``A @ B`` of now."""
         A, B, group, scales = operands["A"], operands["B"], ctx.group, scales_of(operands)
         product = multiply(A, B, scales)
 
@@ -49,7 +49,7 @@ class GEMMReduceScatterOpInfo(SummedGEMMOpInfo):
             return libraries.async_tp_matmul_scatter(A, B, group, row_wise)
 
         baselines = {
-            **self.gemms(A, B, scales),
+            **self.gemms_alone(A, B, scales),
             "reduce-scatter alone": Baseline(
                 "transfer", lambda: libraries.reduce_scatter(product, group)
             ),
@@ -75,14 +75,14 @@ GEMM_RS = GEMMReduceScatterOpInfo(gemm_rs)
 
 
 class GEMMAllReduceOpInfo(SummedGEMMOpInfo):
-    """Operands ``A`` [M, K / W], ``B`` [K / W, N], optional ``bias`` [N].
+    """Operands ``A`` [M, K / W], ``B`` [K / W, N], optional ``bias`` [N], for W ranks.
 
-    The result is the sum [M, N] on every rank, for any M.
+    The result is the sum over ranks, [M, N], on every rank. M may be any number.
     """
 
     transfer, serial = "all-reduce", "matmul + all-reduce"
     create = staticmethod(create_gemm_ar_context)
-    option = ("copy_to_local", True)
+    key_option = ("copy_to_local", True)
     any_rows = True
     library_algorithms = (SymmetricCollective.name,)
 
@@ -90,7 +90,7 @@ class GEMMAllReduceOpInfo(SummedGEMMOpInfo):
         return total
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return the baselines; all-reduce alone runs in place on zeros."""
+        """Return the baselines. The all-reduce alone sums zeros in place."""
         A, B, group, scales = operands["A"], operands["B"], ctx.group, scales_of(operands)
         zeros = A.new_zeros((A.shape[0], B.shape[1]), dtype=self.dtypes(A.dtype)[1])
 
@@ -101,7 +101,7 @@ class GEMMAllReduceOpInfo(SummedGEMMOpInfo):
             zeros, lambda staged: multiply(A, B, scales, out=staged), group
         )
         return {
-            **self.gemms(A, B, scales),
+            **self.gemms_alone(A, B, scales),
             "all-reduce alone": Baseline("transfer", lambda: libraries.all_reduce(zeros, group)),
             self.serial: self.whole(serial, operands, group),
             **{

@@ -1,4 +1,4 @@
-"""OpInfos of the Ulysses ops."""
+"""OpInfos of the Ulysses ops, which exchange tokens for heads before and after attention."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LIBRARY = "library"
 
 @dataclass(frozen=True)
 class HeadsShape:
-    """M tokens over all ranks, with ``q_heads`` and ``kv_heads`` of ``dim`` elements."""
+    """M tokens over all ranks, with ``q_heads`` and ``kv_heads`` heads of ``dim`` elements."""
 
     M: int
     q_heads: int
@@ -44,19 +44,22 @@ class HeadsShape:
 
 
 def local_part(x: torch.Tensor, lengths: Sequence[int], rank: int) -> torch.Tensor:
-    """Return the tokens of a rank of a tensor [batch, tokens, …] of the whole sequence."""
+    """Return a rank's tokens of x [batch, tokens, …]; ``lengths``: numbers of tokens by rank."""
     before = sum(lengths[:rank])
     return x[:, before : before + lengths[rank]].contiguous()
 
 
 def shared_heads(x: torch.Tensor, num_ranks: int) -> tuple[torch.Tensor, ...]:
-    """Return the heads of each rank of x [batch, tokens, heads, dim]."""
+    """Split x [batch, tokens, heads, dim] into the heads of each rank.
+
+    With fewer heads than ranks, consecutive ranks have the same head.
+    """
     replicas = max(1, num_ranks // x.shape[2])
     return tuple(each for each in x.chunk(num_ranks // replicas, 2) for _ in range(replicas))
 
 
 class UlyssesOpInfo(OpInfo[HeadsShape]):
-    """Base of both OpInfos; all ranks have equal numbers of tokens."""
+    """Base class of both OpInfos. All ranks have the same number of tokens."""
 
     shape = HeadsShape
     shapes = HeadsShape(8000, 32, 32, 128), HeadsShape(16384, 32, 8, 128)
@@ -84,7 +87,7 @@ class UlyssesOpInfo(OpInfo[HeadsShape]):
             x.copy_(uniform(x.shape, x.dtype, generator))
 
     def output(self, result: Any) -> torch.Tensor:
-        """Return the results as one tensor [batch, tokens, elements]."""
+        """Concatenate the results (q, k and v, or o) to one tensor [batch, tokens, elements]."""
         return torch.cat([x.flatten(2) for x in result], 2)
 
     def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
@@ -92,7 +95,7 @@ class UlyssesOpInfo(OpInfo[HeadsShape]):
         return 0.0
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return the library's all-to-all between two permutations."""
+        """Return a baseline: a permutation, the library's all-to-all, and another permutation."""
         args, _ = self.arguments(operands, ctx)
         call = lambda: self.output(self.op.fn(*args, algorithm="collective"))  # noqa: E731
         return {LIBRARY: self.whole(call, operands, ctx.group)}
@@ -104,7 +107,10 @@ class UlyssesOpInfo(OpInfo[HeadsShape]):
         return Cost(dtype, flops=0, read_bytes=nbytes, written_bytes=nbytes, link_bytes=link)
 
     def heads(self, shape: HeadsShape, num_ranks: int) -> int:
-        """Return the heads of a token over all ranks after the exchange, replicas included."""
+        """Return the number of heads that all ranks together have of a token after the exchange.
+
+        A head that several ranks have is counted for each of them.
+        """
         return shape.q_heads
 
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
@@ -134,7 +140,11 @@ class UlyssesOpInfo(OpInfo[HeadsShape]):
                     )  # fmt: skip
 
     def meta_inputs(self, key: Any) -> tuple[Any, tuple[int, int], list[int], dict[str, Any]]:
-        """Return context, batch and tokens, heads of a rank, and options of a call of ``key``."""
+        """Return arguments of a call with tuning key ``key``.
+
+        They are: context, (batch, tokens over all ranks), numbers of heads of q, k and v of a rank,
+        and keyword arguments.
+        """
         size, shared, dtype = key.num_ranks, key.replicas > 1, key.dtype
         dims = (key.widths[1], key.widths[2]) if shared else (8, 8)
         heads = [key.widths[0] // dims[0], *(max(1, w // 8) for w in key.widths[1:])]
@@ -153,7 +163,7 @@ class UlyssesOpInfo(OpInfo[HeadsShape]):
 
 
 class PreAttnOpInfo(UlyssesOpInfo):
-    """Operands ``q``, ``k``, ``v`` [1, M / W, heads, dim]."""
+    """Operands ``q``, ``k``, ``v`` [1, M / W, heads, dim], for W ranks."""
 
     def allocate(
         self, shape: HeadsShape, dtype: torch.dtype, num_ranks: int, generator: Generator | None
@@ -205,7 +215,7 @@ class PreAttnOpInfo(UlyssesOpInfo):
 
 
 class PostAttnOpInfo(UlyssesOpInfo):
-    """Operand ``o`` [1, M, q_heads / W, dim]."""
+    """Operand ``o`` [1, M, q_heads / W, dim], for W ranks."""
 
     def allocate(
         self, shape: HeadsShape, dtype: torch.dtype, num_ranks: int, generator: Generator | None
@@ -237,7 +247,7 @@ class PostAttnOpInfo(UlyssesOpInfo):
 
 
 def gathered(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return [1, tokens of all ranks, …] of x [1, tokens, …]."""
+    """Gather x [1, tokens, …] of each rank to [1, tokens of all ranks, …]."""
     return x if group_for(group).size == 1 else libraries.all_gather_rows(x[0], group)[None]
 
 
