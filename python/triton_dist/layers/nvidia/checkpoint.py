@@ -31,7 +31,7 @@ def gather_state_dict(module: torch.nn.Module) -> dict[str, Any]:
     """Gather all weights of a model after ``parallelize``. Collective.
 
     ``module.state_dict()`` does the same, but parameters that FSDP2 shards remain ``DTensor``.
-    Names and shapes are those of the original model, so ``original.load_state_dict`` and
+    Names and shapes are equal to the original model's, so ``original.load_state_dict`` and
     ``save_pretrained(folder, state_dict=...)`` accept the result.
 
     Returns:
@@ -65,7 +65,7 @@ class TrainingState(Stateful):
         self.model, self.optimizer = _unwrapped(model), optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return weights and optimiser state; those of sharded weights as ``DTensor``. Collective.
+        """Return weights and optimiser state, for sharded weights as ``DTensor``. Collective.
 
         Raises:
             InvalidArgument: the optimiser's state of a sharded parameter has neither the shape of
