@@ -75,7 +75,7 @@ def main() -> None:
     end = time.monotonic() + arguments.seconds
     tool = sanitizer.find()
     print(f"{torch.cuda.get_device_name()}, Triton {triton.__version__}, torch {torch.__version__}")
-    print(f"compute-sanitizer: {tool or sanitizer.missing()}")
+    print(f"compute-sanitizer: {tool or sanitizer.not_found_message()}")
     modes = MODES if tool else MODES[:2]
     found: dict[str, dict[str, str]] = {bug: {} for bug in BUGS}
     cells = [(bug, mode) for mode in modes for bug in BUGS]

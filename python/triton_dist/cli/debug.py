@@ -81,7 +81,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if tools:
         program = sanitizer.find()
         if program is None:
-            reason = sanitizer.missing().rstrip(".")
+            reason = sanitizer.not_found_message().rstrip(".")
             raise DebugModeRefused(tools[0], reason, modes.nearest_of(tools[0], modes.GPU))
         variables[knobs.debug_tool.variable] = tools[0]
         variables["CUDA_LAUNCH_BLOCKING"] = (

@@ -1,7 +1,7 @@
 """Report loads, stores and atomics of interpreted kernels to the checks.
 
-:func:`watch` wraps the interpreter's memory operations. A process without checks runs the original
-operations.
+:func:`watch` patches the interpreter's memory operations. In a process without checks, nothing is
+patched.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ Undo = Callable[[], None]
 
 @dataclass(frozen=True)
 class Access:
-    """One operation on memory.
+    """One operation of a program on memory.
 
     Attributes:
         kind: ``"load"``, ``"store"`` or ``"atomic"``.
-        addresses: uint64 addresses of the elements, of any shape.
-        mask: bool, broadcastable to ``addresses``: which elements are accessed.
+        addresses: uint64 array of any shape with the addresses of the elements.
+        mask: bool array, broadcastable to ``addresses``, which is True for the accessed elements;
+            ``None``: all elements are accessed.
         element: Triton's type of an element.
-        semantic: atomics: ``"acquire"``, ``"release"``, ``"acquire_release"`` or ``"relaxed"``;
-            loads: ``"volatile"`` or empty.
-        by_tma: whether the store is asynchronous on a GPU.
+        semantic: ``"acquire"``, ``"release"``, ``"acquire_release"`` or ``"relaxed"`` for an
+            atomic; ``"volatile"`` or "" for a load.
+        by_tma: whether this is a store through a descriptor, which is asynchronous on a GPU.
     """
 
     kind: str
@@ -50,7 +51,8 @@ class Access:
 
 
 class Observer:
-    """A check. ``before`` may raise to prevent the access. ``after`` receives the loaded values."""
+    """Base class of checks. ``before`` runs before an access, and may raise to prevent the access.
+    ``after`` runs after the access and receives the loaded values."""
 
     def before(self, access: Access) -> None:
         pass
@@ -60,7 +62,8 @@ class Observer:
 
 
 def patch(owner: Any, name: str, call: Callable[..., Any]) -> Undo:
-    """Make ``owner.name(...)`` call ``call(original, ...)``; return a function that undoes it."""
+    """Replace ``owner.name``: calls with ``...`` run ``call(original, ...)``. Return a function
+    that restores the original."""
     original = getattr(owner, name)
 
     @wraps(original)
@@ -88,8 +91,8 @@ def undo_all(undos: Sequence[Undo]) -> Undo:
 
 
 def watch(upstream: Any, observers: Sequence[Observer]) -> Undo:
-    """Report each memory operation of ``triton.runtime.interpreter`` to ``observers``, until the
-    returned function is called."""
+    """Report each memory operation of ``triton.runtime.interpreter`` to ``observers``. Return a
+    function that ends this."""
     builder = upstream.InterpreterBuilder
 
     def observed(access: Access, operate: Callable[[], Any]) -> Any:
@@ -123,14 +126,15 @@ def watch(upstream: Any, observers: Sequence[Observer]) -> Undo:
         access = Access("atomic", ptr.data, None, element, semantic)
         return observed(access, lambda: original(self, ptr, *rest))
 
-    def of_block(kind: str, indices_position: int) -> Callable[..., Any]:
-        """Wrap a descriptor operation."""
+    def descriptor_operation(kind: str, indices_position: int) -> Callable[..., Any]:
+        """Return a replacement for an operation through a tensor descriptor. ``indices_position``
+        is the position of the block's indices in the arguments."""
 
         def copy(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
             desc = args[1] if kind == "atomic" else args[0]
             try:
                 pointers, mask = desc.materialize_pointers(args[indices_position])
-            except AssertionError:  # misalignment, for which the operation itself raises an error
+            except AssertionError:  # misaligned: the operation itself raises an error
                 return original(self, *args, **kwargs)
             mask, unused = _array(mask), _unused_rows(desc, args[indices_position])
             if unused is None:
@@ -139,7 +143,8 @@ def watch(upstream: Any, observers: Sequence[Observer]) -> Undo:
                 return observed(access, lambda: original(self, *args, **kwargs))
             access = Access(kind, pointers.data, mask & ~unused, pointers.get_element_ty())
             result = observed(access, lambda: original(self, *args, **kwargs))
-            fill(result.data, access.element, np.broadcast_to(unused, result.data.shape))
+            unused_elements = np.broadcast_to(unused, result.data.shape)
+            fill_with_poison(result.data, access.element, unused_elements)
             return result
 
         return copy
@@ -149,16 +154,16 @@ def watch(upstream: Any, observers: Sequence[Observer]) -> Undo:
         patch(builder, "create_masked_store", store),
         patch(builder, "create_atomic_rmw", modify),
         patch(builder, "create_atomic_cas", exchange),
-        patch(builder, "create_descriptor_load", of_block("load", 1)),
-        patch(builder, "create_descriptor_store", of_block("store", 2)),
-        patch(builder, "create_descriptor_reduce", of_block("atomic", 3)),
+        patch(builder, "create_descriptor_load", descriptor_operation("load", 1)),
+        patch(builder, "create_descriptor_store", descriptor_operation("store", 2)),
+        patch(builder, "create_descriptor_reduce", descriptor_operation("atomic", 3)),
     ]
     return undo_all(undos)
 
 
 def _unused_rows(desc: Any, indices: Sequence[Any]) -> Any:
-    """Return a bool array of the block's rows that ``dl.only_rows`` excludes; ``None`` if it
-    excludes none."""
+    """Return a bool array that is True for the rows of the block that ``dl.only_rows`` excludes, or
+    ``None`` if all rows are used."""
     begin, end = getattr(desc, "rows", (0, 0))
     row = int(indices[0].data.item()) + np.arange(desc.block_shape[0])
     unused = (row < begin) | (row >= end)
@@ -168,22 +173,24 @@ def _unused_rows(desc: Any, indices: Sequence[Any]) -> Any:
 
 
 def _array(mask: Any) -> Any:
-    """Return a mask as an array. From Triton 3.9 on the interpreter passes a handle."""
+    """Return a mask as an array. The interpreter of Triton 3.9 and later passes a handle."""
     return mask if mask is None or isinstance(mask, np.ndarray) else mask.data
 
 
 POISON_FLOAT, POISON_INTEGER = 0x7FFB, 0x7BFB
-"""Values of uninitialised two-byte words: a NaN in all floating-point types; a rare integer."""
+"""Values that mark two-byte words as uninitialised: a NaN in all floating-point types, and a rare
+integer."""
 
 
-def pattern(dtype: Any, floats: bool) -> Any:
+def poison_pattern(dtype: Any, floats: bool) -> Any:
     """Return the poison value as an element of the numpy ``dtype``, of at least 2 bytes."""
     word = POISON_FLOAT if floats else POISON_INTEGER
     return np.frombuffer(word.to_bytes(2, "little") * (dtype.itemsize // 2), dtype)[0]
 
 
-def fill(block: Any, element: Any, where: Any) -> None:
-    """Fill ``block[where]``, of the Triton type ``element``, with poison. Skip one-byte types."""
+def fill_with_poison(block: Any, element: Any, where: Any) -> None:
+    """Fill ``block[where]``, whose elements have the Triton type ``element``, with poison. Do
+    nothing for one-byte types."""
     if block.itemsize > 1:
         bits = block.view(np.dtype(f"u{block.itemsize}"))
-        bits[where] = pattern(bits.dtype, element.is_floating())
+        bits[where] = poison_pattern(bits.dtype, element.is_floating())

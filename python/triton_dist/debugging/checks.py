@@ -1,4 +1,4 @@
-"""Turn checks of the interpreter on and off."""
+"""Turn the checks of interpreted kernels on and off."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from triton_dist.runtime import interpreter
 def install(checks: Iterable[str]) -> Undo:
     """Turn on ``checks`` and return a function that turns them off.
 
-    The interpreter's patches must already be applied.
+    ``runtime.interpreter.install`` must have been called before.
 
     Args:
-        checks: names of :data:`modes.CHECKS`, or modes that work in the interpreter.
+        checks: names in ``modes.CHECKS``, or the interactive modes ``"attach"`` and ``"where"``.
     """
     undos = [
         patch(upstream.InterpreterBuilder, "create_assert", _with_site),
@@ -37,10 +37,10 @@ def install(checks: Iterable[str]) -> Undo:
         observers.append(memory_checks.Uninitialised())
         undos.append(memory_checks.poison_empty())
     if "waits" in checks or "where" in checks:
-        waiting = DeadlockCheck(raises="waits" in checks, publishes="where" in checks)
-        observers.append(waiting)
+        deadlocks = DeadlockCheck(raises="waits" in checks, publishes="where" in checks)
+        observers.append(deadlocks)
         rank_status.start()
-        undos += [rank_status.stop, waiting.start()]
+        undos += [rank_status.stop, deadlocks.start()]
         undos.append(patch(interpreter, "_run_grid", _record_launch))
     if "where" in checks:
         rank_status.install_signal_handler()
@@ -59,6 +59,7 @@ def install(checks: Iterable[str]) -> Undo:
 
 @contextmanager
 def checking(*checks: str) -> Iterator[None]:
+    """Context manager in which ``checks`` are on."""
     undo = install(checks)
     try:
         yield

@@ -1,8 +1,8 @@
 """Detect deadlocks of interpreted kernels, and publish the status of each rank.
 
-Every 0.25 s each rank writes to a file which flags its programs wait for, which flags they have
-set, and the current line of its main thread. A deadlock exists if every rank waits in kernels,
-waits in a collective, or has ended, and nothing has changed for ``QUIET_SECONDS``.
+Every 0.25 s each rank writes its status to a file: the flags that its programs wait for, the flags
+that they have set, and the current line of its main thread. A deadlock exists if every rank waits
+in kernels, waits in a collective, or has ended, and nothing has changed for ``QUIET_SECONDS``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from triton_dist.runtime.job import create_job_folder, is_running, job_folder
 
 QUIET_SECONDS = 2.0
 _PUBLISH_SECONDS = 0.25
-_WAIT_EXPIRY_SECONDS = 0.5  # a waiting program polls again within milliseconds
+_WAIT_EXPIRY_SECONDS = 0.5
+"""A wait that was not polled for this time has ended. Waiting programs poll every few ms."""
 _MAX_SET_FLAGS = 64
 _COLLECTIVES = (
     f"{os.sep}torch{os.sep}distributed{os.sep}",
@@ -43,7 +44,8 @@ _OF_RANK = re.compile(r"(.*)( of rank \d+)(\[.*\])")
 
 
 def flag_at(address: int) -> str:
-    """Return ``name[index] of rank r``, which is equal on every rank."""
+    """Return ``name[index] of rank r`` for a flag in the memory of rank ``r``. The text is equal on
+    all ranks."""
     name = describe_address(address)
     return _OF_RANK.sub(r"\1\3\2", name) if " of rank " in name else f"{name} of rank {_rank()}"
 
@@ -53,11 +55,11 @@ def _rank() -> int:
 
 
 class DeadlockCheck(Observer):
-    """The status of this rank, recorded from accesses and waits.
+    """Record the status of this rank from memory accesses and waits, and detect deadlocks.
 
     Args:
-        raises: raise ``WaitNeverEnds`` in a deadlock instead of only publishing the status.
-        publishes: publish the status even in a world of one rank.
+        raises: raise ``WaitNeverEnds`` in a deadlock; otherwise only publish the status.
+        publishes: publish the status even if there is only one rank.
     """
 
     def __init__(self, raises: bool = True, publishes: bool = True) -> None:
@@ -70,7 +72,7 @@ class DeadlockCheck(Observer):
         self._stopped = threading.Event()
 
     def start(self) -> Undo:
-        """Start recording, publishing and checking; return a function that stops it."""
+        """Start to record, publish and check. Return a function that stops this."""
         before, waits.on_poll = waits.on_poll, self.record_poll
         self._start_publisher()
         os.register_at_fork(after_in_child=self._start_publisher)
@@ -91,7 +93,7 @@ class DeadlockCheck(Observer):
             self._publisher.start()
 
     def before(self, access: Access) -> None:
-        """Record a flag that is set."""
+        """Record the flags that ``access`` sets."""
         if access.semantic == "release":
             for address in np.asarray(access.touched()).flat:
                 flag = flag_at(int(address))
@@ -103,9 +105,9 @@ class DeadlockCheck(Observer):
     def record_poll(
         self, ptr: Any, seen: Any, value: Any, tag_bits: int, polls: int, overdue: bool
     ) -> None:
-        """Record an unsuccessful poll of a flag, after ``polls`` earlier polls of this wait.
+        """Record an unsuccessful poll of a flag. See ``waits.on_poll`` for the arguments.
 
-        If the wait is for a block of flags, record the flag with the lowest value.
+        If the wait is for a block of flags, record the flag that is farthest behind its value.
 
         Raises:
             WaitNeverEnds: no rank can set the flag any more, or the wait is ``overdue``.
@@ -116,18 +118,18 @@ class DeadlockCheck(Observer):
         thread, now = threading.get_ident(), time.monotonic()  # a thread runs one program at a time
         wait = self._waits.get(thread)
         if (
-            # A new wait may have the flag and the line of the previous wait.
+            # ``polls == 0``: a new wait, perhaps at the line of the previous wait.
             wait is None
             or polls == 0
             or (wait["address"], wait["seen"]) != (address, found)
-            or now - wait["looked"] > _WAIT_EXPIRY_SECONDS
+            or now - wait["polled_at"] > _WAIT_EXPIRY_SECONDS
         ):
             wait = {"at": str(site()), "flag": flag_at(address), "address": address}
-            wait |= {"expected": expected, "seen": found, "looked": now}
+            wait |= {"expected": expected, "seen": found, "polled_at": now}
             wait["writer"] = rank_status.writer_of(address)
             # Replaced as a whole, because the publishing thread reads it concurrently.
             self._waits[thread], self._last_change = wait, now
-        wait["looked"] = now
+        wait["polled_at"] = now
         if overdue or (self._raises and now - self._last_check > _PUBLISH_SECONDS):
             self._last_check = now
             states = self._states()
@@ -138,7 +140,7 @@ class DeadlockCheck(Observer):
     def _state(self) -> dict[str, Any]:
         now = time.monotonic()
         for thread, wait in list(self._waits.items()):
-            if now - wait["looked"] > _WAIT_EXPIRY_SECONDS:
+            if now - wait["polled_at"] > _WAIT_EXPIRY_SECONDS:
                 self._waits.pop(thread, None)
                 self._last_change = now
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -151,7 +153,7 @@ class DeadlockCheck(Observer):
             "as_of": now,
             "pid": os.getpid(),
             "waits": list(self._waits.values()),
-            "told": dict(self._set_flags),
+            "set_flags": dict(self._set_flags),
             "host": line,
             "unchanged_since": self._last_change
             if in_kernel
@@ -164,7 +166,7 @@ class DeadlockCheck(Observer):
         path, answered = None, ""
         while not self._stopped.wait(_PUBLISH_SECONDS):
             if knobs.world_size.get() > 1 or self._publishes:
-                with suppress(OSError, RuntimeError):  # a concurrent change: publish next time
+                with suppress(OSError, RuntimeError):  # changed concurrently: publish next time
                     folder, state = create_job_folder(), self._state()
                     path = folder / f"{_rank()}.json"
                     rank_status.write_state(path, state)
@@ -174,7 +176,7 @@ class DeadlockCheck(Observer):
                 path.unlink()
 
     def _states(self) -> dict[int, dict[str, Any] | None]:
-        """Return the status by global rank; ``None`` if unknown."""
+        """Return the status of each rank by its global rank; ``None``: unknown."""
         states: dict[int, dict[str, Any] | None] = dict.fromkeys(range(knobs.world_size.get()))
         for rank in states:
             with suppress(OSError, ValueError):
@@ -185,7 +187,8 @@ class DeadlockCheck(Observer):
 
 
 def _host_line(frame: FrameType | None) -> tuple[bool, str]:
-    """Return whether the frame waits in a collective, and the innermost line of user code."""
+    """Return whether ``frame`` is in a collective, and the innermost line of user code on its
+    stack."""
     collective = False
     while frame is not None:
         file = frame.f_code.co_filename
@@ -199,7 +202,7 @@ def _host_line(frame: FrameType | None) -> tuple[bool, str]:
 def _is_deadlocked(states: dict[int, dict[str, Any] | None]) -> bool:
     """Return whether all ranks were blocked during a common period of ``QUIET_SECONDS``.
 
-    It is not sufficient that each rank is blocked, because the status files have different ages.
+    A rank's last published status may be old, so it is not sufficient that each status is blocked.
     """
     since: list[float] = []
     until: list[float] = []
@@ -217,7 +220,9 @@ def _is_deadlocked(states: dict[int, dict[str, Any] | None]) -> bool:
 def _report(wait: dict[str, Any], states: dict[int, dict[str, Any] | None], overdue: bool) -> str:
     why = "TRITON_DIST_WAIT_TIMEOUT has expired" if overdue else "no rank can set it any more"
     lines = [f"{wait['at']}: waits for {_describe_wait(wait)}: {why}. Status of the ranks:"]
-    told = {flag: at for state in states.values() if state for flag, at in state["told"].items()}
+    set_at = {
+        flag: at for state in states.values() if state for flag, at in state["set_flags"].items()
+    }
     for rank, state in states.items():
         if state is None:
             lines.append(f"  rank {rank}: status unknown; the rank may be on another host")
@@ -226,12 +231,14 @@ def _report(wait: dict[str, Any], states: dict[int, dict[str, Any] | None], over
         elif not state["waits"]:
             lines.append(f"  rank {rank}: is not waiting in a kernel, but is at {state['host']}")
         for each in (state or {}).get("waits", ()):
-            teller = told.get(each["flag"])
-            last = f"last set by {teller}" if teller else "never set"
+            setter = set_at.get(each["flag"])
+            last = f"last set by {setter}" if setter else "never set"
             lines.append(f"  {each['at']}: waits for {_describe_wait(each)}, {last}")
     awaited = {each["flag"] for state in states.values() if state for each in state["waits"]}
-    others = [f"  {flag}: set by {at}" for flag, at in told.items() if flag not in awaited]
-    return "\n".join(lines + ["Flags that were set but are not awaited:"] * bool(others) + others)
+    unawaited = [f"  {flag}: set by {at}" for flag, at in set_at.items() if flag not in awaited]
+    if unawaited:
+        lines += ["Flags that were set but are not awaited:", *unawaited]
+    return "\n".join(lines)
 
 
 def _describe_wait(wait: dict[str, Any]) -> str:

@@ -44,14 +44,16 @@ def socket_of(folder: Path, rank: int) -> Path:
 
 
 def request_of(folder: Path, rank: int) -> Path:
-    """Return the file that requests a stop of the rank in its current or next wait."""
+    """Return the path of the file that requests a stop of ``rank``. The rank stops in a kernel that
+    waits for a flag."""
     return folder / f"halt-{rank}"
 
 
 def stop_at_breakpoint(frame: FrameType) -> None:
-    """Stop at ``frame``. Do nothing while waits in kernels are limited, as during a tuning.
+    """Stop at ``frame`` until a client connects, and start pdb.
 
-    The tuner's limits for candidates are not paused, so a stop would make the candidate fail.
+    Do nothing during a tuning, which limits the waits in kernels. These limits are not paused, so a
+    stop would make the candidate fail.
     """
     if _active and not waits.are_limited():
         rank, folder = knobs.rank.get(), create_job_folder()
@@ -74,7 +76,8 @@ def stop_at_breakpoint(frame: FrameType) -> None:
 
 
 def stop_if_requested() -> None:
-    """Stop the waiting kernel if ``debug attach`` has requested a stop of this rank."""
+    """Stop if ``triton-dist debug attach`` has requested a stop of this rank. Interpreted kernels
+    call this while they wait for a flag."""
     global _last_check
     if not _active or time.monotonic() - _last_check < _POLL_SECONDS:
         return
@@ -88,7 +91,8 @@ def stop_if_requested() -> None:
 
 
 class RankPdb(pdb.Pdb):
-    """A pdb whose terminal is a socket. Closing it, or ``q``, clears breakpoints and continues."""
+    """A pdb whose terminal is a socket. The command ``q``, or closing the socket, clears all
+    breakpoints and continues the program."""
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self._connection = connection

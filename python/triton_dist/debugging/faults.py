@@ -6,7 +6,7 @@ from triton_dist.errors import TritonDistError, WaitTimeout
 
 
 class DebugModeRefused(TritonDistError, ValueError):
-    """A mode of ``TRITON_DIST_DEBUG`` that could not find anything in this process."""
+    """A mode of ``TRITON_DIST_DEBUG`` does not exist, or cannot find anything in this process."""
 
     def __init__(self, mode: str, reason: str, nearest: str) -> None:
         super().__init__(f"TRITON_DIST_DEBUG={mode} is refused: {reason}. Use instead: {nearest}")
@@ -44,7 +44,8 @@ class KernelAssertion(KernelFault, AssertionError):
 
 
 class DataRace(KernelFault):
-    """Two accesses of one address, at least one a write, that no flag orders."""
+    """Two accesses to one address, of which at least one is a store, that neither a flag nor a
+    collective orders."""
 
 
 class WaitNeverEnds(WaitTimeout):

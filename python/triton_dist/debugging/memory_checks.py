@@ -1,14 +1,16 @@
 """Check each load and store for out-of-bounds accesses and reads of uninitialised memory.
 
-**Bounds**: an access must stay within the tensor or region that its pointer belongs to. An address
-alone does not identify it, because the next tensor often follows directly. Therefore arrays of
-addresses store their *origin*, as an array subclass that numpy propagates from operands to results.
-For a pointer that was loaded from memory, such as a peer's pointer, the origin is the region of
-symmetric memory that it points into. Pointers without an origin are not checked.
+**Bounds**: an access must stay within the tensor or region that its pointer belongs to. The address
+of an access is not sufficient to check this, because another tensor often follows directly.
+Therefore a subclass of numpy's arrays stores addresses with their *origin*, the memory range that
+the pointer belongs to. numpy passes the origin from operands to results. If a pointer was loaded
+from memory, such as a peer's pointer, its origin is the region of symmetric memory that it points
+to. Pointers without an origin are not checked.
 
-**Uninitialised reads**: while the check is on, the ``torch.empty`` family returns CPU tensors
-filled with poison, and a load of poison raises, also after a copy. For floating-point types, poison
-is a NaN that arithmetic never produces. One-byte types have no spare value and are not checked.
+**Uninitialised reads**: while the check is on, ``torch.empty`` and similar functions fill CPU
+tensors with *poison*, a reserved bit pattern. A load of poison raises an error, also after a copy.
+For floating-point types, poison is a NaN that arithmetic never produces. One-byte types have no
+unused value and are not checked.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from triton_dist.debugging.accesses import (
     Observer,
     Undo,
     patch,
-    pattern,
+    poison_pattern,
     undo_all,
 )
 from triton_dist.debugging.faults import OutOfBounds, UninitialisedRead
@@ -38,11 +40,11 @@ from triton_dist.runtime import addresses
 
 @dataclass(frozen=True)
 class Origin:
-    """The memory range that a pointer belongs to; ``what`` describes it in messages."""
+    """The memory range that a pointer belongs to, and a ``description`` for messages."""
 
     begin: int
     end: int
-    what: str
+    description: str
 
 
 class Pointers(np.ndarray):
@@ -80,14 +82,15 @@ def origin_of_tensor(tensor: torch.Tensor) -> Origin:
 
 
 def _region_of(pointers: Any) -> Origin | None:
-    """Return the only region of symmetric memory that contains all ``pointers``, or ``None``."""
+    """Return the region of symmetric memory that contains all ``pointers``, or ``None`` if there is
+    no such region."""
     regions = {addresses.region_at(int(address)) for address in np.asarray(pointers).flat}
     region = regions.pop() if len(regions) == 1 else None
     return None if region is None else Origin(*region)
 
 
 class Bounds(Observer):
-    """Raise for accesses outside of the origin of their pointers."""
+    """Raise ``OutOfBounds`` for accesses outside of the origin of their pointers."""
 
     def before(self, access: Access) -> None:
         origin = _origin_of(access.addresses)
@@ -99,26 +102,28 @@ class Bounds(Observer):
             raise OutOfBounds(_message(site(), access, origin, touched[outside], touched.size))
 
 
-def _message(at: Site, access: Access, origin: Origin, outside: Any, of: int) -> str:
+def _message(at: Site, access: Access, origin: Origin, outside: Any, num_accessed: int) -> str:
     size = access.itemsize
-    before, behind = origin.begin - int(outside.min()), int(outside.max()) + size - origin.end
-    far = max(before, behind)
-    side = "before its first element" if before > behind else "after its last element"
+    before, after = origin.begin - int(outside.min()), int(outside.max()) + size - origin.end
+    distance = max(before, after)
+    side = "before its first element" if before > after else "after its last element"
     addresses = {
         name: getattr(getattr(value, "handle", None), "data", None)
         for name, value in at.values.items()
     }
     names = [name for name, address in addresses.items() if _origin_of(address) is origin]
-    owner = "" if " of rank " in origin.what else f", memory of rank {at.rank}"
+    memory = origin.description
+    owner = "" if " of rank " in memory else f", memory of rank {at.rank}"
     return (
-        f"{at}: {access.kind} outside of {names[0] + ', ' if names else ''}{origin.what}{owner}: "
-        f"{outside.size} of {of} elements, the farthest ends {far} bytes ({-(-far // size)} "
-        f"elements of {access.element}) {side}"
+        f"{at}: {access.kind} outside of {names[0] + ', ' if names else ''}{memory}{owner}: "
+        f"{outside.size} of {num_accessed} elements, the farthest ends {distance} bytes "
+        f"({-(-distance // size)} elements of {access.element}) {side}"
     )
 
 
 def track_origins(upstream: Any) -> Undo:
-    """Make addresses in the interpreter store their origin; return a function that undoes this."""
+    """Make the interpreter store addresses with their origin. Return a function that undoes
+    this."""
     builder = upstream.InterpreterBuilder
 
     def argument(original: Any, arg: Any) -> Any:
@@ -130,7 +135,7 @@ def track_origins(upstream: Any) -> Undo:
         return value
 
     def keep_origin(operand: int) -> Callable[..., Any]:
-        """Wrap an operation in which numpy drops the subclass of operand number ``operand``."""
+        """Wrap an operation whose result loses the origin of operand number ``operand``."""
 
         def constructed(original: Any, self: Any, *args: Any) -> Any:
             result = original(self, *args)
@@ -162,13 +167,13 @@ def track_origins(upstream: Any) -> Undo:
 
 
 class Uninitialised(Observer):
-    """Raise for loads of poison."""
+    """Raise ``UninitialisedRead`` for loads of poison."""
 
     def after(self, access: Access, values: Any) -> None:
         if access.kind != "load" or values is None or access.itemsize < 2:
             return
         bits = np.asarray(values).view(np.dtype(f"u{access.itemsize}"))
-        found = bits == pattern(bits.dtype, access.element.is_floating())
+        found = bits == poison_pattern(bits.dtype, access.element.is_floating())
         if access.mask is not None:
             found = found & access.mask
         if found.any():
@@ -180,7 +185,8 @@ class Uninitialised(Observer):
 
 
 def poison_empty() -> Undo:
-    """Fill results of the ``torch.empty`` family with poison; return an undo function."""
+    """Make ``torch.empty`` and similar functions fill CPU tensors with poison. Return a function
+    that undoes this."""
 
     def poisoned(allocate: Any, *args: Any, **kwargs: Any) -> Any:
         tensor = allocate(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""The modes of ``TRITON_DIST_DEBUG``: what each finds, where it works, and what it sets.
+"""The modes of ``TRITON_DIST_DEBUG``: what each mode finds, where it works, and what it sets.
 
-Triton ignores unknown instrumentation modes, so a run with a misspelt mode finds nothing. This
-module refuses modes that could not find anything.
+Triton ignores unknown instrumentation modes, so a run with a misspelt mode would find nothing. This
+module raises an error for modes that cannot find anything in this process.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ CHECKS = ("bounds", "init", "waits", "race")
 _INTERACTIVE = ("attach", "where")
 """Modes that let the user inspect a running job."""
 INTERPRETER, GPU, NOTHING = "interpreter", "gpu", "nothing"
+"""What executes kernels in a process. ``NOTHING``: there is no GPU, and kernels are compiled."""
 _IN_INTERPRETER = "TRITON_INTERPRET=1 TRITON_DIST_DEVICE=cpu TRITON_DIST_DEBUG={}"
 _INSTRUMENTATION, _ASSERTIONS = "TRITON_INSTRUMENTATION_MODE", "TRITON_DEBUG"
 
@@ -35,11 +36,11 @@ class Mode:
 
     Attributes:
         finds: what the mode finds, in a few words.
-        unsupported: why the mode finds nothing, by release of Triton, such as ``"3.7"``.
-        nearest: the mode to use instead: it finds most of the errors that this mode finds.
+        nearest: the mode to use instead. It finds most of the errors that this mode finds.
+        unsupported: why the mode finds nothing with a release of Triton, by release (``"3.7"``).
         variables: environment variables that the mode sets for this process and its children.
-        tool: the mode is a tool of compute-sanitizer, which starts the process.
-        works_on: the kinds of kernel execution in which the mode works.
+        tool: whether the mode is a tool of compute-sanitizer, which must start the process.
+        works_on: values of ``Environment.executor`` with which the mode works.
     """
 
     finds: str
@@ -51,7 +52,7 @@ class Mode:
 
 
 _UNSUPPORTED_REASON = "Triton {} does not support it and would ignore it"
-_COMPILE_ERROR_REASON = "in Triton {} no pipelined loop compiles with it"
+_COMPILE_ERROR_REASON = "in Triton {} pipelined loops do not compile with it"
 _SANITIZER_REASON = (
     "it only checks memory of its own allocator, and neither symmetric memory nor the inline "
     "assembly of packets"
@@ -74,7 +75,9 @@ MODES: Mapping[str, Mode] = {
         variables={_ASSERTIONS: "1"},
         works_on=(GPU, INTERPRETER),
     ),
-    "attach": Mode("nothing; it allows pdb", "interp:waits,attach", works_on=(INTERPRETER,)),
+    "attach": Mode(
+        "nothing itself; it lets pdb stop ranks", "interp:waits,attach", works_on=(INTERPRETER,)
+    ),
     "agree": Mode(
         "expert ids, or inputs of layers, that differ between ranks in one call",
         "agree",
@@ -94,7 +97,7 @@ MODES: Mapping[str, Mode] = {
         _unsupported(_UNSUPPORTED_REASON, "3.6"),
     ),
     "fpsan": _instrumented(
-        "wrong operands: floats become integers, whose results are exact",
+        "wrong operands: kernels compute exactly, with integers instead of floats",
         "fpsan",
         "interp",
         _unsupported(_UNSUPPORTED_REASON, "3.6", "3.7"),
@@ -119,18 +122,18 @@ class Environment:
 
     Attributes:
         version: Triton's version.
-        runs: what runs kernels: ``INTERPRETER``, ``GPU`` or ``NOTHING``.
-        tool: the compute-sanitizer tool that the process runs under.
+        executor: what executes kernels: ``INTERPRETER``, ``GPU`` or ``NOTHING``.
+        tool: the compute-sanitizer tool under which the process runs, or "".
     """
 
     version: Version
-    runs: str
+    executor: str
     tool: str = ""
 
     @classmethod
     def current(cls) -> Environment:
-        runs = INTERPRETER if is_interpreting() else GPU if _compiles() else NOTHING
-        return cls(triton_version(), runs, knobs.debug_tool.get() or "")
+        executor = INTERPRETER if is_interpreting() else GPU if _compiles() else NOTHING
+        return cls(triton_version(), executor, knobs.debug_tool.get() or "")
 
 
 def _compiles() -> bool:
@@ -146,7 +149,8 @@ _NOT_MODES: Mapping[str, tuple[str, str]] = {
         "`triton-dist dump --diff`",
     )
 }
-"""Words that users may expect to be modes: why they are not, and a replacement."""
+"""Words that users may expect to be modes, with the reason why they are not modes, and what to use
+instead."""
 
 
 def checks_of(words: Iterable[str]) -> tuple[str, ...]:
@@ -170,16 +174,17 @@ def checks_of(words: Iterable[str]) -> tuple[str, ...]:
 
 
 def check(words: Iterable[str], environment: Environment) -> tuple[str, ...]:
-    """Return the interpreter checks among ``words``, after checking that all words work.
+    """Check that all modes in ``words`` work in ``environment``, and return the interpreter checks
+    among them.
 
     Raises:
-        DebugModeRefused: a word is not a mode, or could not find anything. The message has the
-            reason and the nearest mode that works.
+        DebugModeRefused: a word is not a mode, or the mode cannot find anything. The message has
+            the reason and the nearest mode that works.
     """
     words = tuple(words)
     checks = checks_of(words)
     release = f"{environment.version.major}.{environment.version.minor}"
-    if checks and environment.runs != INTERPRETER:
+    if checks and environment.executor != INTERPRETER:
         raise DebugModeRefused(
             "interp",
             "kernels are not interpreted in this process; Triton decides this at its import",
@@ -187,18 +192,18 @@ def check(words: Iterable[str], environment: Environment) -> tuple[str, ...]:
         )
     for word in words:
         mode = MODES.get(word)
-        if mode is None or (environment.runs in mode.works_on and environment.runs != GPU):
+        if mode is None or (environment.executor in mode.works_on and environment.executor != GPU):
             continue
-        nearest = nearest_of(word, environment.runs)
+        nearest = nearest_of(word, environment.executor)
         if word == "attach":
             raise DebugModeRefused(word, "pdb steps through interpreted kernels only", nearest)
-        if environment.runs == INTERPRETER:
+        if environment.executor == INTERPRETER:
             raise DebugModeRefused(
                 word, "it requires compiled kernels, but kernels are interpreted", nearest
             )
         if release in mode.unsupported:
             raise DebugModeRefused(word, mode.unsupported[release], nearest)
-        if environment.runs == NOTHING:
+        if environment.executor == NOTHING:
             raise DebugModeRefused(word, "there is no GPU", nearest)
         if mode.tool and environment.tool != word:
             command = f"`triton-dist debug {word} -- COMMAND`"
@@ -215,18 +220,19 @@ def check(words: Iterable[str], environment: Environment) -> tuple[str, ...]:
 _NO_MODE = Mode("", "")
 
 
-def nearest_of(word: str, runs: str) -> str:
-    """Return a mode, or variables for the interpreter, to find errors of ``word`` instead."""
+def nearest_of(word: str, executor: str) -> str:
+    """Return what to use instead of the mode ``word``: the name of another mode, or the environment
+    variables for a mode of the interpreter."""
     nearest = MODES[word].nearest
-    if nearest in MODES and runs == GPU:
+    if nearest in MODES and executor == GPU:
         return nearest
     return _IN_INTERPRETER.format("interp" if nearest in MODES else nearest)
 
 
 def variables_of(words: Iterable[str]) -> dict[str, str]:
-    """Return the environment variables that modes set.
+    """Return the environment variables that the modes in ``words`` set.
 
-    Modes that instrument kernels also turn tuning off, because their kernels are slower.
+    Modes that slow down compiled kernels also turn tuning off.
     """
     variables = {n: v for word in words if word in MODES for n, v in MODES[word].variables.items()}
     if any(MODES[word].tool or MODES[word].variables for word in words if word in MODES):
@@ -236,7 +242,8 @@ def variables_of(words: Iterable[str]) -> dict[str, str]:
 
 @functools.cache
 def activate() -> tuple[str, ...]:
-    """Turn on and print the modes of ``TRITON_DIST_DEBUG``. Return checks and interactive modes.
+    """Turn on and print the modes of ``TRITON_DIST_DEBUG``. Return the interpreter checks and the
+    interactive modes among them.
 
     Raises:
         DebugModeRefused: see :func:`check`.
@@ -247,7 +254,7 @@ def activate() -> tuple[str, ...]:
     interactive = tuple(word for word in _INTERACTIVE if word in words)
     environment = Environment.current()
     checks = check(words, environment)
-    changed = variables_of(words) if environment.runs == GPU else {}
+    changed = variables_of(words) if environment.executor == GPU else {}
     for variable, value in changed.items():
         knobs.put(variable, value)
     # Triton has already read these variables at its import.
@@ -255,15 +262,15 @@ def activate() -> tuple[str, ...]:
         triton.knobs.compilation.instrumentation_mode = changed[_INSTRUMENTATION]
     if _ASSERTIONS in changed:
         triton.knobs.runtime.debug = True
-    shown = [*(f"interp:{each}" for each in checks), *(word for word in words if word in MODES)]
-    sets = " ".join(f"{variable}={value}" for variable, value in changed.items())
+    active = [*(f"interp:{each}" for each in checks), *(word for word in words if word in MODES)]
+    settings = " ".join(f"{variable}={value}" for variable, value in changed.items())
     print(
-        f"triton_dist: rank {knobs.rank.get()}: debugging with {', '.join(shown)}"
-        + (f"; {sets}; times are not meaningful" if sets else ""),
+        f"triton_dist: rank {knobs.rank.get()}: debugging with {', '.join(active)}"
+        + (f"; {settings}; times are not meaningful" if settings else ""),
         file=sys.stderr,
         flush=True,
     )
-    if environment.runs != INTERPRETER and interactive:
+    if environment.executor != INTERPRETER and interactive:
         from triton_dist.debugging import deadlock_check, rank_status
 
         rank_status.install_signal_handler()
@@ -274,7 +281,8 @@ def activate() -> tuple[str, ...]:
 
 @functools.cache
 def install_interpreter() -> None:
-    """Patch Triton's interpreter and turn on the checks of ``TRITON_DIST_DEBUG``, once per process.
+    """Apply the workarounds for Triton's interpreter, and turn on the modes of
+    ``TRITON_DIST_DEBUG``. Runs once per process.
 
     Raises:
         DebugModeRefused: see :func:`check`.

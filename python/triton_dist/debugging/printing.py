@@ -1,4 +1,4 @@
-"""Print from interpreted kernels, with rank, program and source line on each line."""
+"""Print from interpreted kernels. Each message begins with rank, program and source line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _HEX: Any = {"int": hex}
 
 
 def dump(label: str, values: Iterable[Any]) -> None:
-    """Print ``values`` of the running kernel, one per line; matrices start on a new line."""
+    """Print ``label`` and each of ``values``, which belong to the running kernel. A matrix starts
+    on a new line."""
     _print_all(label, [describe(value) for value in values])
 
 
@@ -41,7 +42,8 @@ def _print_all(label: str, texts: Iterable[str]) -> None:
 
 
 def describe(value: Any) -> str:
-    """Return type, shape and elements of a value; for pointers the names of their targets."""
+    """Return type, shape and elements of a value as text. For pointers, return the names of the
+    memory regions that they point to instead of elements."""
     value = getattr(value, "value", value)  # unwraps a constexpr
     if not isinstance(value, tl.tensor):
         return str(value)
@@ -67,7 +69,7 @@ def _describe_handle(handle: Any, shape: list[int]) -> str:
 
 
 def _numbers(block: Any, element: str) -> Any:
-    """Return the values of a block, which the interpreter may store as bit patterns."""
+    """Return the values of a block as numbers. The interpreter stores bf16 and fp8 as bits."""
     if element not in _AS_BITS:
         return block
     signed = torch.from_numpy(np.ascontiguousarray(block).view(f"i{block.itemsize}"))
@@ -75,15 +77,15 @@ def _numbers(block: Any, element: str) -> Any:
 
 
 def prefix_output(upstream: Any) -> Undo:
-    """Prefix output of ``print`` and ``tl.device_print`` in kernels with rank and program; return
-    an undo function."""
+    """Prefix the output of ``print`` and ``tl.device_print`` in kernels with rank, program and
+    source line. Return a function that undoes this."""
 
-    def of_python(original: Any, *values: Any, **kwargs: Any) -> None:
+    def python_print(original: Any, *values: Any, **kwargs: Any) -> None:
         if is_of_program(sys._getframe(2)) and (at := site()).kernel != "?":
             values = (f"{at}:", *values)
         original(*values, **kwargs)
 
-    def of_device(_: Any, self: Any, prefix: str, hex: bool, values: Any, *signs: Any) -> None:
+    def device_print(_: Any, self: Any, prefix: str, hex: bool, values: Any, *signs: Any) -> None:
         texts = (
             np.array2string(value.data, formatter=_HEX)
             if hex
@@ -94,7 +96,7 @@ def prefix_output(upstream: Any) -> Undo:
 
     return undo_all(
         [
-            patch(builtins, "print", of_python),
-            patch(upstream.InterpreterBuilder, "create_print", of_device),
+            patch(builtins, "print", python_print),
+            patch(upstream.InterpreterBuilder, "create_print", device_print),
         ]
     )

@@ -1,7 +1,9 @@
-"""State of the race check: vector clocks, order within a rank, and a shadow of each element.
+"""State of the race check: vector clocks, the order of a rank's programs, and shadows of elements.
 
-An *actor* is either all programs of a rank (number: the rank) or its copy streams (number: the rank
-plus the world size). The *shadow* of an element records the last store and loads.
+An *actor* is either all programs of a rank (number: the rank) or the copy streams of a rank
+(number: the rank plus the world size). A *release* is an operation of an actor that sets a flag;
+each actor counts its releases. The *shadow* of an element is a row of numbers about its last store
+and its last loads.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ from triton_dist.runtime.job import create_job_folder
 
 _SHADOW = "~race"
 WRITER, WRITER_COUNT, WRITER_LINE, WRITER_PROGRAM, READER_PROGRAM, FIRST_CLOCK = 0, 1, 2, 3, 4, 5
-"""Columns of a shadow row. Last store: actor (number + 1), its release count, line (negative for
-TMA), program. Last load: program. Then, for each actor, its count at its last load, and the clock
-that was released here."""
+"""Columns of a shadow. Last store: actor (number + 1), its release count, line (negative for TMA),
+program. Last load: program. From ``FIRST_CLOCK``: the release count of each actor at its last load,
+then the clock that the last releases have stored, if the element is a flag."""
 
 
 def own_rank() -> int:
-    """Return this process's rank; 0 in a world of one, whatever the launcher's variables are."""
+    """Return this process's rank; 0 if the world has a single rank, whatever ``RANK`` is."""
     return knobs.rank.get() % knobs.world_size.get()
 
 
@@ -55,7 +57,7 @@ def _columns() -> int:
 def with_shadows(
     regions: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return ``regions`` and a shadow region for each, with one row per element."""
+    """Return ``regions`` and a shadow region for each of them, which has a row per element."""
     shadows = {
         f"{name}{_SHADOW}": ((math.prod(shape), _columns()), torch.int32)
         for name, (shape, _) in regions.items()
@@ -64,7 +66,7 @@ def with_shadows(
 
 
 def shadows_of(access: Access) -> list[tuple[str, Any, Any]]:
-    """Return (name, shadow, rows) of each region of symmetric memory that is accessed."""
+    """Return name, shadow region and accessed rows of each symmetric region that is accessed."""
     if knobs.world_size.get() == 1:
         return []
     touched, found = np.asarray(access.touched()).view(np.int64), []
@@ -83,7 +85,8 @@ def shadows_of(access: Access) -> list[tuple[str, Any, Any]]:
 
 
 def _shadow_of(begin: int, name: str) -> Any:
-    """Return the shadow of the region at ``begin``, which follows it in the same allocation."""
+    """Return the shadow of the region ``name`` at ``begin``. It lies in the same allocation, after
+    the region."""
     region, of, owner = name.partition(" of rank ")
     entry = addresses.next_named(begin, f"{region}{_SHADOW}{of}{owner}")
     if entry is None:
@@ -97,31 +100,34 @@ _instances = itertools.count()
 
 
 class Clocks:
-    """The vector clocks of this rank: the number of known releases of each actor.
+    """The vector clocks of this rank. A clock contains the last observed release of each actor.
 
     Attributes:
-        copying: file and line that queued the copy of this thread; line 0: no copy is running.
+        copying: file and line that queued the copy that this thread runs; line 0: the thread runs
+            no copy.
     """
 
     def __init__(self) -> None:
         self.copying = _Copying()
         self._clocks: dict[tuple[int, int], Any] = {}  # by actor and size of the world
-        # All ranks start checks in the same order; earlier checks have left files in the folder.
+        # Part of a file name, because earlier checks have left files in the folder. The number is
+        # equal on all ranks, because they start checks in the same order.
         self._instance = next(_instances)
-        self._board: tuple[Any, Any] = (None, None)
+        self._shared: tuple[Any, Any] = (None, None)
 
     @property
     def own(self) -> int:
-        """Actor number of this thread."""
+        """Number of the actor that this thread belongs to."""
         return actor_number(copying=bool(self.copying.line))
 
     @property
     def current_clock(self) -> Any:
-        """Clock of this thread's actor."""
+        """Clock of the actor that this thread belongs to."""
         return self._clock_of(self.own)
 
     def advance(self, copying: bool = False) -> Any:
-        """Return a copy of the clock of this rank's programs or copy streams, and advance it."""
+        """Count a release of this rank's programs (``copying``: copy streams). Return the clock
+        before the release."""
         number = actor_number(copying)
         clock = self._clock_of(number)
         known = clock.copy()
@@ -135,19 +141,19 @@ class Clocks:
             np.maximum(clock, rows.reshape(-1, clock.size).max(0), out=clock)
 
     def publish(self) -> None:
-        """Copy this rank's clock to shared_clocks, which other ranks merge."""
+        """Copy this rank's clock to ``shared_clocks``, for other ranks to merge."""
         self.shared_clocks()[own_rank()] = self.advance()
 
     def shared_clocks(self) -> Any:
-        """Return a clock per rank, in memory that all ranks of this host map."""
+        """Return the published clock of each rank, in memory that all ranks of this host map."""
         size, folder = knobs.world_size.get(), create_job_folder()
-        if self._board[0] != (folder, size):
+        if self._shared[0] != (folder, size):
             path = folder / f"clocks-{size}-{self._instance}"
             with path.open("ab") as file:
                 file.truncate(4 * size * num_actors())
             rows = np.memmap(path, np.int32, "r+", shape=(size, num_actors()))
-            self._board = (folder, size), rows
-        return self._board[1]
+            self._shared = (folder, size), rows
+        return self._shared[1]
 
     def _clock_of(self, number: int) -> Any:
         key = number, knobs.world_size.get()
@@ -163,31 +169,31 @@ class _Copying(threading.local):
 
 
 class ProgramOrder:
-    """The order of programs of this rank: up to which release each program is synchronised.
+    """The last release of this rank that each program of the running kernel has observed.
 
-    A program is synchronised with everything before its kernel. Later, an acquired flag
-    synchronises it with the program that released the flag: another program of this rank, or one
-    that a program of another rank was synchronised with.
+    All programs have observed the releases before their kernel. If a program acquires a flag, it
+    observes the release that set the flag. The flag may also be set by another rank that has
+    observed a release of this rank.
     """
 
     def __init__(self) -> None:
-        self._began = 0
-        self._known: dict[int, int] = {}  # by program
+        self._began = 0  # last release before the kernel
+        self._observed: dict[int, int] = {}  # by program
         self._released: dict[int, int] = {}  # by address of the flag
 
     def begin(self, count: int) -> None:
-        """Begin a kernel; ``count`` is the number of releases before it."""
+        """Begin a kernel. ``count`` is the number of releases before the kernel."""
         self._began = count
-        self._known.clear()
+        self._observed.clear()
         self._released.clear()
 
     @property
     def visible_clock(self) -> int:
-        """The release up to which the running program is synchronised."""
-        return self._known.get(current_program_number(), self._began)
+        """The last release of this rank that the running program has observed."""
+        return self._observed.get(current_program_number(), self._began)
 
     def merge(self, count: int) -> None:
-        self._known[current_program_number()] = max(self.visible_clock, count)
+        self._observed[current_program_number()] = max(self.visible_clock, count)
 
     def release(self, flags: Iterable[int], count: int) -> None:
         for flag in flags:

@@ -1,15 +1,19 @@
 """Detect data races between ranks on symmetric memory with vector clocks.
 
-Each rank has two actors: its programs and its copy streams. An actor's clock contains the number of
-its own releases and, for every other actor, the latest release that it has observed. A release
-(``notify``) copies the clock to the shadow of the flag; an acquire (``wait``) merges the shadow
-into the waiting actor's clock; a collective merges the clocks of all ranks. A copy starts with the
-clock at which it was queued. When programs join the copy stream, they merge its clock. An access is
-a race if the actor has not observed the element's last store, or, for a store, its last loads.
+Each rank has two *actors*: its programs, and its copy streams. An actor numbers its *releases*:
+operations that set a flag (``notify``). The clock of an actor contains, for each actor, the last
+release that the actor has observed. Each element of symmetric memory has a *shadow*, which stores
+clocks and the last accesses.
 
-A store through a descriptor becomes part of a release only after ``publish_tile`` or at the end of
-the kernel, because TMA stores are asynchronous. Accesses by torch are not checked, so some races
-are not found. Torch's collectives count as synchronisation.
+A release copies the actor's clock to the shadow of the flag. An acquire (``wait``) merges that
+shadow into the waiting actor's clock, by the maximum of each entry. A collective merges the clocks
+of all ranks. A copy begins with the clock at which it was queued. When programs wait for a copy
+stream, they merge its clock. An access is a race if the actor has not observed the last store to
+the element. A store is also a race if the actor has not observed the last loads of the element.
+
+TMA stores are asynchronous: a release orders them only after ``publish_tile`` or the end of the
+kernel. Accesses by torch are not checked, so some races are not found. Torch's collectives count as
+synchronisation.
 """
 
 from __future__ import annotations
@@ -48,10 +52,10 @@ from triton_dist.runtime.interpreter_program import current_program_number
 from triton_dist.runtime.job import create_job_folder
 from triton_dist.runtime.ranks.store_ranks import StoreRanks
 
-_UNPUBLISHED = 2**31 - 1  # a count that no clock reaches
+_UNPUBLISHED = 2**31 - 1  # release number of an unpublished TMA store: no clock reaches it
 _PROGRAM_BITS = 24
-# The collectives that this version of torch has. A collective that only informs one rank, such as
-# reduce, is treated as informing all: this misses races, but gives no false alarms.
+# Collectives of torch; some versions lack some of them. Each counts as a synchronisation of all
+# ranks, even reduce or send. This misses races, but gives no false alarms.
 _COLLECTIVES = (
     "barrier", "monitored_barrier", "all_reduce", "all_gather", "all_gather_into_tensor",
     "all_gather_single", "all_gather_object", "reduce_scatter", "reduce_scatter_tensor",
@@ -68,8 +72,8 @@ _expected_races: list[str] | None = None  # races of calls that race on purpose
 
 @contextmanager
 def expected() -> Iterator[list[str]]:
-    """Context manager that collects this rank's races in a list instead of raising, for calls that
-    race on purpose."""
+    """Context manager for calls that race on purpose: it yields a list, to which this rank's races
+    are added instead of raised."""
     global _expected_races
     before, _expected_races = _expected_races, []
     try:
@@ -79,7 +83,7 @@ def expected() -> Iterator[list[str]]:
 
 
 class Races(Observer):
-    """Raise for accesses of symmetric memory that race with another access."""
+    """Raise ``DataRace`` for accesses to symmetric memory that race with an earlier access."""
 
     def __init__(self) -> None:
         self._clocks = Clocks()
@@ -94,10 +98,11 @@ class Races(Observer):
             return
         own, clock = self._clocks.own, self._clocks.current_clock
         for name, shadow, rows in shadows_of(access):
-            who, count = shadow[rows, WRITER] - 1, shadow[rows, WRITER_COUNT]
-            unordered = (who >= 0) & (who != own) & (count > clock[who])
+            writer, count = shadow[rows, WRITER] - 1, shadow[rows, WRITER_COUNT]
+            unordered = (writer >= 0) & (writer != own) & (count > clock[writer])
             if unordered.any():
-                other, line = int(who[unordered][0]), int(shadow[rows, WRITER_LINE][unordered][0])
+                other = int(writer[unordered][0])
+                line = int(shadow[rows, WRITER_LINE][unordered][0])
                 description = f"{actor_name(other)} stored at line {abs(line)}"
                 by_tma = " by TMA; a flag orders TMA stores only after publish_tile" * (line < 0)
                 self._report(access, name, rows[unordered], description + by_tma)
@@ -130,7 +135,8 @@ class Races(Observer):
     def _check_programs(self, access: Access, name: str, shadow: Any, rows: Any) -> int:
         """Raise if the access races with another program of this rank.
 
-        Return the number to record for this program; 0 for a copy.
+        Return the program's number for the columns ``WRITER_PROGRAM`` and ``READER_PROGRAM``; 0 for
+        a copy.
         """
         if self._clocks.copying.line:
             return 0
@@ -172,13 +178,14 @@ class Races(Observer):
                 if kernel:
                     self._order.merge(int(released[:, own].max(initial=0)))
         elif access.semantic == "volatile":
-            # A packet contains its own flag. A store updates the shadow before the packet, and this
-            # method runs after the packet was loaded. The shadow is thus as new as the packet.
+            # Volatile loads read packets, which contain data and flag. A store updates the shadow
+            # before the packet, and this method runs after the load: the shadow is not older.
             for _, shadow, rows in shadows_of(access):
-                who, count = shadow[rows, WRITER] - 1, shadow[rows, WRITER_COUNT]
-                known = (who >= 0) & (count < _UNPUBLISHED)
-                np.maximum.at(self._clocks.current_clock, who[known], count[known])
-                # Packets do not record the sending program: merge the own clock.
+                writer, count = shadow[rows, WRITER] - 1, shadow[rows, WRITER_COUNT]
+                known = (writer >= 0) & (count < _UNPUBLISHED)
+                np.maximum.at(self._clocks.current_clock, writer[known], count[known])
+                # The shadow of a packet does not contain the releases of the sender's programs, so
+                # synchronise the program with all releases of its rank.
                 self._order.merge(int(self._clocks.current_clock[own]))
 
     def publish(self) -> None:
@@ -193,13 +200,13 @@ class Races(Observer):
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Exclude other threads of this rank and other ranks of the host."""
+        """Context manager that excludes other threads of this rank and other ranks of the host."""
         with self._lock, (create_job_folder() / "turn").open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def track(self) -> Undo:
-        """Track copy streams and collectives; return a function that undoes this."""
+        """Patch copy streams and collectives, to track them. Return a function that undoes this."""
 
         def synchronising(original: Any, *args: Any, **kwargs: Any) -> Any:
             self._clocks.publish()
@@ -233,21 +240,21 @@ class Races(Observer):
 
         def awaited(original: Any, flags: torch.Tensor, index: int, *rest: Any) -> None:
             original(flags, index, *rest)
-            self.after(_of_flag(flags, index, "acquire"), None)
+            self.after(_access_to_flag(flags, index, "acquire"), None)
 
         def written(
             original: Any, stream: Any, flags: torch.Tensor, index: int, value: int
         ) -> None:
-            stream._queue(lambda: self.before(_of_flag(flags, index, "release")))
+            stream._queue(lambda: self.before(_access_to_flag(flags, index, "release")))
             original(stream, flags, index, value)
 
         def copied(
             original: Any, stream: Any, destination: torch.Tensor, source: torch.Tensor
         ) -> None:
-            if destination.numel() == 1:  # a flag, whose clock is copied too
-                accesses = [_of_flag(destination, 0, "release")]
+            if destination.numel() == 1:  # one element is a flag, so the copy is a release
+                accesses = [_access_to_flag(destination, 0, "release")]
             else:
-                accesses = [_of_rows(source, "load"), _of_rows(destination, "store")]
+                accesses = [_access_to_rows(source, "load"), _access_to_rows(destination, "store")]
             for access in accesses:
                 stream._queue(functools.partial(self.before, access))
             original(stream, destination, source)
@@ -281,11 +288,11 @@ class Races(Observer):
         _expected_races.append(message)
 
 
-def _number(noted_program: int) -> int:
-    return (noted_program & ((1 << _PROGRAM_BITS) - 1)) - 1
+def _number(recorded_program: int) -> int:
+    return (recorded_program & ((1 << _PROGRAM_BITS) - 1)) - 1
 
 
-def _of_rows(rows: torch.Tensor, kind: str) -> Access:
+def _access_to_rows(rows: torch.Tensor, kind: str) -> Access:
     begins = np.array([rows.data_ptr()], np.uint64)
     for size, stride in zip(rows.shape, rows.stride(), strict=True):
         steps = np.arange(size, dtype=np.int64) * (stride * rows.element_size())
@@ -293,6 +300,6 @@ def _of_rows(rows: torch.Tensor, kind: str) -> Access:
     return Access(kind, begins, None, None)
 
 
-def _of_flag(flags: torch.Tensor, index: int, semantic: str) -> Access:
+def _access_to_flag(flags: torch.Tensor, index: int, semantic: str) -> Access:
     address = flags.data_ptr() + index * flags.element_size()
     return Access("atomic", np.array([address], np.uint64), None, None, semantic)

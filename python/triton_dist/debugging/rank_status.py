@@ -1,8 +1,8 @@
-"""Status of the ranks of a job: what each rank publishes, and ``triton-dist debug where``.
+"""Status of the ranks of a job, which ``triton-dist debug where`` prints.
 
-A client writes a request file to the job's folder. A thread of each rank polls for requests and
-writes the rank's status. A rank also reads flags and epochs from the peers' symmetric memory, so
-its status describes ranks that do not answer.
+A client writes a request to a file in the job's folder. A thread of each rank polls for requests
+and writes the rank's status to another file. A rank also reads the flags and epochs (call counters)
+of other ranks from symmetric memory, so its status describes ranks that do not answer.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ class Region(Protocol):
     def peers(self) -> tuple[torch.Tensor, ...]: ...
 
 
-class Memory(Protocol):
+class StatusSource(Protocol):
     """Symmetric memory that reports the progress of ranks."""
 
     def status(self) -> dict[str, Any]:
-        """Return ``name``, ``epochs`` and ``late``.
+        """Return a dict with ``name``, ``epochs`` and ``awaited``.
 
         ``epochs`` maps the name of a counter to its value on each rank (None: cannot be read).
-        ``late`` lists awaited flags, each with ``flag``, ``expected``, ``seen`` and ``writer``.
+        ``awaited`` lists the flags that a kernel waits for, as dicts of ``flag``, ``expected``,
+        ``seen`` and ``writer``.
         """
 
     def writer_of(self, address: int) -> int | None:
@@ -64,48 +65,50 @@ Read = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 @dataclass(eq=False)
-class Slots:
-    """A memory whose calls alternate between slots, each with its own epoch.
+class SlotStatus:
+    """Status of the memory of an op whose calls alternate between slots (double buffering).
 
     Attributes:
-        epochs: region of control words [slots, words]; bits ``shift`` and above of word ``word``
-            are the epoch of a slot.
+        control_words: region [slots, words], which contains the epoch of each slot.
+        word: index of the word with the epoch.
+        shift: lowest bit of the epoch in that word.
         begun: number of calls that this rank's host has begun, by slot.
-        late: returns the awaited flags of a slot and epoch that are not yet set.
-        flags: returns the flags of a slot, with a function from index to the rank that sets it.
+        awaited: returns the flags of a slot and epoch that are awaited and not yet set.
+        flags: returns the tensors of flags of a slot, each with a function from the index of a flag
+            to the rank that sets the flag.
     """
 
-    epochs: Region
+    control_words: Region
     word: int
     shift: int
     begun: list[int]
-    late: Callable[[int, int, Read], Iterable[dict[str, Any]]]
+    awaited: Callable[[int, int, Read], Iterable[dict[str, Any]]]
     flags: Callable[[int], Iterable[tuple[torch.Tensor, Callable[[int], int]]]]
 
     def status(self) -> dict[str, Any]:
-        """Return the status; see :class:`Memory`.
+        """Return the status; see :class:`StatusSource`.
 
-        A slot is in use if more calls have begun than epochs have ended. Replays of a CUDA graph
+        A slot is in use if more of its calls have begun than have ended. Replays of a CUDA graph
         are not counted.
         """
-        peek, peers = current_device().peek, self.epochs.peers
-        lines = [peek(peer) for peer in peers]
-        own = next(number for number, peer in enumerate(peers) if peer is self.epochs.local)
+        peek, peers = current_device().peek, self.control_words.peers
+        copies = [peek(peer) for peer in peers]
+        own = next(rank for rank, peer in enumerate(peers) if peer is self.control_words.local)
         counters: dict[str, list[int | None]] = {}
-        late: list[dict[str, Any]] = []
+        awaited: list[dict[str, Any]] = []
         for slot, begun in enumerate(self.begun):
-            row = [None if each is None else int(each[slot, self.word]) for each in lines]
-            epochs = [None if flag is None else flag >> self.shift for flag in row]
+            row = [None if each is None else int(each[slot, self.word]) for each in copies]
+            epochs = [None if word is None else word >> self.shift for word in row]
             counters[f"epoch of slot {slot}"] = epochs
             epoch = epochs[own]
             if epoch is not None and begun >= epoch:
-                late += self.late(slot, epoch, peek)
+                awaited += self.awaited(slot, epoch, peek)
         calls = sum(self.begun)
         counters["calls"] = [calls if rank == own else None for rank in range(len(peers))]
         return {
-            "name": describe_address(self.epochs.local.data_ptr()).rpartition(".")[0],
+            "name": describe_address(self.control_words.local.data_ptr()).rpartition(".")[0],
             "epochs": counters,
-            "late": late,
+            "awaited": awaited,
         }
 
     def writer_of(self, address: int) -> int | None:
@@ -117,11 +120,11 @@ class Slots:
         return None
 
 
-_memories: weakref.WeakSet[Memory] = weakref.WeakSet()
+_memories: weakref.WeakSet[StatusSource] = weakref.WeakSet()
 
 
 def start() -> None:
-    """Start recording launches and memories that are created from now on."""
+    """Start to record launches, and the memories that are created from now on."""
     global _is_on
     _is_on = True
     hook = triton.knobs.runtime.launch_enter_hook
@@ -137,12 +140,12 @@ def stop() -> None:
         hook.remove(_note_compiled)
 
 
-def add(memory: Memory) -> bool:
-    """Include ``memory`` in the status; return False if status is off."""
+def add(memory: StatusSource) -> bool:
+    """Include ``memory`` in the status. Return False if status is off."""
     if _is_on:
         _memories.add(memory)
         with suppress(Exception):
-            memory.status()  # allocates what it needs now, which is impossible during a kernel
+            memory.status()  # allocates buffers now, because it cannot while a kernel runs
     return _is_on
 
 
@@ -151,7 +154,7 @@ def note_launch(kernel: str, grid: tuple[int, ...]) -> None:
 
 
 def _note_compiled(metadata: Any) -> None:
-    with suppress(Exception):  # private metadata of Triton: a change must not fail the launch
+    with suppress(Exception):  # Triton's metadata is private: a change must not fail the launch
         _launches.append(str(metadata.data.get("name", "?")))
 
 
@@ -166,17 +169,19 @@ def writer_of(address: int) -> int | None:
 
 
 def answer_request(folder: Path, answered: str, state: dict[str, Any]) -> str:
-    """Write the status if there is a request other than ``answered``; return the last request.
+    """If there is a new request, write this rank's status to ``folder``. Return the last request.
 
     Args:
+        folder: the job's folder.
+        answered: the previous request, which this rank has answered.
         state: the part of the status that is also published without a request.
     """
     try:
-        request = (folder / "ask").read_text(encoding="utf-8")
+        request = (folder / _REQUEST_FILE).read_text(encoding="utf-8")
     except OSError:
         return answered
     if request and request != answered:
-        # Frames of the main thread without Python's own and its libraries' frames.
+        # The stack of the main thread, without frames of libraries.
         frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
         lines: list[str] = []
         while frame is not None and len(lines) < _MAX_FRAMES:
@@ -185,9 +190,9 @@ def answer_request(folder: Path, answered: str, state: dict[str, Any]) -> str:
                     f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
                 )
             frame = frame.f_back
-        known = state | {"question": request, "stack": lines[::-1], "launches": list(_launches)}
-        known["memories"] = [_status_of(memory) for memory in list(_memories)]
-        write_state(folder / f"where-{state['rank']}.json", known)
+        answer = state | {"request": request, "stack": lines[::-1], "launches": list(_launches)}
+        answer["memories"] = [_status_of(memory) for memory in list(_memories)]
+        write_state(folder / f"where-{state['rank']}.json", answer)
     return request
 
 
@@ -198,27 +203,29 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
     new.replace(path)
 
 
-def _status_of(memory: Memory) -> dict[str, Any]:
+def _status_of(memory: StatusSource) -> dict[str, Any]:
     try:
         return memory.status()
-    except Exception as failure:  # the status of the other memories is still useful
-        return {"name": type(memory).__name__, "epochs": {}, "late": [], "failed": repr(failure)}
+    except Exception as failure:  # the status of other memories is still useful
+        name = type(memory).__name__
+        return {"name": name, "epochs": {}, "awaited": [], "failed": repr(failure)}
 
 
 SIGNAL = signal.SIGUSR2
 """A rank that receives this signal prints the status of all ranks. Job schedulers and
 ``spawn_ranks`` use SIGUSR1."""
+_REQUEST_FILE = "request"
 _POLL_SECONDS = 0.05
 _ANSWER_SECONDS = 5.0
 _write_end = -1
 
 
 def install_signal_handler() -> None:
-    """Make ``SIGNAL`` print the status of the job's ranks on standard error, unless the program
-    handles it.
+    """Make ``SIGNAL`` print the status of the job's ranks on standard error. Do nothing if the
+    program has its own handler.
 
-    Python runs a signal handler only between bytecodes of the main thread, which a hung rank does
-    not reach. faulthandler writes immediately: here into a pipe that a thread reads.
+    A Python signal handler runs only after the current call of C code, which never returns in a
+    hung rank. faulthandler's handler runs immediately. It writes to a pipe, which a thread reads.
     """
     global _write_end
     if _write_end >= 0 or signal.getsignal(SIGNAL) is not signal.SIG_DFL:
@@ -234,7 +241,7 @@ def remove_signal_handler() -> None:
     global _write_end
     if _write_end >= 0:
         faulthandler.unregister(SIGNAL)
-        os.close(_write_end)  # the thread reads the end of the file and exits
+        os.close(_write_end)  # the reading thread then ends
         _write_end = -1
 
 
@@ -249,35 +256,36 @@ os.register_at_fork(after_in_child=_start_in_child)
 
 
 def _print_on_signal(read_end: int) -> None:
-    while os.read(read_end, 1 << 16):  # discard the stack, which the report contains too
+    while os.read(read_end, 1 << 16):  # discard the stack: the report also contains it
         print(
             f"triton_dist: rank {knobs.rank.get()} reports the status of all ranks\n"
             f"{report(create_job_folder())[0]}",
             file=sys.stderr,
             flush=True,
         )
-        # faulthandler writes a stack in several parts. The rest must not start another report.
+        # faulthandler writes a stack in several parts. Discard the others before the next report.
         while select.select([read_end], [], [], 0)[0] and os.read(read_end, 1 << 16):
             pass
     os.close(read_end)
 
 
 def report(folder: Path) -> tuple[str, int]:
-    """Request the status of the ranks of ``folder``; return the text and the number of answers."""
+    """Request the status of all ranks of the job with this folder. Return the report's text and the
+    number of ranks that answered."""
     request = f"{os.getpid()} {time.monotonic()}"
-    (folder / "ask").write_text(request, encoding="utf-8")
+    (folder / _REQUEST_FILE).write_text(request, encoding="utf-8")
     states: dict[int, dict[str, Any]] = {}
     answers: dict[int, dict[str, Any]] = {}
     end = time.monotonic() + _ANSWER_SECONDS
     while True:
         states |= _read(folder.glob("[0-9]*.json"))
         found = _read(folder.glob("where-*.json"))
-        answers = {r: each for r, each in found.items() if each["question"] == request}
+        answers = {r: each for r, each in found.items() if each["request"] == request}
         missing = [r for r, each in states.items() if r not in answers and is_running(each["pid"])]
         if (states and not missing) or time.monotonic() > end:
             break
         time.sleep(_POLL_SECONDS)
-    (folder / "ask").unlink(missing_ok=True)
+    (folder / _REQUEST_FILE).unlink(missing_ok=True)
     lines = [f"job {folder.name.rpartition('-')[2]}: {len(answers)} of {len(states)} ranks answer"]
     for rank in sorted(states):
         lines += _rank_lines(states[rank] | answers.get(rank, {}), rank in answers)
@@ -303,11 +311,12 @@ def _rank_lines(state: Mapping[str, Any], answers: bool) -> list[str]:
         lines.append(f"  {wait['at']}: waits for {_describe_wait(wait)}")
     for memory in state["memories"]:
         lines += [
-            f"  a kernel of {memory['name']} waits for {_describe_wait(f)}" for f in memory["late"]
+            f"  a kernel of {memory['name']} waits for {_describe_wait(flag)}"
+            for flag in memory["awaited"]
         ]
         if "failed" in memory:
             lines.append(f"  {memory['name']} cannot be read: {memory['failed']}")
-    lines += [f"  has set: {flag} at {at}" for flag, at in list(state["told"].items())[-4:]]
+    lines += [f"  has set: {flag} at {at}" for flag, at in list(state["set_flags"].items())[-4:]]
     if state["launches"]:
         lines.append(f"  last launches: {', '.join(state['launches'])}")
     return lines + [f"  {line}" for line in state["stack"]]
@@ -320,8 +329,8 @@ def _describe_wait(wait: Mapping[str, Any]) -> str:
 
 
 def _memory_lines(answers: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Return a line per counter with the epochs of all ranks, preferring the value that a rank read
-    itself."""
+    """Return a line per counter with its value on each rank. If several ranks have read a value,
+    use the one that the rank has read from its own memory."""
     seen: dict[tuple[str, str], dict[int, int]] = {}
     for rank, answer in sorted(answers.items()):
         for memory in answer["memories"]:
@@ -332,15 +341,15 @@ def _memory_lines(answers: Mapping[int, Mapping[str, Any]]) -> list[str]:
                         row[peer] = epoch
     lines = []
     for (name, counter), row in seen.items():
-        # The most frequent epoch; on a tie the highest, because a rank that is behind makes the
-        # other ranks wait.
+        # The most frequent epoch; in a tie the highest, because other ranks wait for a rank that is
+        # behind.
         counted = Counter(row.values())
         common = max(counted, key=lambda epoch: (counted[epoch], epoch), default=0)
-        shown = "  ".join(
+        values = "  ".join(
             f"rank {peer}: {epoch}{' <- differs' if epoch != common else ''}"
             for peer, epoch in sorted(row.items())
         )
-        lines.append(f"{name}, {counter}: {shown}")
+        lines.append(f"{name}, {counter}: {values}")
     return lines
 
 

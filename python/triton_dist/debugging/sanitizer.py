@@ -16,13 +16,13 @@ from pathlib import Path
 from triton_dist import knobs
 
 TOOLS = ("memcheck", "racecheck")
-"""Tools that the test suite runs: out-of-bounds accesses, and races on shared memory.
+"""Tools that the test suite runs: they find out-of-bounds accesses and races on shared memory.
 
-Without initcheck: it reports memory that another process wrote, such as a peer's flag, as
+The tool initcheck is left out: it reports memory that another process wrote, such as a flag, as
 uninitialised.
 """
 _LAUNCHERS = ("torchrun", "launch.sh", "torch.distributed.run")
-_PADDING = 4096  # bytes after each allocation
+_PADDING = 4096  # unused bytes after each allocation
 FINDINGS_STATUS = 88
 """Exit status of a process with findings."""
 _WHEELS = ("nvidia-cuda-sanitizer-api", "nvidia-cuda-sanitizer-api-cu12")
@@ -30,11 +30,11 @@ _NAME = "compute-sanitizer"
 _SUMMARY = re.compile(
     r"^========= (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", re.MULTILINE
 )
-_NO_FINDING = (" ", "COMPUTE-SANITIZER", "ERROR SUMMARY:", "RACECHECK SUMMARY:")
+_NOT_FINDINGS = (" ", "COMPUTE-SANITIZER", "ERROR SUMMARY:", "RACECHECK SUMMARY:")
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
-def missing() -> str:
+def not_found_message() -> str:
     """Return the message for a host without compute-sanitizer."""
     return (
         f"{_NAME} is neither on PATH, nor in CUDA_HOME or /usr/local/cuda, nor in a wheel: "
@@ -43,12 +43,12 @@ def missing() -> str:
 
 
 def find(environment: Mapping[str, str] | None = None) -> Path | None:
-    """Return the path of compute-sanitizer: from PATH, the CUDA toolkit, or a wheel."""
+    """Return the path of compute-sanitizer in PATH, the CUDA toolkit or a wheel, or ``None``."""
     environment = knobs.environment() if environment is None else environment
-    return next((path for path in _places(environment) if os.access(path, os.X_OK)), None)
+    return next((path for path in _candidates(environment) if os.access(path, os.X_OK)), None)
 
 
-def _places(environment: Mapping[str, str]) -> Iterator[Path]:
+def _candidates(environment: Mapping[str, str]) -> Iterator[Path]:
     on_path = shutil.which(_NAME, path=environment.get("PATH", ""))
     if on_path is not None:
         yield Path(on_path)
@@ -64,9 +64,10 @@ def _places(environment: Mapping[str, str]) -> Iterator[Path]:
 
 
 def command(program: Path, tool: str, log: Path) -> list[str]:
-    """Return the words to put before the command of a process.
+    """Return the words to insert before the command of a process, to run it under ``tool``.
 
-    Only kernels of this package, selected by name, are checked; this is much faster.
+    To save time, the tool checks only kernels whose name begins with ``kernel_``, as in this
+    package.
     """
     return [
         str(program), "--tool", tool, "--log-file", str(log),
@@ -77,19 +78,20 @@ def command(program: Path, tool: str, log: Path) -> list[str]:
 
 
 def command_with_children(program: Path, tool: str, folder: Path) -> list[str]:
-    """Return the words for a command and all its child processes, with a log in ``folder``."""
+    """Return the words to insert before a command, to run it and its child processes under
+    ``tool``. Each process writes a log to ``folder``."""
     log = ["--log-file", str(folder / "process-%p.log")]
     return [*_tool_command(program, tool), *log, "--target-processes", "all"]
 
 
 def starts_ranks(command: Sequence[str]) -> bool:
-    """Return whether the command is torchrun, or launch.sh, which starts torchrun."""
+    """Return whether the command runs torchrun, directly or through launch.sh."""
     return any(Path(word).name in _LAUNCHERS for word in command)
 
 
 def write_rank_python(program: Path, tool: str, folder: Path) -> Path:
-    """Write a script to ``folder`` that runs this Python under the tool, with a log per rank.
-    torchrun starts it."""
+    """Write a script to ``folder`` that runs this Python under ``tool``, with a log for each rank.
+    torchrun starts the script instead of Python."""
     words = [*_tool_command(program, tool), "--target-processes", "application-only"]
     log = f'--log-file {shlex.quote(str(folder))}/rank-"$RANK".log'
     python = folder / "python"
@@ -101,12 +103,13 @@ def write_rank_python(program: Path, tool: str, folder: Path) -> Path:
 
 
 def _tool_command(program: Path, tool: str) -> list[str]:
-    # Without padding, an access past a tensor hits the next allocation, which the tool accepts.
-    apart = ["--padding", str(_PADDING)] if tool == "memcheck" else []
+    # Without padding, an access after the end of a tensor may be within the next allocation, which
+    # is no error for the tool.
+    padding = ["--padding", str(_PADDING)] if tool == "memcheck" else []
     return [
         str(program), "--tool", tool, "--error-exitcode", str(FINDINGS_STATUS),
         "--report-api-errors", "no",
-        "--print-limit", "100", *apart,
+        "--print-limit", "100", *padding,
     ]  # fmt: skip
 
 
@@ -115,8 +118,9 @@ class Report:
     """The findings of the tool in one process.
 
     Attributes:
-        count: number of errors or hazards; ``None``: the report has no summary.
-        kinds: number of occurrences of each finding; a finding names kernel and line, without
+        count: number of errors or hazards in the tool's summary; ``None``: the report has no
+            summary.
+        kinds: how often each finding occurs, by its text: error, kernel and line, without
             addresses.
     """
 
@@ -135,14 +139,15 @@ class Report:
 
 
 def report_of(text: str) -> Report:
-    """Parse a log file."""
+    """Parse the text of a log file."""
     summaries = _SUMMARY.findall(text)
     kinds = Counter(map(_kind, _findings(text)))
     return Report(int(summaries[-1]) if summaries else None, dict(kinds))
 
 
 def merge_reports(reports: Mapping[str, Report]) -> list[str]:
-    """Return a line for each finding with its count per process."""
+    """Return a line for each finding, with its number of occurrences in each process. ``reports``
+    has the report of each process by its name."""
     found: dict[str, list[str]] = {}
     for name, report in reports.items():
         kinds = dict(report.kinds)
@@ -156,17 +161,17 @@ def merge_reports(reports: Mapping[str, Report]) -> list[str]:
 
 
 def _findings(text: str) -> Iterator[str]:
-    """Yield each finding: the first line of its paragraph, and kernel and line of the access."""
+    """Yield the text of each finding: the error, and the kernel and line of the access."""
     for paragraph in re.split(r"^========= *$", text, flags=re.MULTILINE):
         lines = [message for message in map(_tool_text, paragraph.splitlines()) if message]
-        first = next((line for line in lines if not line.startswith(_NO_FINDING)), None)
+        first = next((line for line in lines if not line.startswith(_NOT_FINDINGS)), None)
         if first is not None:
             places = (line.strip() for line in lines if line.strip().startswith("at "))
             yield f"{first} {next(places, '')}".rstrip()
 
 
 def _tool_text(line: str) -> str:
-    """Return the tool's text in a line; empty for a line of another program."""
+    """Return the tool's text in a line of the log, or "" if the program printed the line."""
     prefix, _, message = line.partition("========= ")
     return "" if prefix else message.rstrip()
 

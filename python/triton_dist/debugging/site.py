@@ -1,4 +1,4 @@
-"""Find the running line of an interpreted kernel, for messages; the search is slow."""
+"""Find the source line that an interpreted kernel executes, for messages. The search is slow."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from triton_dist.runtime import interpreter
 from triton_dist.runtime.interpreter_program import current_program
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-# Frames between a kernel's line and the operation: Triton, our runtime and language.
-_NOT_KERNELS = (
+# Folders of code that runs between a line of a kernel and an operation of the interpreter.
+_NOT_KERNEL_PATHS = (
     str(Path(triton.__file__).parent),
     str(_PACKAGE / "runtime"),
     str(_PACKAGE / "debugging"),
@@ -27,9 +27,9 @@ _NOT_KERNELS = (
 )
 
 
-# Files that are not part of the user's program.
-_NOT_PROGRAMS = (
-    *_NOT_KERNELS,
+# Paths of code that is neither user code nor a kernel.
+_NOT_PROGRAM_PATHS = (
+    *_NOT_KERNEL_PATHS,
     str(Path(os.__file__).parent),
     str(Path(torch.__file__).parent),
     "<",
@@ -37,16 +37,16 @@ _NOT_PROGRAMS = (
 
 
 def is_of_program(frame: FrameType) -> bool:
-    """Return whether a frame belongs to the program or a kernel, not to a library."""
-    return not frame.f_code.co_filename.startswith(_NOT_PROGRAMS)
+    """Return whether a frame belongs to user code or to a kernel, not to a library."""
+    return not frame.f_code.co_filename.startswith(_NOT_PROGRAM_PATHS)
 
 
 @dataclass(frozen=True)
 class Site:
-    """The source line of the running kernel program.
+    """The line that a program of an interpreted kernel executes.
 
     Attributes:
-        values: the kernel's arguments by name, in the interpreter's representation.
+        values: the kernel's arguments by name, as objects of the interpreter.
     """
 
     rank: int
@@ -63,18 +63,18 @@ class Site:
 def kernel_frame() -> FrameType | None:
     """Return the innermost frame of a kernel on this thread's stack, or ``None``."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_KERNELS):
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_KERNEL_PATHS):
         frame = frame.f_back
     return frame
 
 
 def site() -> Site:
-    """Return the innermost line of a kernel on this thread's stack, and its launch."""
+    """Return the innermost line of a kernel on this thread's stack, and the kernel's arguments."""
     frame: FrameType | None = sys._getframe(1)
     file, line, kernel, values = "?", 0, "?", {}
     while frame is not None:
         code = frame.f_code
-        if file == "?" and not code.co_filename.startswith(_NOT_KERNELS):
+        if file == "?" and not code.co_filename.startswith(_NOT_KERNEL_PATHS):
             file, line = code.co_filename, frame.f_lineno
         if code.co_name == "run_program" and code.co_filename == interpreter.__file__:
             kernel, values = frame.f_locals["executor"].fn.__name__, frame.f_locals["values"]

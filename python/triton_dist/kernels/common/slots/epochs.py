@@ -167,7 +167,7 @@ class EpochSlots:
         if self.num_ranks > 1:
             self._peer_check_launch(0).preload(self._finish_launch()).compile()
         self.device.synchronize()
-        self._status = rank_status.Slots(
+        self._status = rank_status.SlotStatus(
             self.memory["epoch"],
             EPOCH,
             CALL_TAG_BITS.value,
