@@ -97,7 +97,7 @@ MODES: Mapping[str, Mode] = {
         _unsupported(_UNSUPPORTED_REASON, "3.6"),
     ),
     "fpsan": _instrumented(
-        "wrong operands: kernels compute exactly, with integers instead of floats",
+        "wrong operands: floats are replaced by integers, whose results are exact",
         "fpsan",
         "interp",
         _unsupported(_UNSUPPORTED_REASON, "3.6", "3.7"),
