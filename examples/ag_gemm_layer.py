@@ -61,7 +61,7 @@ def main() -> None:
     for step in range(3):
         tokens = args.tokens - step  # any number up to max_tokens / world_size
         x = rand_tensor([tokens, args.inputs], torch.float16, layer.weight.device)
-        # Only the first shape is tuned, to save time; the others use the default config.
+        # To save time, only the first shape is tuned. Other shapes use the default config.
         y = layer(x) if step == 0 else ag_gemm(x, layer.weight.T, layer.context, autotune=False)
         assert_allclose(y, all_gather_matmul(x, layer.weight.T), rtol=1e-2, atol=1e-2)
         dist_print(f"step {step}: {tokens} tokens per rank -> y {tuple(y.shape)}")

@@ -1,7 +1,7 @@
-"""Write a folder that scripts accept as a model: scripts/python examples/model_folder.py FOLDER
+"""Write a model's ``config.json`` to a folder: scripts/python examples/model_folder.py FOLDER
 
-The folder has a ``config.json`` and no weights; models created from it have random weights. Scripts
-with an option ``--model`` accept the folder. Nothing is downloaded.
+Scripts with an option ``--model`` accept the folder. It has no weights, so the scripts use random
+weights. Nothing is downloaded.
 """
 
 from __future__ import annotations

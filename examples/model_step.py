@@ -5,7 +5,7 @@
 
 Every ``@triton.autotune`` kernel that the step launches, forward and backward, is timed inside the
 step, on all ranks at the same time. This includes kernels of libraries, which cannot be edited.
-All ranks end with the same config for every kernel, and the next start finds them on disk.
+All ranks choose the same config for every kernel. The next start reads these configs from disk.
 
 The wrapped function is called repeatedly until all kernels are tuned. It must therefore be
 repeatable: it clears the gradients, and the optimizer steps outside of it.
@@ -205,7 +205,7 @@ class Block(torch.nn.Module):
 
 
 def agreed(choices: dict[str, Any]) -> int:
-    """Return the number of kernels and keys; raise if ranks chose different configs for them."""
+    """Return the number of tuned kernels and keys; raise if ranks chose different configs."""
     own = {name: str(config) for name, config in choices.items()}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
@@ -215,7 +215,7 @@ def agreed(choices: dict[str, Any]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train some steps; return the number of extra calls of the step for tuning."""
+    """Train some steps; return the number of additional calls of the step that tuning made."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -2,7 +2,7 @@
 
     scripts/python examples/own_search.py
 
-Without optuna (``pip install optuna``) it says so and ends.
+If optuna is not installed (``pip install optuna``), the program only prints this.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from triton_dist import tune
 
 
 class OptunaSearch:
-    """Tree-structured Parzen estimators, as :class:`triton_dist.tune.Search` wants them."""
+    """Tree-structured Parzen estimators with the interface of :class:`triton_dist.tune.Search`."""
 
     def __init__(self, values: Mapping[str, Sequence[Any]], seed: int = 0) -> None:
         import optuna
@@ -24,7 +24,7 @@ class OptunaSearch:
         sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=20)
         self._study, self._states = optuna.create_study(sampler=sampler), optuna.trial.TrialState
         self._values = {name: list(each) for name, each in values.items()}
-        # By place in their order: optuna then knows that neighbours are near.
+        # Optuna chooses an index into each list of values, because near integers are similar to it.
         self._axes = {
             name: optuna.distributions.IntDistribution(0, len(each) - 1)
             for name, each in self._values.items()
@@ -33,14 +33,14 @@ class OptunaSearch:
 
     def ask(self) -> dict[str, Any]:
         trial = self._study.ask(self._axes)
-        config = {name: self._values[name][place] for name, place in trial.params.items()}
+        config = {name: self._values[name][index] for name, index in trial.params.items()}
         self._asked.append((config, trial))
         return config
 
     def tell(self, config: Mapping[str, Any], milliseconds: float | None) -> None:
         trial = next((trial for asked, trial in self._asked if asked == config), None)
         if trial is None:
-            return  # the default, for which it was not asked
+            return  # the default config, which ask() did not return
         self._asked = [pair for pair in self._asked if pair[1] is not trial]
         if milliseconds is None:
             self._study.tell(trial, state=self._states.FAIL)
@@ -58,13 +58,13 @@ class OptunaSearch:
     effort="quick",
 )
 def wait(x: int, rows: int, columns: int, unroll: int) -> None:
-    """Work that is shortest at 40 rows, 60 columns and an unrolling by 4."""
+    """Sleep; the time is shortest at 40 rows, 60 columns and an unrolling by 4."""
     time.sleep(1e-3 + 2e-5 * (abs(rows - 40) + abs(columns - 60)) + 1e-4 * abs(unroll - 4))
 
 
 def main() -> None:
     try:
-        import optuna  # noqa: F401  # is it there?
+        import optuna  # noqa: F401
     except ModuleNotFoundError:
         print("optuna is not installed: nothing is tuned")
         return

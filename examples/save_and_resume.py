@@ -52,7 +52,7 @@ def main() -> None:
     device = "cuda" if is_cuda() else "cpu"
     mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("fsdp", "tp"))
     sequences = torch.randint(64, (2, 9), device=device)
-    batch = sequences.chunk(2)[mesh["fsdp"].get_local_rank()]  # each replica has its own
+    batch = sequences.chunk(2)[mesh["fsdp"].get_local_rank()]  # different for each replica
 
     # Train: parallelize first, then fully_shard, then the optimiser.
     model = stock_model()

@@ -1,15 +1,16 @@
 """Serve a tensor-parallel Llama: bash scripts/launch.sh examples/serve_llama.py
 
 One call processes all prompts (prefill). Then each step decodes one token of every sequence. Keys
-and values are in a cache of fixed size, so the shapes of a step do not change, and on GPUs it is
-captured in a CUDA graph and replayed. The tokens are compared with the model's on one rank.
+and values are in a cache of fixed size, so the shapes of a step do not change. On GPUs, a step is
+therefore captured in a CUDA graph and replayed. The tokens are compared with the tokens of the same
+model on one rank.
 
-``--fp8`` quantises the weights of the layers, by row or by blocks of 128 (``--fp8 block``), and
-stores them with their scales as fp8 checkpoints do. Rounding may then change which of two close
-tokens is the best, so the logits of the served tokens are compared instead.
+``--fp8`` quantises the weights of the layers, with a scale per row or per block of 128 x 128
+(``--fp8 block``), as in fp8 checkpoints. Rounding may then change which of two close tokens is the
+best, so the logits of the served tokens are compared instead.
 
-``--kv-shards`` stores every second token (of two ranks) with all heads on a rank, instead of all
-tokens with a part of the heads. Decoding then uses ``sp_decode_attn``.
+With ``--kv-shards``, rank r stores all heads of tokens r, r + ranks, ..., instead of some heads of
+all tokens. Decoding then uses ``sp_decode_attn``.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from triton_dist.utils import (
 
 
 class ShardedCache:
-    """Keys and values of all heads; the ranks hold the tokens in turn."""
+    """Keys and values of all heads. Token t of a sequence is stored on rank t % ranks."""
 
     def __init__(self, config: Any, batch: int, most: int, dtype: torch.dtype, device: Any) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -48,7 +49,7 @@ class ShardedCache:
         heads, kv_heads, dim = (
             config.num_attention_heads, config.num_key_value_heads, config.head_dim,
         )  # fmt: skip
-        # The last place takes tokens of other ranks.
+        # The last position receives the tokens of other ranks, and is never read.
         shape = (config.num_hidden_layers, batch, self.room + 1, kv_heads, dim)
         self.k, self.v = torch.zeros(2, *shape, dtype=dtype, device=device)
         self.kv_offset = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -68,7 +69,7 @@ class ShardedCache:
         for cache, new in ((self.k, k), (self.v, v)):
             heads = all_gather_rows(new.contiguous()[None])[:: self.replicas]
             cache[layer][sequence, place] = heads.movedim(0, 2).flatten(2, 3)
-        if tokens > 1:  # the prompt, which no token precedes
+        if tokens > 1:  # prefill: the cache is empty
             heads = (each.transpose(1, 2) for each in (q, k, v))
             out = scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
             return out.transpose(1, 2)
@@ -159,7 +160,7 @@ def quantise_layers(model: Llama, recipe: str) -> None:
 
 
 def check(found: torch.Tensor, stock: Llama, prompts: torch.Tensor) -> float:
-    """Return by how much the logits of served tokens are below the best logit of their step.
+    """Return the largest difference between the best logit of a step and the served token's logit.
 
     The unit is the standard deviation of the logits.
     """
@@ -171,7 +172,9 @@ def check(found: torch.Tensor, stock: Llama, prompts: torch.Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="tiny", help="tiny, tiny-moe, or a folder's config.json")
+    parser.add_argument(
+        "--model", default="tiny", help="tiny, tiny-moe, or a folder with a config.json"
+    )
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument(
         "--prompt", type=int, default=32 if is_cuda() else 5, help="tokens of a prompt"

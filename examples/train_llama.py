@@ -1,13 +1,13 @@
 """Train a tensor-parallel Llama: bash scripts/launch.sh examples/train_llama.py
 
 A small model with random weights learns to repeat a few sequences. ``parallelize`` shards the
-attention and feed-forward layers over tensor-parallel ranks, and tokens are spread over these ranks
-too. With ``--fsdp N``, N replicas train on other sequences, and FSDP2 shards all parameters over
-them. The same model is trained on one rank, and the losses are compared.
+attention and feed-forward layers over tensor-parallel ranks, and the tokens over the same ranks.
+With ``--fsdp N``, N replicas train on different sequences, and FSDP2 shards all parameters over the
+replicas. The same model is also trained on one rank, and the losses are compared.
 
-With ``--sp N``, the layers are not sharded. All ranks share each sequence: ``SP_Attn`` exchanges
-heads among N ranks, and gathers k and v between the groups of N ranks. On GPUs, also pass
-``--dtype bfloat16``, because the libraries for attention do not support fp32.
+With ``--sp N``, the layers are not sharded, but the tokens of each sequence are spread over all
+ranks. ``SP_Attn`` exchanges tokens for heads within groups of N ranks, and gathers k and v across
+groups. On GPUs, also pass ``--dtype bfloat16``, because attention libraries do not support fp32.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def optimiser_of(model: Llama) -> torch.optim.Optimizer:
 def train_on_parts_of_sequences(
     args: argparse.Namespace, dtype: torch.dtype, tolerance: float
 ) -> None:
-    """Train with ``SP_Attn``: a rank has some tokens of each sequence, and all weights."""
+    """Train with ``SP_Attn``: each rank has some tokens of each sequence, and all weights."""
     world, device_type = dist.get_world_size(), "cuda" if is_cuda() else "cpu"
     mesh = init_device_mesh(device_type, (world // args.sp, args.sp))
     model, whole = (init_model_cpu(args.model, dtype) for _ in range(2))
@@ -81,10 +81,14 @@ def train_on_parts_of_sequences(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="tiny", help="tiny, tiny-moe, or a folder's config.json")
+    parser.add_argument(
+        "--model", default="tiny", help="tiny, tiny-moe, or a folder with a config.json"
+    )
     parser.add_argument("--steps", type=int, default=20 if is_cuda() else 4)
     parser.add_argument("--batch", type=int, default=2, help="sequences of each replica")
-    parser.add_argument("--tokens", type=int, default=64 if is_cuda() else 9, help="a sequence")
+    parser.add_argument(
+        "--tokens", type=int, default=64 if is_cuda() else 9, help="tokens of a sequence"
+    )
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--fsdp", type=int, default=1, help="number of replicas")
     parser.add_argument("--sp", type=int, default=0, help="sequence parallelism: ranks per group")
@@ -124,8 +128,8 @@ def main() -> None:
         optimiser, alone = optimiser_of(model), optimiser_of(whole)
         for step in range(args.steps):
             optimiser.zero_grad()
-            # The sum over this rank's tokens, divided by the tokens of the replica. Tensor-parallel
-            # ranks add up their losses; FSDP2 averages the gradients of the replicas.
+            # This rank's share of the replica's mean loss: the sum over tensor-parallel ranks is
+            # the mean. FSDP2 averages the gradients over the replicas.
             logits = model(inputs, shard).logits.flatten(0, -2).float()
             own = cross_entropy(logits, own_targets, reduction="sum") / rows
             own.backward()

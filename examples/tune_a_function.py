@@ -16,7 +16,7 @@ from triton_dist.utils import is_cuda, rand_tensor
 
 
 def key_fn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[object, ...]:
-    """Return the key: sequence lengths are rounded up to a power of two, so they share a tuning."""
+    """Return the tuning key. Lengths that round up to the same power of two share a tuning."""
     return bucket(q.shape[0]), bucket(k.shape[0]), q.shape[1], q.dtype
 
 

@@ -1,7 +1,7 @@
 """A kernel that writes to a neighbour's memory: bash scripts/launch.sh examples/wait_for_a_peer.py
 
 Each rank's kernel writes to the right neighbour's memory and sets a flag there. Then it waits for
-the flag that the left neighbour sets. Neither a barrier nor the host is involved.
+the flag that the left neighbour sets. The exchange needs neither a barrier nor the host.
 """
 
 from __future__ import annotations

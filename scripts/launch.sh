@@ -28,7 +28,7 @@ Environment:
   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT
                            several hosts: run the command on each host with its own NODE_RANK
   TORCHRUN                 replaces torchrun; may be several words: "compute-sanitizer torchrun"
-  PYTHON                   the Python to run, or to create .venv-triton-dist with; ignored if it fails
+  PYTHON                   the Python to run, or to create .venv-triton-dist with; ignored if it does not run
   TRITON_VERSION           use a separate environment with this version of Triton
   PIP_EXTRA_INDEX_URL, ... variables of pip, for the installation of .venv-triton-dist
 END

@@ -120,7 +120,8 @@ find_python() {
 # does not write to folders without this file.
 MARKER=.made-by-triton-dist
 
-# stamp FLAVOUR: prints the inputs of an installation. If they change, the environment is installed again.
+# stamp FLAVOUR: prints a text that changes if an input of the installation changes. The environment is then
+# installed again. FLAVOUR is the kind of torch, gpu or cpu.
 stamp() { echo "$1 $(cat "$ROOT/pyproject.toml" "$ROOT/constraints/tested.txt" "$PAIR" | cksum) $ROOT"; }
 
 # is_ready DEVICE EXTRA: succeeds if $VENV was installed for DEVICE and at least EXTRA.
@@ -195,7 +196,7 @@ install() {
         say "creating $VENV with $("$base" --version)"
     fi
     rm -f "$VENV"/.ready-*
-    # The extra "bench" is installed, but not required of an existing Python: few scripts use it.
+    # The extra "bench" is installed too. A Python of the user need not have it, because few scripts use it.
     mapfile -t wanted < <("$base" "$ROOT/scripts/requirements.py" list bench ${extra:+pins "$extra"})
     say "installing ${wanted[*]} ($(grep -v '^#' "$PAIR" | paste -sd ' '))"
     for tool in uv pip; do

@@ -1,4 +1,4 @@
-"""Hooks of MkDocs for the documentation site: what pages on a Git host have without a site."""
+"""Hooks of MkDocs for the documentation site: pages of source files, tabs, and code blocks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _source_file(file: Any, link: str) -> str | None:
-    """Return the path of a linked file outside of the documentation, from the root."""
+    """Return the path of a linked file outside docs/, relative to the repository; else ``None``."""
     path = (ROOT / "docs" / file.src_uri).parent.joinpath(link).resolve()
     path = path / "README.md" if path.is_dir() else path
     outside = path.is_file() and not path.is_relative_to(ROOT / "docs")

@@ -60,9 +60,9 @@ run=("$PYTHON" -m pytest -m "not chaos and not stress" -n 2 --dist loadfile --no
 note() {
     if (($1 != 0 && !($1 == 5 && ${#options[@]} > 0))); then status=$1; fi
 }
-report="" beside=""
+report="" compile_pid=""
 finish() {
-    if [[ -n $beside ]]; then kill "$beside" 2>/dev/null; fi
+    if [[ -n $compile_pid ]]; then kill "$compile_pid" 2>/dev/null; fi
     rm -f "$report"
 }
 # exec replaces the subshell by pytest, so that killing the subshell's process id kills pytest.
@@ -86,13 +86,13 @@ else
     report=$(mktemp)
     trap finish EXIT
     compile_only >"$report" 2>&1 &
-    beside=$!
+    compile_pid=$!
     interpret
     note $?
     say "tests/compile, in a separate process:"
-    wait "$beside"
+    wait "$compile_pid"
     note $?
-    beside=""
+    compile_pid=""
     cat "$report"
 fi
 exit $status

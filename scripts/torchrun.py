@@ -54,7 +54,7 @@ def main() -> int:
 
     SubprocessContext._start = partialmethod(start_whole, SubprocessContext._start)
     options = parse_args(None)
-    if not options.max_restarts:  # with restarts, these lines give the reason of each
+    if not options.max_restarts:  # with restarts, these logs show the reason of each restart
         for name in ("multiprocessing.api", "agent.server.api"):
             logging.getLogger(f"torch.distributed.elastic.{name}").setLevel("CRITICAL")
     try:
@@ -74,8 +74,8 @@ def main() -> int:
         if isinstance(written, dict):
             written = written.get("message")
         first_line = str(written or "<NONE>").partition("\n")[0]
-        said = "; its output is above" if first_line == "<NONE>" else f": {first_line}"
-        print(f"launch.sh: rank {rank} {end}{said}", file=sys.stderr)
+        reason = "; its output is above" if first_line == "<NONE>" else f": {first_line}"
+        print(f"launch.sh: rank {rank} {end}{reason}", file=sys.stderr)
         return 1 if by_signal else failure.exitcode
     return 0
 

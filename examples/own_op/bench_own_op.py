@@ -1,6 +1,6 @@
 """Time the tuned op next to its baselines: torchrun --nproc-per-node=2 bench_own_op.py
 
-Without a GPU (TRITON_INTERPRET=1), small shapes run in the interpreter, and the times mean nothing.
+Without a GPU (TRITON_INTERPRET=1), small shapes run in the interpreter; times are not meaningful.
 """
 
 from __future__ import annotations

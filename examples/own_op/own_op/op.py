@@ -141,7 +141,7 @@ class KernelAlgorithm(Algorithm[Call, int]):
     def run(self, call: Call) -> torch.Tensor:
         out, slots, num_ranks = torch.empty_like(call.x), call.ctx.buffer, call.ctx.num_ranks
         rows, flags = len(call.x), triton.cdiv(len(call.x), call.block_m) * num_ranks
-        slots.take(rows)  # the other slot, and a wait for peers that may still read it
+        slots.take(rows)  # switch to the other slot; wait for peers that may still read it
         for launch in self.prepared(call, out):
             launch.run()
         # The next call needs no wait for peers, because this call waits for all of them.
@@ -157,7 +157,7 @@ class KernelAlgorithm(Algorithm[Call, int]):
         args = (call.x, call.weight, out, slot, rows, ctx.rank, call.eps)
         grid = triton.cdiv(rows, call.block_m)
         for send, normalise in self.launches:
-            # A program that sends and waits needs the peers' programs: all of a grid must run.
+            # Programs that send and wait need the peers' programs, so the whole grid must run.
             programs = min(grid, ctx.device.num_sms) if send and normalise else grid
             options = {
                 "COLUMNS": columns, "NUM_RANKS": ctx.num_ranks, "BLOCK_M": call.block_m,

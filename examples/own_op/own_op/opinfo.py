@@ -1,4 +1,4 @@
-"""What tests and benchmarks must know about ``sharded_rms_norm``. The op does not import it."""
+"""Metadata of ``sharded_rms_norm`` for tests and benchmarks. The op does not import this module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from triton_dist.testing.opinfo.base import Baseline, Call, Cost, Group, Operand
 
 @dataclass(frozen=True)
 class Size:
-    """Rows, and columns of all ranks."""
+    """Number of rows, and of columns over all ranks."""
 
     rows: int
     columns: int

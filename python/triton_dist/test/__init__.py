@@ -1,1 +1,1 @@
-"""Launchable test and performance scripts; `scripts/launch.sh` finds them by name."""
+"""Test and performance scripts, which ``scripts/launch.sh`` finds by name."""

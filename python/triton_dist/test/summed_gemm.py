@@ -25,7 +25,7 @@ def make_parser(description: str | None) -> ScriptParser:
     parser.add_rounds(iters=15, warmup=3)
     parser.add_common("trans_b", "autotune", "profile", "persistent", "seed")
     parser.add_argument(
-        "--verify-iters", type=at_least(1), default=5, help="number of rounds of check"
+        "--verify-iters", type=at_least(1), default=5, help="number of rounds of --case check"
     )
     parser.add_argument("--has_bias", action="store_true", help="add a bias")
     return parser
@@ -37,10 +37,10 @@ def fixed_tunables(args: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 class SummedScript(Script):
-    """A GEMM with a sum over ranks."""
+    """The script of a GEMM with a sum over ranks."""
 
     def operands(self, shape: Any, **layout: Any) -> Operands:
-        """Return operands. Options set the layout of B and whether there is a bias. Collective."""
+        """Return operands, with the layout of B and the bias of the command line. Collective."""
         args = self.args
         return super().operands(shape, column_major=args.trans_b, has_bias=args.has_bias)
 

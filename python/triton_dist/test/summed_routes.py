@@ -1,4 +1,4 @@
-"""Common parts of the scripts for the ops that end an MoE layer: options, data and calls."""
+"""Common parts of the scripts for the ops that end an MoE layer (grouped GEMM and sum)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_parser(description: str | None) -> ScriptParser:
     parser.add_dtype("float16", has_fp8=True)
     parser.add_rounds(iters=100, warmup=10)
     parser.add_common("autotune", "profile", "seed")
-    parser.add_argument("--n_chunks", type=int, help="number of column chunks; default: tuned")
+    parser.add_argument("--n_chunks", type=int, help="number of chunks of columns; default: tuned")
     parser.add_argument("--debug", action="store_true", help="use constant operands")
     parser.add_argument(
         "--debug_sync", action="store_true", help="synchronise with the device after each call"
@@ -44,7 +44,7 @@ def make_parser(description: str | None) -> ScriptParser:
 
 
 def shape_of(args: argparse.Namespace) -> GroupedShape:
-    """Return the shape given on the command line, reduced on CPU ranks.
+    """Return the shape of the command line, reduced on CPU ranks.
 
     M and K are rounded to multiples of the number of ranks.
     """
@@ -55,7 +55,7 @@ def shape_of(args: argparse.Namespace) -> GroupedShape:
 
 
 class RoutedScript(Script):
-    """An op that ends an MoE layer."""
+    """The script of an op that ends an MoE layer."""
 
     def operands(self, shape: GroupedShape) -> Operands:  # type: ignore[override]
         """Return the operands, constant with ``--debug``. Collective."""
@@ -80,9 +80,10 @@ class RoutedScript(Script):
 def main(
     info: MoEReduceOpInfo, unfused: Callable[..., torch.Tensor], args: argparse.Namespace
 ) -> None:
-    """Run a script: check, report the tuning, and time the op.
+    """Check results, print the config, and for ``--case perf`` time the op.
 
-    Check a call, a call in chunks and a call of ``unfused`` (the op without overlap).
+    Three results are checked: of the op, of the op in ``_CHUNKS`` chunks, and of ``unfused``, the
+    op without overlap.
     """
     info = info.with_dtype(args.dtype)
     with on_ranks(args.seed):

@@ -1,7 +1,7 @@
 """Common parts of the scripts for the tensor-parallel layers.
 
-A script parses the options, builds a layer from a block of a model, and compares the layer with the
-block. It then prints times next to the layer on torch's GEMMs and all-reduce.
+A script builds a layer from a block of a model, and compares the layer's results with the block's.
+It then prints the layer's times, next to times with torch's GEMMs and all-reduce.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def add_mode(parser: argparse.ArgumentParser) -> None:
     """Add the options of scripts that prefill and decode."""
     parser.add_argument(
         "--run_type", default="prefill", choices=["prefill", "decode"],
-        help="process the whole prompt, or one token after it",
+        help="process the whole prompt, or one token after the prompt",
     )  # fmt: skip
     parser.add_argument(
         "--mode", default="ag_rs", choices=["ag_rs", "allreduce", "gemm_ar"],
-        help="ag_rs: sequence-parallel; allreduce and gemm_ar: all-reduce mode",
+        help="ag_rs: sequence-parallel mode; allreduce and gemm_ar: all-reduce mode",
     )  # fmt: skip
     parser.add_argument(
         "--allreduce_method", default="", choices=["", *get_allreduce_methods()],
@@ -73,13 +73,16 @@ def add_mode(parser: argparse.ArgumentParser) -> None:
 
 
 def add_ignored(parser: argparse.ArgumentParser, *flags: str) -> None:
-    """Accept and ignore options that select a kernel, because calls are tuned."""
+    """Accept and ignore options that select a kernel, because the kernel is tuned."""
     for flag in flags:
         parser.add_argument(flag, action="store_true", help="ignored: calls are tuned")
 
 
 def block_of(args: argparse.Namespace) -> tuple[Block, LlamaConfig]:
-    """Return a block of the model with random weights, equal on all ranks; small on CPU ranks."""
+    """Return a block of the model with random weights, and the model's config.
+
+    Weights are equal on all ranks. Sizes are reduced on CPU ranks.
+    """
     config = LlamaConfig.of(args.model)
     if not is_cuda():
         config = scaled_down(config, CPU_SCALE)
@@ -90,9 +93,9 @@ def block_of(args: argparse.Namespace) -> tuple[Block, LlamaConfig]:
 
 
 def reduced_model(model: str, num_layers: int | None, folder: str) -> str:
-    """Return ``model``, or ``folder`` with a reduced config.
+    """Return ``model``; on CPU ranks, or with ``num_layers``, write a smaller model to ``folder``.
 
-    The config is reduced on CPU ranks, or if ``num_layers`` is given.
+    Return ``folder`` in this case.
     """
     if num_layers is None and is_cuda():
         return model
@@ -115,7 +118,10 @@ def rows_of_rank(whole: torch.Tensor) -> torch.Tensor:
 
 
 def batch_and_tokens(args: argparse.Namespace, max_batch: int, max_tokens: int) -> tuple[int, int]:
-    """Return the numbers of sequences (a multiple of the ranks) and tokens; small on CPU ranks."""
+    """Return the number of sequences, a multiple of the ranks, and of tokens of each sequence.
+
+    ``max_batch`` and ``max_tokens`` are limits on CPU ranks.
+    """
     size, batch, tokens = dist.get_world_size(), args.bsz, args.seq_len
     if not is_cuda():
         batch, tokens = min(batch, max_batch), min(tokens, max_tokens)

@@ -46,7 +46,7 @@ LAYER_CONFIGS = {
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the torch dtype that a command line names; for ``RECIPES``, the dtype of results."""
+    """Return the torch dtype of a name; for an fp8 name (``RECIPES``), bf16, the results' dtype."""
     dtype = torch.bfloat16 if name in RECIPES else getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -64,7 +64,7 @@ def on_ranks(seed: int) -> Iterator[None]:
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """Short names of dtypes, and torch's names."""
 _UNTIL_ENDED = 60.0
-"""Sleep in seconds; the launcher ends this process earlier, when rank 0 has exited."""
+"""Seconds of a sleep. The launcher ends this process earlier, when rank 0 has exited."""
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -82,7 +82,8 @@ def at_least(least: int) -> Callable[[str], int]:
 _COMMON_OPTIONS: dict[str, dict[str, Any]] = {
     "autotune": {"action": argparse.BooleanOptionalAction, "default": True},
     "persistent": {
-        "action": argparse.BooleanOptionalAction, "help": "choose the kernel; default: tuned"
+        "action": argparse.BooleanOptionalAction,
+        "help": "use the persistent GEMM kernel, or do not; default: tuned",
     },
     "profile": {"action": "store_true", "help": "write a trace of 20 calls to prof/"},
     "seed": {"type": int, "default": 42, "help": "seed of the data"},
@@ -93,7 +94,7 @@ _COMMON_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class ScriptParser(argparse.ArgumentParser):
-    """An argument parser that prints messages only on rank 0; every rank parses.
+    """An argument parser for all ranks that prints messages only on rank 0.
 
     ``default`` is the default of ``--case``; ``None``: run all cases in sequence.
     """
@@ -123,7 +124,7 @@ class ScriptParser(argparse.ArgumentParser):
         """Add ``--dtype``, which accepts torch's names and short names, and ``RECIPES``."""
         self.add_argument(
             "--dtype", default=default, choices=[*DTYPES.values(), *(RECIPES if has_fp8 else ())],
-            type=lambda name: DTYPES.get(name, name), help="or a short name such as bf16",
+            type=lambda name: DTYPES.get(name, name), help="short names such as bf16 work too",
         )  # fmt: skip
 
     def add_rounds(self, iters: int, warmup: int, least: int = 1) -> None:
@@ -155,7 +156,10 @@ NO_TIMES = "interpreted: times are not meaningful; they only show that everythin
 
 
 def check_rank_by_rank(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
-    """Compare results on one rank after the other. Collective."""
+    """Compare ``found`` with ``expected``, one rank after the other. Collective.
+
+    The errors of several ranks are then not mixed.
+    """
     for turn in range(dist.get_world_size()):
         dist.barrier()
         if turn == dist.get_rank():
@@ -163,7 +167,7 @@ def check_rank_by_rank(found: torch.Tensor, expected: torch.Tensor, tolerance: f
 
 
 def profile(name: str, wanted: bool, *calls: Callable[[], object]) -> None:
-    """Write a trace of 20 rounds of ``calls`` to prof/ if ``wanted``. Collective."""
+    """Write a trace of 20 runs of each call to prof/ if ``wanted``. Collective."""
     with group_profile(name, wanted):
         for call in calls:
             for _ in range(20 if wanted else 0):
@@ -178,7 +182,7 @@ class Script(ABC):
         args: the command line.
         ctx: context of the op.
         options: arguments of each call in addition to the operands.
-        fixed: tunables that the command line sets.
+        fixed: tunables that the command line sets, which are then not tuned.
     """
 
     def __init__(
@@ -226,7 +230,7 @@ class Script(ABC):
     ) -> None:
         """Time the op, its parts and its baselines in CUDA graphs, then profile it if requested.
 
-        ``trace`` is the name of the profile; default: from the name of the op.
+        ``trace`` is the name of the profile; default: the op's name and ``_perf``.
         """
         info = self.info
         candidates = {
@@ -257,7 +261,7 @@ def report_passed(details: str) -> None:
 def report_tuning(
     op: AutoTuner[..., Any], autotune: bool, tuned_now: bool, /, *operands: Any, **options: Any
 ) -> None:
-    """Print the config in use and its origin; the environment may turn tuning off."""
+    """Print the config in use, and whether it was tuned now, recorded, or the default."""
     if not (autotune and knobs.autotune.get()):
         dist_print("no tuning: default config")
         return
@@ -272,10 +276,13 @@ def report_times(
     serial: str,
     transfer: str,
 ) -> None:
-    """Print a table of medians, with ratios if times are meaningful.
+    """Print a table of median times; on GPUs, also quartiles and ratios.
 
     Args:
-        serial: name of the candidate that runs the parts in sequence.
+        title: line above the table.
+        candidates: measured calls by name.
+        samples: measurements by name.
+        serial: name of the candidate that runs GEMM and collective in sequence.
         transfer: name of the op's collective.
     """
     if not is_cuda():

@@ -15,11 +15,11 @@ def quant_bf16_fp8(tensor: torch.Tensor, gsize: int = 128) -> tuple[torch.Tensor
     scale = tensor.new_empty((-(-tensor.shape[1] // gsize), len(tensor)), dtype=torch.float32).T
     if len(tensor):
         quantisation(tensor, out, scale, False).run()
-    return out, scale.reshape(-1).view(len(tensor), -1)  # also for one column: unit strides
+    return out, scale.reshape(-1).view(len(tensor), -1)  # contiguous, even with one column
 
 
 def dequant_fp8_bf16(q_tensor: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """Return fp8 rows multiplied by their scales, in bf16; without scales, the rows."""
+    """Return fp8 rows multiplied by their scales, in bf16; without scales, return ``q_tensor``."""
     if scales is None:
         return q_tensor
     values: torch.Tensor = q_tensor.float().unflatten(-1, (-1, 128)) * scales[..., None]
@@ -27,7 +27,10 @@ def dequant_fp8_bf16(q_tensor: torch.Tensor, scales: torch.Tensor | None) -> tor
 
 
 class _Exchange:
-    """All-to-all of rows that are sorted by (expert, source rank) on the receiving side."""
+    """All-to-all of rows, one for each choice of an expert.
+
+    The receiving rank gets the rows sorted by expert, then by source rank.
+    """
 
     def __init__(self, group: dist.ProcessGroup, ids: torch.Tensor, num_experts: int) -> None:
         self.group, flat = group, ids.flatten()
@@ -68,9 +71,10 @@ def torch_ll_dispatch(
     quant_group_size: int = 128,
     online_quant_fp8: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Dispatch by PyTorch: a row for each choice, sorted by expert and source rank, and scales.
+    """Dispatch by PyTorch's all-to-all. Return the received rows, and their scales or ``None``.
 
-    Ids that are not experts are masked. Collective; synchronises.
+    There is a row for each choice of one of this rank's experts, sorted by expert and source rank.
+    Ids outside 0 to ``num_experts - 1`` are masked. Collective; synchronises.
     """
     exchange = _Exchange(EP_GROUP, exp_indices, num_experts)
     rows, scales = input[exchange.order // exp_indices.shape[1]], None
@@ -86,7 +90,7 @@ def torch_ll_combine(
     weight: torch.Tensor,
     num_experts: int,
 ) -> torch.Tensor:
-    """Combine by PyTorch: the weighted sum of the rows of each token, in the dtype of rows.
+    """Combine by PyTorch's all-to-all. Return the weighted sum of the rows of each token.
 
     Collective; synchronises.
     """

@@ -1,9 +1,9 @@
 """AllGather-GEMM on all ranks: ``bash scripts/launch.sh test_ag_gemm.py --case check``.
 
-``check``: compare five rounds of new data, with a scrambled workspace, with all-gather and matmul.
-``correctness_tma_autotune``: likewise with a GEMM kernel that ``contextual_autotune`` tunes inside
-the op. ``perf``: time the tuned op, its baselines and its limit. On CPU ranks, all cases run at
-small shapes; M per rank is odd.
+``check``: five times, compare the op with all-gather and matmul, with new data and random bytes in
+the workspace. ``correctness_tma_autotune``: the same comparison for a GEMM kernel that
+``contextual_autotune`` tunes inside the op. ``perf``: time the tuned op, its baselines and its
+parts. CPU ranks use small shapes. M per rank is odd.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def get_args() -> argparse.Namespace:
     parser.add_common("persistent", "profile", "autotune", "trans_b")
     parser.add_argument(
         "--local-copy", action=argparse.BooleanOptionalAction, default=True,
-        help="copy this rank's rows of A; with --no-, read them from the workspace",
+        help="with --no-local-copy, A is already in the workspace when the op is called",
     )  # fmt: skip
     parser.add_dtype("float16", has_fp8=True)
     parser.add_argument(
@@ -59,10 +59,10 @@ def get_args() -> argparse.Namespace:
 
 
 class AllGatherScript(Script):
-    """AllGather-GEMM."""
+    """The script of AllGather-GEMM."""
 
     def operands(self, shape: Shape) -> Operands:  # type: ignore[override]
-        """Return the operands, also in the workspace if it is read directly. Collective."""
+        """Return the operands; with ``--no-local-copy``, copy A to the workspace. Collective."""
         data = super().operands(shape, column_major=self.args.trans_b)
         if not self.args.local_copy and self.ctx is not None:
             self.ctx.own_rows(data["A"].shape[0]).copy_(data["A"])
@@ -144,7 +144,7 @@ def perf(args: argparse.Namespace) -> None:
 
 
 def report_rates(own_ms: float, cost: Cost) -> None:
-    """Print each rank's rates for back-to-back calls with warm caches."""
+    """Print each rank's rates for ``own_ms`` per call, measured back to back with warm caches."""
     read, written, received = (
         nbytes / own_ms / 1e6 for nbytes in (cost.read_bytes, cost.written_bytes, cost.link_bytes)
     )

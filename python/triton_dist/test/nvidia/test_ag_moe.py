@@ -1,8 +1,8 @@
 """AllGather + grouped GEMM on all ranks: ``bash scripts/launch.sh test_ag_moe.py --M 2048``.
 
-For each of five layers, tune the op, compare it with a torch loop over the experts, and time it
-next to its parts and baselines. ``--check``: five rounds of new data and routings without timing.
-On CPU ranks, sizes are reduced for the interpreter.
+For each of five layers, tune the op, compare it with a loop over the experts in torch, and time the
+op, its parts and its baselines. ``--check``: compare five times, with new data and routings, and do
+not time. On CPU ranks, sizes are reduced for the interpreter.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def get_args() -> argparse.Namespace:
 
 
 def shape_of(layer: str, M: int) -> GroupedShape:
-    """Return the shape, reduced on CPU ranks; M and N are multiples of the ranks."""
+    """Return the shape, reduced on CPU ranks. M and N are multiples of the number of ranks."""
     scale = 1 if is_cuda() else _CPU_SCALE
     return AG_GROUP_GEMM.smaller(GroupedShape(M, *LAYERS[layer]), scale, dist.get_world_size())
 
 
 class RoutedScript(Script):
-    """AllGather + grouped GEMM."""
+    """The script of AllGather + grouped GEMM."""
 
     def run(self, data: Operands) -> torch.Tensor:
         operands, options = self.arguments(data)

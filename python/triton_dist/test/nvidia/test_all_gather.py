@@ -1,8 +1,8 @@
 """All-gather on all ranks: ``bash scripts/launch.sh test_all_gather.py --case check``.
 
-``check``: compare every algorithm bit by bit, at sizes with and without 16-byte vectors. ``perf``:
-time the tuned op next to the library's. Without ``--case``, run both for each size. On CPU ranks,
-sizes are reduced for the interpreter.
+``check``: compare every algorithm with the library bit by bit, at sizes that are and are not
+multiples of 16 bytes. ``perf``: time the tuned op and the library. Without ``--case``, do both for
+each size. On CPU ranks, sizes are reduced for the interpreter.
 """
 
 from __future__ import annotations

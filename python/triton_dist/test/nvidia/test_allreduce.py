@@ -1,7 +1,7 @@
 """All-reduce on all ranks: ``bash scripts/launch.sh test_allreduce.py --case check``.
 
-``check``: compare random sizes with a sum in fp32, then make back-to-back calls without
-synchronisation. ``perf``: latency and bandwidth next to the library's; each size is 4 times the
+``check``: compare results at random sizes with sums in fp32, then make back-to-back calls without
+synchronisation. ``perf``: print latency and bandwidth, and the library's; each size is 4 times the
 previous size. On CPU ranks, sizes and rounds are reduced for the interpreter.
 """
 
@@ -47,7 +47,7 @@ def get_args() -> argparse.Namespace:
     parser = ScriptParser(__doc__, ("check", "perf"), default="perf")
     parser.add_alias("--stress")
     parser.add_argument(
-        "--max_nbytes", type=int, default=4 << 20, help="size of the largest tensor"
+        "--max_nbytes", type=int, default=4 << 20, help="bytes of the largest tensor"
     )
     parser.add_rounds(iters=10, warmup=5)
     parser.add_argument(
@@ -58,7 +58,10 @@ def get_args() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=40, help="seed of sizes, data and delays")
     parser.add_argument(
-        "--alignment", type=at_least(1), default=16, help="sizes are multiples of this number"
+        "--alignment",
+        type=at_least(1),
+        default=16,
+        help="numbers of elements are multiples of this number",
     )
     parser.add_argument(
         "--method", choices=get_allreduce_methods(), help="algorithm; default: tuned"
@@ -92,7 +95,7 @@ def run_all_reduce(
 
 
 def make_data(args: argparse.Namespace, elements: int) -> torch.Tensor:
-    """Return [elements] of uniform values from -1 to 1; with ``--debug`` (rank + 1) / 128."""
+    """Return uniform random values from -1 to 1; with ``--debug``, only (rank + 1) / 128."""
     dtype, device = dtype_named(args.dtype), current_device().torch_device
     if args.debug:
         return torch.full((elements,), (dist.get_rank() + 1) / 128, dtype=dtype, device=device)
@@ -132,7 +135,7 @@ def _straggler(args: argparse.Namespace, sizes: random.Random) -> tuple[int, int
 
 
 def sizes_to_measure(args: argparse.Namespace) -> Iterator[int]:
-    """Yield numbers of elements, from 128 bytes up, each 4 times the previous number."""
+    """Yield numbers of elements: of 128 bytes, then each time 4 times as many."""
     nbytes = _FIRST_BYTES
     while nbytes <= args.max_nbytes:
         yield nbytes // dtype_named(args.dtype).itemsize

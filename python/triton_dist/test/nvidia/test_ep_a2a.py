@@ -42,9 +42,9 @@ def make_parser(description: str | None, M: int) -> ScriptParser:
     for option, default, help_ in (
         ("-M", M, "largest number of tokens of a rank"),
         ("-N", 7168, "elements of a token"),
-        ("-G", 256, "experts of all ranks"),
-        ("--topk", 8, "experts of a token"),
-        ("--verify-iters", 5, "rounds of check"),
+        ("-G", 256, "number of experts over all ranks"),
+        ("--topk", 8, "number of experts that a token chooses"),
+        ("--verify-iters", 5, "number of rounds of --case check"),
     ):
         parser.add_argument(option, type=at_least(1), default=default, help=help_)
     parser.add_argument("--drop_ratio", type=float, default=0.1, help="share of masked choices")
@@ -70,7 +70,7 @@ def get_args() -> argparse.Namespace:
 def run_round(
     args: argparse.Namespace, ctx: EPContext, quantise: bool, tokens: int, is_first: bool
 ) -> None:
-    """Compare a dispatch bitwise, and a combine within its tolerance, with PyTorch.
+    """Compare a dispatch (bit by bit) and a combine (within a tolerance) with PyTorch's all-to-all.
 
     The first round also prints the configs and, for ``perf``, times.
     """

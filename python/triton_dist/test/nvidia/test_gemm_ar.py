@@ -1,9 +1,9 @@
 """GEMM-AllReduce on all ranks: ``bash scripts/launch.sh test_gemm_ar.py --case check``.
 
-``check``: compare rounds of new data, with up to M rows and a delayed rank, with a product and sum
-in torch. ``perf``: time the op, its two parts alone, both in sequence, and torch's all-reduces in
-symmetric memory. Give the shape as -M, -N and -K, or as three numbers. On CPU ranks, shapes are
-reduced for the interpreter.
+``check``: compare the op with a product and a sum in torch, several times, with new data, up to M
+rows and a delayed rank. ``perf``: time the op, GEMM and all-reduce alone, both in sequence, and the
+GEMM with torch's all-reduces in symmetric memory. Pass the shape as -M, -N and -K, or as three
+numbers. On CPU ranks, shapes are reduced for the interpreter.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ def get_args() -> argparse.Namespace:
     parser.add_argument("-N", "--N", type=int, default=8192, help="columns of B")
     parser.add_argument("-K", "--K", type=int, default=28672, help="K over all ranks")
     parser.add_argument(
-        "--low-latency", action=flag, help="one-shot; with --no-, two-shot; default: tuned"
+        "--low-latency",
+        action=flag,
+        help="use the one-shot algorithm; --no-low-latency: two-shot; default: tuned",
     )
     parser.add_argument(
         "--copy-to-local", action=flag, default=True,
-        help="copy the result; with --no-, it may be a view of the context's memory",
+        help="with --no-copy-to-local, the result may be a view of the context's memory",
     )  # fmt: skip
     args = parser.parse_intermixed_args()
     if len(args.shape) not in (0, 3):
@@ -51,9 +53,9 @@ def get_args() -> argparse.Namespace:
 
 
 def shape_of(args: argparse.Namespace) -> Shape:
-    """Return the shape of the command line, reduced on CPU ranks unless M is small.
+    """Return the shape of the command line, reduced on CPU ranks, but M not below ``_CPU_ROWS``.
 
-    K is a multiple of the ranks.
+    K is a multiple of the number of ranks.
     """
     scale = 1 if is_cuda() else CPU_SCALE
     M = args.M if is_cuda() else min(args.M, max(_CPU_ROWS, args.M // CPU_SCALE))
@@ -72,7 +74,7 @@ def fixed_tunables(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check(script: SummedScript, shape: Shape) -> None:
-    """Compare results: the first round with M rows, later rounds with fewer rows of one key."""
+    """Compare results: in the first round with M rows, later with M / 2 + 1 to M rows."""
     args, M = script.args, shape.M
     drawn = random.Random(args.seed)  # equal on all ranks
     for turn in range(args.verify_iters):

@@ -1,8 +1,8 @@
 """GEMM-ReduceScatter on all ranks: ``bash scripts/launch.sh test_gemm_rs.py --case check``.
 
-``check``: compare rounds of new data with a product and sum in torch. ``perf``: time the op, its
-two parts alone and both in sequence, for each M. On CPU ranks, shapes are reduced for the
-interpreter.
+``check``: compare the op with a product and a sum in torch, several times with new data. ``perf``:
+for each M, time the op, GEMM and reduce-scatter alone, and both in sequence. On CPU ranks, shapes
+are reduced for the interpreter.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ def get_args() -> argparse.Namespace:
     parser.add_argument("-N", "--N", type=int, default=8192, help="columns of B")
     parser.add_argument("-K", "--K", type=int, default=28672, help="K over all ranks")
     parser.add_argument(
-        "--fuse_scatter", action=flag, help="fused; with --no-, copy engine; default: tuned"
+        "--fuse_scatter",
+        action=flag,
+        help="the GEMM kernel sends tiles; --no-fuse_scatter: copy engines do; default: tuned",
     )
-    parser.add_argument("--reduce_st", action=flag, default=False, help="add tiles on arrival")
+    parser.add_argument(
+        "--reduce_st", action=flag, default=False, help="add tiles to the sum when they arrive"
+    )
     return parser.parse_args()
 
 
@@ -52,7 +56,7 @@ def _rows(word: str) -> range:
 def shapes(args: argparse.Namespace) -> list[Shape]:
     """Return the shapes of the command line, reduced on CPU ranks.
 
-    M and K are multiples of the ranks.
+    M and K are multiples of the number of ranks.
     """
     size, scale = dist.get_world_size(), 1 if is_cuda() else CPU_SCALE
     rows = args.M_range or [args.M]

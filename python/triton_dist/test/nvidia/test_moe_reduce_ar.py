@@ -2,9 +2,9 @@
 ``bash scripts/launch.sh test_moe_reduce_ar.py 8192 2048 1536 32 2 --check``.
 
 The numbers are tokens, hidden size, intermediate size over all ranks, experts, experts per token.
-``check``: compare a call, a call in chunks and a call without overlap with products and sums in
-torch. ``perf``: time the op, its parts and its baselines. On CPU ranks, shapes are reduced for the
-interpreter.
+``check``: compare three calls with products and sums in torch: a tuned call, a call in chunks, and
+a call without overlap. ``perf``: time the op, its parts and its baselines. On CPU ranks, shapes are
+reduced for the interpreter.
 """
 
 from __future__ import annotations

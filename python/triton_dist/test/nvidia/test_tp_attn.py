@@ -2,9 +2,9 @@
 ``bash scripts/launch.sh test_tp_attn.py --run_type decode --mode gemm_ar --check``.
 
 The layer is built from a block with random weights and the model's sizes; nothing is downloaded.
-``check``: call the layer and compare the result. The reference of a prefill is the block. The
-reference of a decoding step, whose cache has random values, is torch's GEMMs and all-reduce.
-``perf``: also time the calls in CUDA graphs. CPU ranks use reduced sizes.
+``check``: compare the layer's result of a prefill with the block's. A decode step, whose cache has
+random values, is compared with the same layer on torch's GEMMs and all-reduce. ``perf``: also time
+the calls in CUDA graphs. On CPU ranks, sizes are reduced for the interpreter.
 """
 
 from __future__ import annotations

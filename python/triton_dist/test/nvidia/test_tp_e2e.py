@@ -2,10 +2,10 @@
 ``bash scripts/launch.sh test_tp_e2e.py --bsz 8 --num_layers 2 --mode gemm_ar --check``.
 
 The model has random weights and the sizes of the named model, or the weights of a folder; nothing
-is downloaded. ``check``: compare the logits with the logits of the model on one rank. Prefill
-compares the prompt's last token, decode the next token computed with the cache. ``perf``: also time
-a call in a CUDA graph, next to torch's GEMMs and all-reduce. On CPU ranks, sizes are reduced for
-the interpreter.
+is downloaded. ``check``: compare the logits with the logits of the model on one rank. A prefill
+compares them after the prompt's last token, a decode step after one further token. ``perf``: also
+time a call in a CUDA graph, and the same call with torch's GEMMs and all-reduce. On CPU ranks,
+sizes are reduced for the interpreter.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 ``bash scripts/launch.sh test_tp_mlp.py --check``.
 
 The layer is built from a block with random weights and the model's sizes; nothing is downloaded.
-``check``: compare the layer's calls with the block. ``perf``: also time them in CUDA graphs,
-next to torch's GEMMs and all-reduce. On CPU ranks, sizes are reduced for the interpreter.
+``check``: compare the layer's results with the block's. ``perf``: also time the layer in CUDA
+graphs, with our ops and with torch's GEMMs and all-reduce. On CPU ranks, sizes are reduced for the
+interpreter.
 """
 
 from __future__ import annotations

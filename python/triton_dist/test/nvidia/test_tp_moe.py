@@ -2,7 +2,7 @@
 ``bash scripts/launch.sh test_tp_moe.py --bsz 32 --seq_len 128 --check``.
 
 The layer is built from a block with random weights and the model's sizes; nothing is downloaded.
-``check``: compare the layer's calls with the block. ``perf``: also time them, next to torch's
+``check``: compare the layer's results with the block's. ``perf``: also time the layer, and torch's
 products of all tokens with all experts. On CPU ranks, sizes are reduced for the interpreter.
 """
 
