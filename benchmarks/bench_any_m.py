@@ -1,19 +1,20 @@
-"""Compare a tuned op with the library paths at random row counts.
+"""Compare a tuned op with library implementations at random numbers of rows, M.
 
     scripts/python benchmarks/bench_any_m.py --op gemm_rs --layer llama-70b-gate-up --M-random 64
     scripts/python benchmarks/bench_any_m.py --op ag_gemm --bounds 20 --regret 8 --json any.json
     scripts/python benchmarks/bench_any_m.py --dtype fp8-row --layer Qwen2-72B --M-random 40
     scripts/python benchmarks/bench_any_m.py --from-json any.json --png any.png
 
-M is drawn log-uniformly from 1 to --most. In addition, b - 1 to b + 2 are measured for each upper
-bound b of a range that shares a tuning. At each M, the tuned op and its baselines are checked on
-new random data with NaN-filled outputs, then timed in CUDA graphs: interleaved, cold L2, slowest
-rank. --limit also times the GEMM alone and the transfer alone, which doubles the time.
+M is drawn log-uniformly from 1 to --most. Ranges of M share a tuning; for each upper bound b of a
+range, b - 1 to b + 2 are measured too. At each M, the tuned op and its baselines are checked on new
+random data with NaN-filled outputs, then timed in CUDA graphs: interleaved, cold L2, slowest rank.
+--limit also times the GEMM alone and the transfer alone, which doubles the time.
 
-A point below 0.98 of the best baseline is measured again, with four times the samples in new
-processes. It counts as behind unless the 95 % interval of the ratio contains 0.98. With --json,
-every point is written immediately, and the same command resumes. Under torchrun (as ``launch.sh``
-starts it) only one of the two passes runs: --again runs the second.
+The first pass measures all points. The second pass measures points at which the op has less than
+0.98 of the best baseline's speed again, in new processes with four times the samples. Such a point
+counts as slower unless the 95 % interval of the ratio contains 0.98. With --json, every point is
+written immediately, and the same command resumes. Under ``launch.sh`` or torchrun, only the first
+pass runs, or with --again only the second.
 """
 
 from __future__ import annotations
@@ -58,11 +59,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--op", choices=list(GEMM_OPINFOS), default="ag_gemm")
-    parser.add_argument("--layer", default="llama-70b-gate-up", help="a name, or N:K")
+    parser.add_argument("--layer", default="llama-70b-gate-up", help="name of a layer, or N:K")
     parser.add_argument("--M", type=parse_numbers, default=[], help="further values of M")
-    parser.add_argument("--M-random", type=int, default=64, metavar="N")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--bounds", type=int, metavar="N", help="number of bounds; default: all")
+    parser.add_argument("--M-random", type=int, default=64, metavar="N", help="number of random M")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random M")
+    parser.add_argument(
+        "--bounds", type=int, metavar="N", help="number of bounds of ranges; default: all"
+    )
     parser.add_argument("--most", type=int, default=16384, help="largest M")
     parser.add_argument("--regret", type=int, default=0, metavar="N", help="tune N points in full")
     parser.add_argument("--limit", action="store_true", help="also time the limit")
@@ -138,14 +141,14 @@ class Sweep:
         kinds = {row.name: row.candidate.kind for row in rows}
         baselines = [name for name, kind in kinds.items() if kind == "baseline"]
         winner = next(row for row in rows if row.name == TUNED)
-        about = {
+        details = {
             "own": winner.candidate.kind == "own",
             "config": _short(winner),
             "how": tuned.how,
             **({"first_call": tuned.first_call, "raced": tuned.raced} if tuned.raced else {}),
             "failures": failures,
         }
-        found = point(M, samples, baselines, **about)
+        found = point(M, samples, baselines, **details)
         finalists = [ms for name, ms in found["ms"].items() if name.startswith(_REGRET)]
         if finalists:
             found["regret"] = round(found["ms"][TUNED] / min(finalists) - 1, 4)
@@ -153,10 +156,9 @@ class Sweep:
 
     def _time_is_up(self) -> bool:
         limit = self.options.minutes
-        late = limit is not None and time.perf_counter() - self.begin > 60 * limit
-        said = [late]
-        dist.broadcast_object_list(said, 0)
-        return said[0]
+        is_up = [limit is not None and time.perf_counter() - self.begin > 60 * limit]
+        dist.broadcast_object_list(is_up, 0)
+        return is_up[0]
 
     def _read(self) -> dict[str, Any]:
         shape = self._shape(1)
@@ -172,29 +174,30 @@ class Sweep:
         tree: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         same = ("op", "layer", "dtype", "ranks")
         if any(tree[name] != fresh[name] for name in same):
-            raise SystemExit(f"{path} is of {[tree[name] for name in same]}: name another file")
+            was = [tree[name] for name in same]
+            raise SystemExit(f"{path} has results of {was}: pass another file")
         return tree
 
     def _write(self) -> None:
         path = self.options.json
         if path is not None and dist.get_rank() == 0:
-            beside = path.with_suffix(".part")
-            beside.write_text(json.dumps(self.tree, indent=1) + "\n", encoding="utf-8")
-            beside.replace(path)
+            part = path.with_suffix(".part")
+            part.write_text(json.dumps(self.tree, indent=1) + "\n", encoding="utf-8")
+            part.replace(path)
 
 
 class _Rows:
     """A tuned op and its baselines at one M.
 
-    ``limit``: also time the GEMM and the transfers alone. ``regret``: also race the whole space at
-    this M and time its finalists.
+    ``limit``: also time the GEMM and the transfers alone. ``regret``: also race all configs at this
+    M, and time the finalists of this race.
     """
 
     def __init__(self, tuned: TunedOp, limit: bool, regret: bool) -> None:
         self._tuned, self._limit = tuned, limit
         self._finalists: dict[str, Baseline] = {}
         if regret:
-            with _all_anew():
+            with _without_records():
                 finalists = tuned.raced_anew()
             self._finalists = {f"{_REGRET} {n}": each for n, each in enumerate(finalists, start=1)}
 
@@ -211,8 +214,8 @@ class _Rows:
 
 
 @contextlib.contextmanager
-def _all_anew() -> Iterator[None]:
-    """Context manager in which every config is tried and no result is stored."""
+def _without_records() -> Iterator[None]:
+    """Context manager in which tuning ignores records and stores none."""
     with (
         tempfile.TemporaryDirectory() as folder,
         environment_with(TRITON_DIST_AUTOTUNE_ALWAYS_TUNE="1", TRITON_DIST_CACHE_DIR=folder),

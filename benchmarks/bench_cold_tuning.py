@@ -1,12 +1,12 @@
-"""Time of a tuning of AllGather-GEMM with empty caches, and quality of its winners; on GPUs.
+"""Measure the time of a tuning of AllGather-GEMM with empty caches, and its winners' quality.
 
-    bash scripts/launch.sh benchmarks/bench_cold_tuning.py --json cold.json
+    bash scripts/launch.sh benchmarks/bench_cold_tuning.py --json cold.json     # on GPUs
 
-The space has 96 candidates: 24 kernels with 4 schedules each. They are first tuned serially, as a
-simple tuner does: compile a config, run it 5 times untimed and 10 times timed, continue with the
-next. Then ``tune.autotune`` tunes several times, each time with empty caches (Triton's and the
-tuner's). At the end all winners, and the best of the serial tuning, are timed interleaved. The
-result is the number of winners within 1 % of the best.
+The space has 96 candidates: 24 kernels with 4 schedules each. They are first tuned serially, as by
+a simple tuner: compile a config, run it 5 times untimed and 10 times timed, continue with the next.
+Then ``tune.autotune`` tunes several times, each time with empty caches (Triton's and the tuner's).
+At the end, all winners and the six best configs of the serial tuning are timed interleaved. The
+result is the number of winners within 1 % of the fastest.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def space() -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def empty_caches() -> Iterator[None]:
-    """Forget all compiled kernels, in memory and on disk, and all records, on all ranks."""
+    """Context manager without compiled kernels (in memory and on disk) and records. Collective."""
     folder = [tempfile.mkdtemp(prefix="cold-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
     knobs.put("TRITON_CACHE_DIR", f"{folder[0]}/triton")
@@ -150,8 +150,8 @@ def tuned_cold(A: torch.Tensor, B: torch.Tensor, ctx: Any) -> tuple[float, Confi
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tunings", type=int, default=10)
-    parser.add_argument("--M", type=int, default=8192)
+    parser.add_argument("--tunings", type=int, default=10, help="number of tunings")
+    parser.add_argument("--M", type=int, default=8192, help="rows over all ranks")
     parser.add_argument("--shape_id", default="LLaMA-3.1-70B", choices=list(LAYER_CONFIGS))
     parser.add_argument("--json", help="file for the results")
     args = parser.parse_args()
@@ -165,7 +165,7 @@ def main() -> None:
         ag_gemm.fn(A, B, ctx, **space()[0])  # exclude the process-wide set-up of Triton
         serial_seconds, serial = tuned_serially(A, B, ctx)
         dist_print(
-            f"{serial_seconds:.1f} s for {len(serial)} candidates in turn: each compiled, "
+            f"serial tuning: {serial_seconds:.1f} s for {len(serial)} candidates, each compiled, "
             "run 5 times untimed and 10 times timed"
         )
         tunings = []

@@ -6,13 +6,13 @@
 
 For each size, the op is tuned or its recorded config is used. The candidates are the winner, the
 best recorded config of each algorithm, the library's collective and, for all-reduce, PyTorch's
-all-reduces over symmetric memory. Each is checked against a sum in fp32, then timed: interleaved,
-ranks aligned, cold L2, slowest rank of each sample. The winner is timed twice, under two names:
-smaller differences than between these two mean nothing.
+all-reduces in symmetric memory. Each result is compared with a sum in fp32. Then all candidates are
+timed: interleaved, ranks aligned, cold L2, slowest rank of each sample. The winner is timed twice,
+under two names. The difference of these two times is noise, and so are smaller differences.
 
 With --calls 20 a sample covers 20 consecutive calls, in graph mode in one graph. The launch of the
-graph and the skew between ranks then count only for a twentieth per call. A size is the size of the
-whole tensor: the result of an all-gather, the input of the others. CPU ranks scale sizes down.
+graph and the skew between ranks then add only a twentieth to the time per call. A size is the bytes
+of a rank's input or, for an all-gather, of its result. On CPU ranks, sizes are reduced.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CPU_SCALE = 1024
 
 
 def _collectives() -> dict[str, CollectiveOpInfo]:
-    """OpInfos of the plain collectives, the most expensive first."""
+    """Return the OpInfos of the collectives by name, the most expensive collective first."""
     found = [info for info in OPINFOS.values() if isinstance(info, CollectiveOpInfo)]
     costs = {info.name: info.cost(Size(1 << 20), torch.bfloat16, 2) for info in found}
     found.sort(key=lambda info: -costs[info.name].read_bytes - costs[info.name].link_bytes)
@@ -57,8 +57,8 @@ def _collectives() -> dict[str, CollectiveOpInfo]:
 INFOS = _collectives()
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 _LEGEND = (
-    "A/A: the winner against itself, measured twice; smaller differences mean nothing. x library, "
-    "x best peer: how many times as fast."
+    "A/A: difference of two measurements of the winner; smaller differences are noise. x library, "
+    "x baseline: speedup over the library, and over the fastest baseline."
 )
 Tree = dict[str, Any]
 
@@ -83,11 +83,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--scale", type=int, help="divide every size; default: 1, on CPU ranks 1024"
     )
     parser.add_argument("--mode", help="eager,graph; default: both, on CPU ranks eager")
-    parser.add_argument("--best", type=int, default=1, help="configs of each algorithm")
+    parser.add_argument("--best", type=int, default=1, help="number of configs of each algorithm")
     parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, help="default: 25, on CPU ranks 3")
     parser.add_argument("--calls", type=int, default=1, help="consecutive calls per sample")
-    parser.add_argument("--limit", type=int, default=300, help="seconds per size, with tuning")
+    parser.add_argument("--limit", type=int, default=300, help="seconds per size, tuning included")
     parser.add_argument("--json", type=Path, help="file for the results; rewritten at each size")
     parser.add_argument("--from-json", type=Path, help="show this file")
     options = parser.parse_args(arguments)
@@ -156,7 +156,7 @@ def _row_tree(row: Row) -> Tree:
 
 
 def tables(result: Tree) -> Iterator[Table]:
-    """Return a table for each op and mode: one line per size, in microseconds."""
+    """Yield a table for each op and mode, with a line per size, in microseconds."""
     cases = {(tree["op"], row["mode"]) for tree in result["sizes"] for row in tree["rows"]}
     for op, mode in sorted(cases):
         trees = [tree for tree in result["sizes"] if tree["op"] == op]
@@ -177,7 +177,7 @@ def tables(result: Tree) -> Iterator[Table]:
             caption=_LEGEND if "interpreter" not in hardware["gpu"] else NO_TIMES,
             caption_justify="left",
         )
-        for name in ("bytes", TUNED, "A/A", "x library", "x best peer", *names):
+        for name in ("bytes", TUNED, "A/A", "x library", "x baseline", *names):
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("winner", overflow="fold")
         for tree in trees:

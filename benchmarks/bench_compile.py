@@ -1,11 +1,11 @@
-"""Rate at which candidates are compiled, and its effect on the measuring thread; needs no GPU.
+"""Measure the rate of compiling candidates, and how compilation delays another thread.
 
-    python benchmarks/bench_compile.py --json compile.json
+    python benchmarks/bench_compile.py --json compile.json     # needs no GPU
 
-The tiles of the persistent GEMM are compiled for an H200 by a number of threads of this process,
-and by the processes that the tuner uses. Meanwhile another thread repeatedly sleeps for 0.5 ms, as
-a tuner does while it waits for samples. The time by which it wakes too late shows how much the
-compilation disturbs it.
+The tile configs of the persistent GEMM are compiled for an H200 by threads of this process, and by
+the processes that the tuner uses. Meanwhile another thread repeatedly sleeps for 0.5 ms, like a
+tuner that waits for samples. How much longer it sleeps shows how compilation would disturb the
+tuner.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NAP = 0.5e-3
 
 
 def launch(config: triton.Config) -> Launch:
-    """Return the operands of an [8192, 8192] x [8192, 7168] GEMM in fp16."""
+    """Return the launch of an [8192, 8192] x [8192, 7168] GEMM in fp16 with ``config``."""
     a, b, c = (
         torch.empty(shape, dtype=torch.float16, device="meta")
         for shape in ((8192, 8192), (8192, 7168), (8192, 7168))
@@ -53,9 +53,9 @@ def by_threads(launches: Sequence[Launch], workers: int) -> None:
 
 
 def by_processes(launches: Sequence[Launch], workers: int) -> None:
-    """Compile with as many processes as there are processors."""
+    """Compile with about ``workers`` of the processes that the tuner uses."""
     pool = CompilePool()
-    kernels = [kernel for each in launches for kernel in pool.missing(each.compile)]
+    kernels = [kernel for each in launches for kernel in pool.collect(each.compile)]
     pool.begin(kernels, max(1, len(os.sched_getaffinity(0)) // workers))
     for kernel in kernels:
         pool.wait(kernel)
@@ -63,7 +63,7 @@ def by_processes(launches: Sequence[Launch], workers: int) -> None:
 
 
 def measure(algorithm: Callable[[Sequence[Launch], int], None], workers: int) -> dict[str, float]:
-    """Measure from an empty cache."""
+    """Compile all configs with an empty cache; return the rate, and delays of the other thread."""
     kernel_gemm_persistent.device_caches.clear()
     launches = [launch(config) for config in PERSISTENT_TILES]
     late: list[float] = []
@@ -94,8 +94,10 @@ def measure(algorithm: Callable[[Sequence[Launch], int], None], workers: int) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description="How fast candidates are compiled.")
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser = argparse.ArgumentParser(description="Measure the rate of compiling candidates.")
+    parser.add_argument(
+        "--workers", type=int, nargs="+", default=[1, 2], help="numbers of threads or processes"
+    )
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args(arguments)
     install(90)
@@ -105,8 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             name = f"{workers} {algorithm.__name__.removeprefix('by_')}"
             found = results[name] = measure(algorithm, workers)
             print(
-                f"{name:14}{found['configs_per_second']:7.2f} configs/s, a nap is late by "
-                f"{found['late_ms_p99']:.1f} ms (p99), {found['late_ms_max']:.1f} ms (most)"
+                f"{name:14}{found['configs_per_second']:7.2f} configs/s, a sleep ends late by "
+                f"{found['late_ms_p99']:.1f} ms (p99), {found['late_ms_max']:.1f} ms (maximum)"
             )
     hardware = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     report = {"hardware": hardware, "triton": triton.__version__, "results": results}

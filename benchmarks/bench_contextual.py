@@ -1,10 +1,11 @@
-"""Number of calls that ``contextual_autotune`` needs, and quality of its winners.
+"""Measure the number of calls that ``contextual_autotune`` needs, and its winners' quality.
 
     bash scripts/launch.sh benchmarks/bench_contextual.py --json contextual.json
 
-The kernel is the consumer of an AllGather-GEMM, which cannot be timed alone; it has 24 configs. It
-is tuned inside the op, with every config in turn and by a race, several times each with an empty
-cache. At the end all winners are timed interleaved, to compare the race with the full search.
+The tuned kernel is the GEMM of an AllGather-GEMM, which waits for other ranks and therefore cannot
+be timed alone. It has 24 configs. It is tuned inside the op by two methods, each several times with
+an empty cache: by measuring one config after another in full ("in turn"), and by a race. At the
+end, all winners are timed interleaved, to compare the race with the full measurement.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def tuned(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tunings", type=int, default=5)
-    parser.add_argument("--M", type=int, help="global rows; default 8192, on CPU ranks 64")
+    parser.add_argument("--tunings", type=int, default=5, help="number of tunings of each kind")
+    parser.add_argument("--M", type=int, help="global rows; default: 8192, on CPU ranks 64")
     parser.add_argument("--shape_id", default="LLaMA-3.1-70B", choices=list(LAYER_CONFIGS))
     parser.add_argument("--json", help="file for the results")
     args = parser.parse_args()
@@ -120,8 +121,8 @@ def main() -> None:
         worst = max(medians[winner] for _, _, winner in each)
         dist_print(
             f"{name}: {calls:.0f} calls of C * (n_warmup + n_repeat) + 1 = {bound} "
-            f"({calls / bound:.2f}), {seconds:.1f} s; worst winner {worst / best:.4f} of the best "
-            "in turn"
+            f"({calls / bound:.2f}), {seconds:.1f} s; time of the slowest winner / fastest winner "
+            f"in turn: {worst / best:.4f}"
         )
     if args.json and dist.get_rank() == 0:
         facts = dict(current_device().facts())

@@ -3,10 +3,11 @@
     bash scripts/launch.sh benchmarks/bench_decode_attn.py --quick
     bash scripts/launch.sh benchmarks/bench_decode_attn.py --rows 32768:96/12:1,8192:mla:8 --verbose
 
-A row is tokens per rank, heads / KV heads (or ``mla``: 16 heads, a latent of 512 and 64 elements)
-and batch. The limit is the time to read the keys and values of a rank at the measured read rate,
-plus 10 us for the launch and the exchange. Calls are interleaved, with a cold L2 cache; a sample is
-the slowest rank's time. Every result is compared with the first one.
+A row is tokens of a sequence per rank, heads / KV heads, and number of sequences. ``mla`` is 16
+heads whose keys are a latent of 512 elements and 64 rotary elements. The limit is the time to read
+a rank's keys and values at the measured read rate, plus 10 us for the launch and the exchange.
+Calls are interleaved, with a cold L2 cache; a sample is the slowest rank's time. The result of
+every config is compared with the first config's.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def read_rate() -> float:
 
 
 def random_cache(*shape: int) -> torch.Tensor:
-    """Return random bf16 values without a second large tensor."""
+    """Return random bf16 values, drawn in place because caches are large."""
     device = current_device().torch_device
     cache = torch.empty(shape, dtype=torch.bfloat16, device=device)
     return cache.normal_() if is_cuda() else cache.uniform_()
@@ -180,9 +181,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--rows", help="tokens:heads:batch, separated by commas; default: all")
     parser.add_argument("--quick", action="store_true", help="four rows, without reduce_scatter")
-    parser.add_argument("--page", type=int, default=0, help="page size; 0: a dense cache")
-    parser.add_argument("--best", type=int, default=0, help="first configs of each algorithm")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds of new configs per row")
+    parser.add_argument("--page", type=int, default=0, help="tokens of a page; 0: no pages")
+    parser.add_argument(
+        "--best", type=int, default=0, help="number of configs of each algorithm; 0: all"
+    )
+    parser.add_argument("--limit", type=float, default=60.0, help="start no config of a row later")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no row after this time")
     parser.add_argument("--most", type=float, default=55.0, help="GB of keys and values of a row")
     parser.add_argument("--rounds", type=int, default=15 if is_cuda() else 1)

@@ -1,14 +1,15 @@
-"""Cost of a call of a tuned function after its tuning, and cost of a large config space.
+"""Measure the cost of calling a tuned function after its tuning, and of a large config space.
 
     scripts/python benchmarks/bench_dispatch.py --json dispatch.json --configs 10000
 
-Each number is the minimum of many repeats, because other processes only add time. The overhead of a
-hit is its time minus the plain call and one call of ``key_fn``. A dictionary lookup, the minimum
-for any tuner, is measured too. A contextual call without anything to tune has no key, so its
-overhead is understated by one ``key_fn``.
+Each number is the minimum of many repeats, because other processes only add time. A hit is a call
+whose config is already chosen. The overhead of a hit is its time minus a plain call and one call of
+``key_fn``. A dictionary lookup, the minimum for any tuner, is measured too. A function under
+``contextual_autotune`` without kernels to tune has no key, so the printed overhead is too low by
+one ``key_fn``.
 
-With ``--configs N``, the first call of a key of an empty function is measured too: with a record of
-N configs on disk, and with a tuning of all N configs or of 20.
+With ``--configs N``, the first call with a key is measured too, for a function that does nothing:
+with a record of N configs on disk, and with a tuning of N or 20 configs.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Layer:
         return a
 
 
-class Guarded:
+class DictionaryLookup:
     """The minimum for a tuner: a call that looks its config up in a dictionary."""
 
     def __init__(self) -> None:
@@ -68,11 +69,11 @@ ALGORITHMS = {
 
 
 def subjects() -> dict[str, Any]:
-    """Return the functions that ``ALGORITHMS`` call, by name, with chosen configs."""
+    """Return the functions that ``ALGORITHMS`` call, by name. Their configs are already chosen."""
     names: dict[str, Any] = {
         "function": function,
         "key_fn": key_fn,
-        "guarded": Guarded(),
+        "guarded": DictionaryLookup(),
         "tuned": autotune([{"n": 3}], key_fn, scope="rank")(function),
         "layer": Layer(),
         "settled": contextual_autotune()(function),
@@ -84,7 +85,7 @@ def subjects() -> dict[str, Any]:
 
 
 def measure(repeats: int = 200, number: int = 5000) -> dict[str, float]:
-    """Return the microseconds of one call: the best of ``repeats`` averages over ``number``."""
+    """Return microseconds per call: the minimum of ``repeats`` averages over ``number`` calls."""
     names = subjects()
     timers = {
         algorithm: timeit.Timer(statement, globals=names)
@@ -98,16 +99,16 @@ def measure(repeats: int = 200, number: int = 5000) -> dict[str, float]:
 
 
 def overhead(times: dict[str, float], algorithm: str) -> float:
-    """Return the microseconds of ``algorithm`` beyond the plain call and ``key_fn``."""
+    """Return the microseconds of ``algorithm`` minus a plain call and a call of ``key_fn``."""
     return times[algorithm] - times["plain call"] - times["key_fn"]
 
 
 def large_space(configs: int, repeats: int = 10) -> dict[str, float]:
-    """Return the milliseconds of the first call of a key of a function with ``configs`` configs."""
+    """Return the milliseconds of a first call of a function that has ``configs`` configs."""
     space = [{"n": n} for n in range(configs)]
     tuned = autotune(space, key_fn, scope="rank")(function)
     few = autotune(space, key_fn, scope="rank", max_trials=20)(function)
-    # The order matters: the record on disk belongs to the later of two functions with one name.
+    # The order matters: both functions have one name, and the record on disk is the later one's.
     took = {"tune 20": _timed(few), "tune all": _timed(tuned), "look up": float("inf")}
     for _ in range(repeats):
         tuned.clear()
@@ -132,9 +133,9 @@ def hardware() -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description="What a hit of a tuned function costs.")
-    parser.add_argument("--repeats", type=int, default=200)
-    parser.add_argument("--number", type=int, default=5000)
+    parser = argparse.ArgumentParser(description="Measure the cost of calling a tuned function.")
+    parser.add_argument("--repeats", type=int, default=200, help="averages, of which the minimum")
+    parser.add_argument("--number", type=int, default=5000, help="calls of an average")
     parser.add_argument("--configs", type=int, help="also measure a space of this size")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args(arguments)
@@ -146,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             else " " * 8
         )
         print(f"{algorithm:20}{microseconds:8.3f} us{beyond}")
-    print("second column: beyond the plain call and key_fn")
+    print("second column: minus the plain call and key_fn")
     report: dict[str, Any] = {"hardware": hardware(), "microseconds": times}
     if options.configs is not None:
         report["milliseconds"] = large_space(options.configs)

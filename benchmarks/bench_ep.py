@@ -6,17 +6,18 @@
     bash scripts/launch.sh benchmarks/bench_ep.py --tokens-random 60 --best 4 --json random.json \
         --routing even,zipf,same_experts --minutes 9
 
-The time of a dispatch begins with ``topk_ids`` and ends with rows that a grouped GEMM can read,
-layout included. The time of a combine begins with products and ends with summed tokens. The
-baselines are NCCL's all-gather and reduce-scatter, and NCCL's all-to-all with splits that the host
-knows, for which a real call would synchronise. Both include our layout launch.
+A dispatch is timed from ``topk_ids`` to rows, sorted by expert, that a grouped GEMM can read. A
+combine is timed from the experts' products to each token's sum. There are two baselines: NCCL's
+all-gather and reduce-scatter, and NCCL's all-to-all. The splits of the all-to-all are computed
+before; a real call would have to wait for them on the host. Both baselines include our launch that
+sorts by expert (the layout).
 
-The link time is the bytes that the busiest rank sends or receives, at --link GB/s; the memory time
-is the bytes that a rank reads and writes, at --memory GB/s. Every result is compared with the
+The link time is the bytes that a rank sends or receives, at --link GB/s; the memory time is the
+bytes that a rank reads and writes, at --memory GB/s. Every result is compared with the
 all-gather's. Calls are interleaved, with a cold L2 cache; a sample is the slowest rank's time.
 
-At the end, print the worst and the mean speed relative to each baseline. Each row is written
-immediately, and the same command resumes.
+At the end, the worst and the mean speed relative to each baseline are printed. Each row is written
+to --json immediately, and the same command resumes.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ ALL_GATHER, ALL_TO_ALL = "all-gather", "all-to-all"
 
 @dataclass(frozen=True)
 class Row:
-    """Sizes of a measurement; ``tokens`` of each rank."""
+    """Sizes of a measurement; ``tokens`` is the number of tokens of each rank."""
 
     tokens: int
     hidden: int
@@ -94,7 +95,8 @@ def draw_ids(row: Row, rank: int) -> torch.Tensor:
 
 
 def tokens_of(received: Received) -> tuple[Any, Any, list[list[int]]]:
-    """Return (rank, token) of the rows that this rank sends and receives, and their numbers."""
+    """Return (peer, token) of each row that this rank sends, the same of each row that it
+    receives, and the numbers of sent and received rows by peer."""
     num_ranks, tokens = received.ctx.num_ranks, received.tokens
     peers = torch.arange(num_ranks, device=received.destinations.device)[:, None]
     sends = (received.destinations[:tokens][None, :] >> peers) & 1
@@ -146,7 +148,7 @@ class Measurement:
         return ep_combine.fn(self.y, self.received, self.ctx, **config)
 
     def bytes(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return link and memory bytes of this rank in a dispatch and a combine."""
+        """Return this rank's link and memory bytes, in a dispatch and in a combine."""
         row, rank = self.row, dist.get_rank()
         wire = row.hidden + 4 * -(-row.hidden // 128) if row.fp8 else 2 * row.hidden
         out, into = ([n for peer, n in enumerate(each) if peer != rank] for each in self.splits)
@@ -160,10 +162,10 @@ class Measurement:
         return dispatch, combine
 
     def all_to_all_dispatch(self) -> torch.Tensor:
-        """Return the rows of NCCL's all-to-all, splits known; with our layout launch."""
+        """Return rows by NCCL's all-to-all with known splits; also launch our layout kernel."""
         rows = self.x[self.send_order[1]]
         if self.row.fp8:
-            # NCCL moves the same bytes; the time of quantising is left out.
+            # NCCL sends as many bytes as for fp8. The time of quantising is not measured.
             rows = rows.view(torch.uint8)[:, : self.row.hidden]
             rows = rows.contiguous()
         arrived = rows.new_empty((sum(self.splits[1]), rows.shape[1]))
@@ -172,12 +174,12 @@ class Measurement:
         return arrived
 
     def lay_out(self) -> None:
-        """Launch our exchange of ids and the layout, without rows."""
+        """Launch our kernel that exchanges ids and computes the layout, without sending rows."""
         call = DispatchCall(self.x, self.ids, self.ctx, self.weights, **self.kwargs)
         call.launch_kernel(self.received.layout, True, True, copies=0)
 
     def all_to_all_combine(self) -> torch.Tensor:
-        """Return the sums by NCCL's all-to-all, splits known."""
+        """Return each token's sum by NCCL's all-to-all with known splits."""
         (_, token), (origin, row) = self.send_order, self.recv_order
         sums = self.partial.partial_sums()[origin * self.row.tokens + row]
         arrived = sums.new_empty((len(token), sums.shape[1]))
@@ -217,7 +219,7 @@ class Measurement:
         return result
 
     def summary(self, found: Any) -> torch.Tensor:
-        """Return what two algorithms must agree in: rows by position, or summed tokens."""
+        """Return values that must be equal for all algorithms: rows in sorted order, or sums."""
         if isinstance(found, torch.Tensor):
             return found.float()
         index = found.row_of_position[: found.num_positions()].long()
@@ -268,16 +270,19 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", help="measure these numbers of tokens instead, 1,32,777")
     parser.add_argument("--tokens-random", type=int, metavar="N", help="measure N random numbers")
     parser.add_argument("--most", type=int, default=4096, help="largest random number of tokens")
-    parser.add_argument("--seed", type=int, default=0, help="of --tokens-random")
+    parser.add_argument("--seed", type=int, default=0, help="seed of --tokens-random")
     parser.add_argument("--minutes", type=float, help="start no row after this time")
     parser.add_argument("--routing", default="even", help="some of even,zipf,same_experts")
-    parser.add_argument("--topk", type=int, default=8, help="of --tokens and --tokens-random")
-    parser.add_argument("--fp8", action="store_true", help="of --tokens and --tokens-random")
+    for_tokens = "with --tokens or --tokens-random: "
+    parser.add_argument("--topk", type=int, default=8, help=f"{for_tokens}experts of a token")
+    parser.add_argument("--fp8", action="store_true", help=f"{for_tokens}send tokens in fp8")
     parser.add_argument("--quick", action="store_true", help="few configs")
-    parser.add_argument("--best", type=int, default=0, help="only the first configs")
+    parser.add_argument("--best", type=int, default=0, help="number of configs; 0: all")
     parser.add_argument("--rounds", type=int, default=25 if is_cuda() else 1)
-    parser.add_argument("--link", type=float, default=375.0, help="GB/s, one direction")
-    parser.add_argument("--memory", type=float, default=3900.0, help="GB/s")
+    parser.add_argument(
+        "--link", type=float, default=375.0, help="GB/s of a GPU's links in one direction"
+    )
+    parser.add_argument("--memory", type=float, default=3900.0, help="GB/s of a GPU's memory")
     parser.add_argument("--limit", type=int, default=300, help="seconds per row")
     parser.add_argument("--scale", type=int, default=1 if is_cuda() else 64, help="divide sizes")
     parser.add_argument("--verbose", action="store_true", help="list every config")
@@ -310,7 +315,7 @@ def from_first_rank(value: Any) -> Any:
 
 
 def summary(results: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield a line for each direction and baseline: speed relative to the baseline."""
+    """Yield a line for dispatch and combine, and each baseline: speed relative to the baseline."""
     for name in ("dispatch", "combine"):
         for baseline in (ALL_GATHER, ALL_TO_ALL):
             ratios = {}

@@ -3,11 +3,12 @@
     bash scripts/launch.sh benchmarks/bench_ep_moe.py
     bash scripts/launch.sh benchmarks/bench_ep_moe.py --models qwen3-30b --json moe.json
 
-The baseline sorts the routes, exchanges the splits (which the host must know) and a row for each
-route with ``all_to_all_single``, multiplies with ``_grouped_mm``, and returns the rows. Routing is
-not timed. ``forward`` of our layer is also measured in a CUDA graph, which the baseline cannot be
-captured in. ``both`` includes the gradients of x, of routing weights and of experts. Results and
-gradients are first compared. Times are medians of the slowest rank, interleaved, with a cold cache.
+The baseline sorts each token's choices by expert, and sends their numbers and a row for each choice
+with ``all_to_all_single``. It multiplies with ``_grouped_mm``, and sends the results back. The host
+must wait for the numbers, so a CUDA graph cannot capture the baseline. Computing the routing is not
+timed. ``forward`` of our layer is also measured in a CUDA graph. ``both`` is forward and backward,
+with the gradients of x, of routing weights and of experts. Results and gradients are first
+compared. Times are medians of the slowest rank, interleaved, with a cold cache.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def library(
     x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor, gate_up: torch.Tensor,
     down: torch.Tensor, group: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the sums over the chosen experts, by torch."""
+    """Return each token's weighted sum over its experts, by torch and NCCL."""
     ranks, local = dist.get_world_size(), len(gate_up)
     flat, topk = ids.flatten(), ids.shape[1]
     order = flat.argsort(stable=True)
@@ -133,10 +134,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", default="mixtral,qwen3-30b,deepseek-v3")
-    parser.add_argument("--tokens", default="4096", help="of each rank")
+    parser.add_argument(
+        "--models", default="mixtral,qwen3-30b,deepseek-v3", help=f"some of: {', '.join(MODELS)}"
+    )
+    parser.add_argument("--tokens", default="4096", help="numbers of tokens of each rank")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--no-kept", action="store_true", help="skip keep_gathered=True")
+    parser.add_argument("--no-kept", action="store_true", help="do not time keep_gathered=True")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     initialize_distributed()

@@ -1,12 +1,14 @@
-"""Cost of first calls at new sizes: next to tuned sizes, and in frozen mode.
+"""Measure the cost of first calls at new sizes, if near sizes are already tuned.
 
     bash scripts/launch.sh benchmarks/bench_first_calls.py --op gemm_rs --json first.json
     bash scripts/launch.sh benchmarks/bench_first_calls.py --layer Qwen2-72B --sizes 64 --seed 7
 
-Powers of two without a shipped record are fully tuned, into a cache of this run. Then random sizes
-follow, log-uniform, one per range: first in frozen mode, where neighbours alone decide, then as in
-a normal program. ``host`` is the time of the whole choice, including compilation and measurement;
-``device`` is the time of all runs. Kernels compiled for one size are reused by the next.
+First, powers of two without a shipped record are tuned in full, into a cache of this run. Then the
+op is called once at each of some random sizes (log-uniform, one per range of sizes that share a
+tuning). This is done twice: in frozen mode, in which records of near sizes determine the config
+without measurement, and then as in a normal program. ``host`` is the time of choosing the config,
+including compilation and measurement; ``device`` is the time of all runs. Kernels that were
+compiled for one size are reused by the next sizes.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--op", choices=list(GEMM_OPINFOS), default="ag_gemm")
     parser.add_argument("--layer", choices=list(NAMED), default="llama-70b-gate-up")
     parser.add_argument("--sizes", type=int, default=64, help="number of random M")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--most", type=int, default=16384, help="the largest M")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random M")
+    parser.add_argument("--most", type=int, default=16384, help="largest M")
     parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args(arguments)
@@ -76,7 +78,7 @@ class FirstCalls:
             for shape in reversed(anchors):
                 self._first(shape, ctx, **{_WARM_START: "0"})
             frozen = [self._first(shape, ctx, **{_FROZEN: "1"}) for shape in drawn]
-            self.info.op.clear()  # what was predicted
+            self.info.op.clear()  # forget the configs of the frozen calls
             return frozen + [self._first(shape, ctx) for shape in drawn]
 
     def _shape(self, M: int) -> Any:
@@ -86,7 +88,7 @@ class FirstCalls:
         )
 
     def _first(self, shape: Any, ctx: Any, **environment: str) -> dict[str, Any]:
-        """How one call chose, and what that took on this rank, milliseconds."""
+        """Return how a first call chose its config, and the milliseconds on this rank."""
         op, frozen = self.info.op, _FROZEN in environment
         args, kwargs = self.info.arguments(self.info.operands(shape, self.dtype, self.ranks), ctx)
         with environment_with(**environment):
@@ -105,7 +107,7 @@ class FirstCalls:
 
 
 def summary(calls: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line for each method of choosing."""
+    """Return a line for each method by which configs were chosen."""
     algorithms: dict[str, list[dict[str, Any]]] = {}
     for call in calls:
         how = call["how"].split(" from ")[0]

@@ -1,17 +1,18 @@
-"""Compare ``matmul`` of fp8 operands with torch's ``scaled_mm`` on one GPU, at equal accumulation.
+"""Compare ``matmul`` of fp8 operands with torch's ``scaled_mm`` on one GPU.
 
     scripts/python benchmarks/bench_fp8.py
     scripts/python benchmarks/bench_fp8.py --shapes 256,14336,8192 --kinds row block
-
     scripts/python benchmarks/bench_fp8.py --models "Mixtral 8x7B" --tokens 64 8192 --kinds block
 
-Each kind of scales is measured with each tile config. Calls write memory that holds NaN, and are
-checked against the fp64 product of the dequantised operands. Then they are timed in CUDA graphs,
-interleaved, with a cold L2 cache. A ratio is the library's time divided by ours.
+Each kind of scales is measured with each tile config, and with equal accumulation in both. Calls
+write memory that contains NaN. Their results are compared with the fp64 product of the dequantised
+operands. Then the calls are timed in CUDA graphs, interleaved, with a cold L2 cache. A ratio is the
+library's time divided by ours.
 
-With ``--models``, both products of MoE layers are measured instead, by ``grouped_gemm``. Its time
-includes routing. The library is ``scaled_grouped_mm`` alone, of rows that are sorted already; "with
-copies" includes routing. torch has no block scales for it: row-wise scales replace them.
+With ``--models``, both grouped GEMMs of MoE layers are measured instead. The time of
+``grouped_gemm`` includes sorting the tokens by expert. "library" is ``scaled_grouped_mm`` alone, of
+sorted rows; "with copies" includes the sorting. ``scaled_grouped_mm`` does not support block-wise
+scales on Hopper, so it uses row-wise scales instead.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ _SPILLING = ("128x256x8x3", "256x128x8x3")
 
 
 def configs(A: torch.Tensor, B: torch.Tensor, scaling: Scaling, spilling: bool) -> dict[str, Any]:
-    """Return the persistent tile configs to measure, by a short name."""
+    """Return the tile configs of the persistent kernel to measure, by a short name."""
     options = scaling._asdict()
     space = [each["gemm_config"] for each in matmul_configs() if each["persistent"]]
     found = {}
@@ -83,7 +84,10 @@ def checked(
     magnitudes: torch.Tensor,
     output: Sequence[int] | None = None,
 ) -> float:
-    """Return the largest error of a call relative to the sum of magnitudes of its products."""
+    """Return the largest error of a result, relative to the sum of its products' magnitudes.
+
+    ``output`` is the shape of the call's output, by default of ``expected``.
+    """
     shape = tuple(output or expected.shape)
     poison = torch.full(shape, float("nan"), dtype=torch.bfloat16, device=expected.device)
     del poison  # the allocator reuses this block for the output
@@ -124,7 +128,10 @@ def measure(
 
 
 def measure_grouped(shape: GroupedShape, kind: str, rounds: int, only: str = "") -> dict[str, Any]:
-    """Measure a grouped product with one row of A per token, or per route if K is the ffn size."""
+    """Measure a grouped GEMM of an MoE layer.
+
+    A has one row per token for the first GEMM (N > K), and one per token and expert for the last.
+    """
     M, N, K, E, topk = shape.M, shape.N, shape.K, shape.E, shape.topk
     recipe, fast = KINDS[kind]
     device = current_device().torch_device
@@ -153,7 +160,7 @@ def measure_grouped(shape: GroupedShape, kind: str, rounds: int, only: str = "")
             if re.search(only, name):
                 call = functools.partial(grouped_gemm.fn, A, B, ids, **options)
                 calls[name] = functools.partial(call, gemm_config=tiles)
-    # Check some routes: the fp64 product of all would take longer than the measurement.
+    # Check only some rows: the whole fp64 product would take longer than the measurement.
     chosen = torch.randperm(M * topk, generator=generator, device=device)[:_CHECKED_ROUTES]
     expected = torch.empty(len(chosen), N, dtype=torch.float64, device=device)
     magnitudes = torch.empty_like(expected)
@@ -168,7 +175,7 @@ def measure_grouped(shape: GroupedShape, kind: str, rounds: int, only: str = "")
     def error(call: Callable[[], torch.Tensor]) -> float:
         return checked(lambda: call()[chosen], expected, magnitudes, (M * topk, N))
 
-    # "library" sorts its rows by expert.
+    # The rows of "library" are in another order. "with copies" has other scales for BLOCK.
     unchecked = ("library", "with copies") if recipe == "block" else ("library",)
     result = timed(calls, error, rounds, unchecked)
     return {"shape": (M, N, K, E), "topk": topk, "kind": kind, **result}
@@ -180,7 +187,7 @@ def timed(
     rounds: int,
     unchecked: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the median times of the calls, their errors, and what failed."""
+    """Return median times in ms, errors, and reasons of failures, each by name of the call."""
     errors, failed = {}, {}
     for name, call in list(calls.items()):
         try:
@@ -189,7 +196,7 @@ def timed(
             failed[name] = f"{type(failure).__name__}: {failure}"[:200]
             del calls[name]
             continue
-        # A bf16 output alone errs by 2**-9 of the result.
+        # Rounding to bf16 alone causes an error of up to 2**-9 of the result.
         if not errors[name] <= max(2 * errors.get("library", 0.0), 2**-8):
             failed[name] = f"wrong: error {errors[name]:.1e} of the sum of magnitudes"
             del calls[name]
@@ -221,14 +228,20 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description="fp8 matmul and torch's scaled_mm.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="M,N,K")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--models", nargs="+", default=(), choices=FIRST_PRODUCTS)
-    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="with --models")
-    parser.add_argument("--only", default="", help="regular expression of tile configs")
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, default=TOKENS, help="numbers of tokens, for --models"
+    )
+    parser.add_argument("--only", default="", help="regular expression for names of tile configs")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--spilling", action="store_true", help="also tiles that spill a little")
+    parser.add_argument(
+        "--spilling", action="store_true", help="also measure tiles that spill a few registers"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     results = []

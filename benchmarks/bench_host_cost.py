@@ -1,11 +1,11 @@
-"""Host time of an eager ``ag_gemm`` call, from the call to its return, and its parts.
+"""Measure the host time of an eager ``ag_gemm`` call, from the call to its return, and its parts.
 
     torchrun --nproc_per_node=4 benchmarks/bench_host_cost.py --json host_cost.json
 
-Calls are queued behind work that keeps the GPU busy, so no launch begins while the host is timed.
-Several calls in a row are timed, as in a model's step. The first call of each row is timed
-separately, because it finds the processor's caches cold. Printed are medians of the slowest rank.
-Outputs, which contained NaN before, are checked before anything is timed.
+The GPU is kept busy, so that no kernel starts while the host is timed. 8 consecutive calls (a row)
+are timed, as in a model's step. The first call of each row is reported separately, because the
+CPU's caches are cold. The command prints medians of the slowest rank. Before the measurement,
+results are checked; their memory contained NaN.
 """
 
 from __future__ import annotations
@@ -34,25 +34,26 @@ from triton_dist.testing import assert_allclose
 from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed
 
 _BUSY_MILLISECONDS = 3.0
-
-
-_IN_A_ROW = 8
+_CALLS_OF_ROW = 8
 
 
 def in_rows(step: Callable[[], Any], samples: int) -> list[list[Any]]:
-    """Return the results of ``step`` for each row of calls behind a busy GPU. Collective."""
+    """Return the results of consecutive calls of ``step`` while the GPU is busy. Collective.
+
+    The result is a list of ``samples`` rows, each with ``_CALLS_OF_ROW`` results.
+    """
     device, ranks, rows = current_device(), group_for(None), []
     for _ in range(samples):
         device.synchronize()
         ranks.barrier("host cost")
         device.sleep_milliseconds(_BUSY_MILLISECONDS)
-        rows.append([step() for _ in range(_IN_A_ROW)])
+        rows.append([step() for _ in range(_CALLS_OF_ROW)])
     device.synchronize()
     return rows
 
 
 def microseconds(call: Callable[[], Any], samples: int) -> tuple[float, float]:
-    """Return the median host time of ``call`` in a row, and of the first call of a row."""
+    """Return the median host time of ``call`` in us, without and only of first calls of a row."""
 
     def timed() -> float:
         begin = time.perf_counter()
@@ -69,7 +70,7 @@ def microseconds(call: Callable[[], Any], samples: int) -> tuple[float, float]:
 def parts(
     A: torch.Tensor, B: torch.Tensor, ctx: Any, config: dict[str, Any], samples: int
 ) -> dict[str, float]:
-    """Return the steps of a call in a row, timed separately."""
+    """Return the median us of each step of an ``ag_gemm`` call, without first calls of a row."""
     arguments = inspect.signature(ag_gemm.fn).bind(A, B, ctx, **config)
     arguments.apply_defaults()
     values = tuple(arguments.arguments.values())
@@ -114,7 +115,7 @@ def measure(M: int, N: int, K: int, samples: int) -> dict[str, float]:
 
     with create_ag_gemm_context(M, N, K, dtype, rank, num_ranks) as ctx:
         expected = all_gather_matmul(A, B)
-        for _ in range(6):  # for each slot: the first call builds the launch, two calls repeat it
+        for _ in range(6):  # each of two slots: one call builds the launch, two calls repeat it
             poisoned = torch.full((M, N // num_ranks), float("nan"), dtype=dtype, device=A.device)
             del poisoned  # so that the next output gets its memory
             assert_allclose(ag_gemm.fn(A, B, ctx, **config), expected, rtol=2e-2, atol=2e-2)
@@ -137,7 +138,7 @@ def measure(M: int, N: int, K: int, samples: int) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
-    parser = argparse.ArgumentParser(description="Host time of an eager ag_gemm call.")
+    parser = argparse.ArgumentParser(description="Measure the host time of an ag_gemm call.")
     parser.add_argument("--shape", type=int, nargs=3, default=[1024, 4096, 4096], metavar="MNK")
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")

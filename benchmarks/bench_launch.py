@@ -1,13 +1,13 @@
-"""Host time of one launch by Triton, by its autotuner, by this package and by the runner.
+"""Compare the host time of one launch by Triton, its autotuner, this package and its runner.
 
     scripts/python benchmarks/bench_launch.py --json launch.json
 
-The GPU finishes each call before the host returns, so nothing queues up. Calls are timed in rows.
-The candidates alternate, so that a slow moment of the machine affects all. Printed are medians, and
-the time beyond plain ``triton.jit``. Then follow milliseconds of the first launch of a kernel from
-each level, in a process that has launched other kernels.
+The kernel is shorter than a launch, so launches do not queue up. 50 consecutive calls are timed
+together. The candidates alternate, so that a slow moment of the machine affects all of them. The
+command prints medians, and their difference to plain ``triton.jit``. Then it prints the time of the
+first launch of a kernel from each compilation level, in a process that has launched other kernels.
 
-Without a GPU, launches are recorded and not run: the times are those of the Python code.
+Without a GPU, launches are recorded and not run, so the times are of the Python code only.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def add(a_ptr, b_ptr, c_ptr, M, N, K, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl
 TILES = [{"BLOCK_M": m, "BLOCK_N": n} for m, n in ((64, 64), (64, 128))]
 
 
-def contenders(folder: Path) -> dict[str, Callable[[], Any]]:
+def candidates(folder: Path) -> dict[str, Callable[[], Any]]:
     """Return calls that add two matrices, by name; export their kernels to ``folder``."""
     device = current_device()
     a, b, c = (torch.ones(64, 64, dtype=torch.float16, device=device.torch_device) for _ in "abc")
@@ -85,7 +85,7 @@ def contenders(folder: Path) -> dict[str, Callable[[], Any]]:
     if device.name == "cuda":
         launcher, tensors = Launcher(), {"a_ptr": a, "b_ptr": b, "c_ptr": c}
         launch = Launch(plain, (1,), values, tile)
-        calls["laid out"] = lambda: launcher.run(0, lambda: launch, tensors)
+        calls["pre-built launch"] = lambda: launcher.run(0, lambda: launch, tensors)
     for call in calls.values():  # compile, tune, build launches
         call()
         call()
@@ -111,7 +111,7 @@ def _check(calls: dict[str, Callable[[], Any]], a: Any, b: Any, c: Any) -> None:
 def microseconds(
     calls: dict[str, Callable[[], Any]], rounds: int, row: int = 50
 ) -> dict[str, float]:
-    """Return the median host time of each call."""
+    """Return the median host time of each call in us; ``row`` calls are timed together."""
     device = current_device()
     took: dict[str, list[float]] = {name: [] for name in calls}
     turns = list(calls.items())
@@ -145,8 +145,8 @@ def first_uses(folder: Path) -> dict[str, float]:
 
 
 @contextmanager
-def _somewhere() -> Iterator[None]:
-    """Context manager with a GPU, or with a driver that records launches."""
+def _gpu_or_recorder() -> Iterator[None]:
+    """Context manager in which kernels run on the GPU or, without a GPU, launches are recorded."""
     if current_device().name == "cuda":
         yield
     else:
@@ -156,8 +156,8 @@ def _somewhere() -> Iterator[None]:
 
 def measure(rounds: int) -> dict[str, dict[str, float]]:
     """Return microseconds of a launch by candidate, and milliseconds of a first use by level."""
-    with tempfile.TemporaryDirectory() as folder, _somewhere():
-        calls = contenders(Path(folder, "cubins"))
+    with tempfile.TemporaryDirectory() as folder, _gpu_or_recorder():
+        calls = candidates(Path(folder, "cubins"))
         return {
             "microseconds": microseconds(calls, rounds),
             "first use, milliseconds": first_uses(Path(folder)),
@@ -165,7 +165,7 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description="Host time of one launch, by launcher.")
+    parser = argparse.ArgumentParser(description="Compare the host time of a launch.")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args(arguments)

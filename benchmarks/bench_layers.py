@@ -1,21 +1,22 @@
-"""Compare tensor-parallel layers with the layers that torch provides, at sizes of real models.
+"""Compare our tensor-parallel layers with implementations by torch, at sizes of real models.
 
     bash scripts/launch.sh benchmarks/bench_layers.py --tokens 4096,1,16,64,128 --json layers.json
     bash scripts/launch.sh benchmarks/bench_layers.py --models tiny --tokens 16 --baselines nccl
 
-The layers are the feed-forward and the attention of a block with random weights. From 1024 tokens
-on they are sequence-parallel (prefill and training: one sequence). Below, they use an all-reduce
-(decode: one token of each sequence). ``forward`` is captured in a CUDA graph. ``both`` includes the
-gradients of x and of all weights, is not captured, and is measured from 1024 tokens on.
+The layers are the feed-forward and the attention layer of a block with random weights. With 1024
+tokens or more they are sequence-parallel (one sequence, as in prefill and training). With fewer
+tokens they use an all-reduce (one token of each sequence, as in decoding). The pass ``forward`` is
+timed in a CUDA graph. The pass ``both`` is forward and backward, with the gradients of x and of all
+weights. It is not captured, and is measured with 1024 tokens or more.
 
-``ours_compiled`` is our layer under ``torch.compile(fullgraph=True)``, to compare with compiled
-baselines: compilation fuses the work between the GEMMs into one kernel.
+``ours_compiled`` is our layer under ``torch.compile(fullgraph=True)``, for a comparison with
+compiled baselines: compilation fuses the operations between the GEMMs into one kernel.
 
 Baselines: ``nccl``: our layer on NCCL collectives and cuBLAS, in sequence, as in Megatron;
 ``async_tp``: functional collectives, compiled with torch's async tensor parallelism; ``dtensor``:
-the stock module under ``torch.distributed.tensor.parallel``. A baseline that fails is reported with
-its error. Results are first compared with ``nccl``. All are timed interleaved, with a cold cache;
-times are medians of the slowest rank.
+the original module under ``torch.distributed.tensor.parallel``. A baseline that fails is reported
+with its error. Results are first compared with ``nccl``. All are timed interleaved, with a cold
+cache; times are medians of the slowest rank.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ MODELS = "meta-llama/Meta-Llama-3-8B,meta-llama/Meta-Llama-3-70B"
 BASELINES = ("nccl", "async_tp", "dtensor")
 OURS, COMPILED = "ours", "ours_compiled"
 MIN_SEQUENCE_PARALLEL_TOKENS = 1024
-"""Tokens from which on a layer is sequence-parallel."""
+"""Layers are sequence-parallel with at least this number of tokens."""
 _CPU_SCALE = 64
 _FUSED = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
-"""Operators of torch that overlap; compiled without them, ``async_tp`` is ``nccl``."""
+"""torch's overlapped operators. If compilation does not use them, ``async_tp`` equals ``nccl``."""
 Call = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -60,7 +61,9 @@ def get_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = lambda text: text.split(",")  # noqa: E731
-    parser.add_argument("--models", type=names, default=names(MODELS), help="as of LlamaConfig.of")
+    parser.add_argument(
+        "--models", type=names, default=names(MODELS), help="names or folders, see LlamaConfig.of"
+    )
     parser.add_argument("--layers", type=names, default=["mlp", "attention"])
     parser.add_argument("--tokens", type=parse_numbers, default=[4096, 1, 16, 64, 128])
     parser.add_argument("--baselines", type=names, default=list(BASELINES))
@@ -73,7 +76,7 @@ def get_args() -> argparse.Namespace:
 
 
 class Candidates:
-    """A layer of one model by every implementation, for one number of tokens."""
+    """All implementations of one layer of a model, for one number of tokens."""
 
     def __init__(self, args: argparse.Namespace, model: str, layer: str, tokens: int) -> None:
         config = LlamaConfig.of(model)
@@ -106,7 +109,10 @@ class Candidates:
         return lambda x: layer(x, self.rotary)[0]
 
     def make(self, name: str) -> tuple[Call, list[torch.Tensor]]:
-        """Return the layer as a function of x, and its parameters; raise if it is not possible."""
+        """Return implementation ``name`` as a function of x, and its parameters.
+
+        Raise an exception if torch does not support the implementation here.
+        """
         if name == "dtensor":
             return self._dtensor()
         layer = self._layer(self.ranks) if name in (OURS, COMPILED) else self.plain
@@ -117,7 +123,7 @@ class Candidates:
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the implementations of our layer."""
+        """Return the names of our implementations."""
         return [OURS, COMPILED] if self.is_sequence_parallel and is_cuda() else [OURS]
 
     def _async_tp(self, layer: TP_MLP | TP_Attn) -> Call:
@@ -135,9 +141,11 @@ class Candidates:
         cos, sin = (each.unsqueeze(-2) for each in self.rotary)
 
         def between(rows: torch.Tensor) -> torch.Tensor:
+            """Return the operations between the two GEMMs: activation or attention."""
             if self.is_mlp:
-                return layer._between(rows)
-            return layer._between(rows, self.tokens, cos, sin, layer._attend)
+                return layer._activate(rows)
+            attend = layer._attend_over_cache
+            return layer._attention_of_rows(rows, self.tokens, cos, sin, attend)
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             first, last = (getattr(layer, name) for name in names)
@@ -191,8 +199,8 @@ class Candidates:
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor after its collective has ended. DTensor does not wait until the tensor is
-    used."""
+    """Wait for the collective that computes ``tensor``. DTensor itself waits only when the tensor
+    is used."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor import DTensor
 
@@ -217,14 +225,14 @@ def both_of(call: Call, x: torch.Tensor, parameters: list[torch.Tensor]) -> Call
 
     def run() -> Any:
         result = call(leaf)
-        waited(result)  # what this gives has no gradient
+        waited(result)  # the returned tensor has no gradient
         return [*map(waited, torch.autograd.grad(result, [leaf, *parameters], grad))]
 
     return run
 
 
-def said(failures: dict[str, str], name: str, error: str | None) -> bool:
-    """Record the error of a candidate that failed on some rank; all skip it."""
+def failed_anywhere(failures: dict[str, str], name: str, error: str | None) -> bool:
+    """Record the first rank's ``error``, if any, in ``failures`` on all ranks. Collective."""
     found: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, error)
     first = next((each for each in found if each is not None), None)
@@ -243,7 +251,7 @@ def attempt(function: Callable[[], Any]) -> tuple[Any, str | None]:
 def point(
     args: argparse.Namespace, model: str, layer: str, tokens: int
 ) -> Iterator[dict[str, Any]]:
-    """Return the times of each pass, and the errors of failed candidates. Collective."""
+    """Yield, for each pass, the times and the errors of failed candidates. Collective."""
     made = Candidates(args, model, layer, tokens)
     failures: dict[str, str] = {}
     ready: dict[str, tuple[Call, list[torch.Tensor]]] = {}
@@ -255,7 +263,7 @@ def point(
         if error is None:
             apart = (result.float() - wanted).abs().max() / wanted.abs().max()
             error = f"wrong by {apart:.3g} of the largest" if not apart < 3e-2 else None
-        if not said(failures, name, error):
+        if not failed_anywhere(failures, name, error):
             ready[name] = candidate
     for which in args.passes:
         if which == "both" and not made.is_sequence_parallel:
@@ -267,7 +275,7 @@ def point(
             _, error = attempt(run)
             if error is None and which == "forward":
                 run, error = attempt(lambda run=run: captured(run))
-            if not said(missing, name, error):
+            if not failed_anywhere(missing, name, error):
                 calls[name] = run
         samples = interleaved(calls, rounds=args.rounds, warmup_rounds=3 if is_cuda() else 0)
         calls.clear()
@@ -291,7 +299,7 @@ def ratio(found: dict[str, Any]) -> float | None:
 def show(found: dict[str, Any]) -> None:
     times = "  ".join(f"{name} {ms:.4f}" for name, ms in found["ms"].items())
     best = ratio(found) if is_cuda() else None
-    shown = "" if best is None else f"  best peer / ours {best:.3f}"
+    shown = "" if best is None else f"  best baseline / ours {best:.3f}"
     where = f"{found['model'].split('/')[-1]} {found['layer']} {found['tokens']} {found['pass']}"
     dist_print(f"{where}: {times} ms{shown}")
     for name, error in found["errors"].items():
@@ -323,7 +331,7 @@ def main() -> None:
     ratios = [each for each in map(ratio, tree["points"]) if each is not None]
     if ratios and is_cuda():
         mean = math.exp(statistics.fmean(map(math.log, ratios)))
-        dist_print(f"best peer / ours: geometric mean {mean:.3f}, lowest {min(ratios):.3f}")
+        dist_print(f"best baseline / ours: geometric mean {mean:.3f}, lowest {min(ratios):.3f}")
     finalize_distributed()
 
 

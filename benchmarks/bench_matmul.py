@@ -3,14 +3,14 @@
     scripts/python benchmarks/bench_matmul.py --json matmul.json
     scripts/python benchmarks/bench_matmul.py --shapes 4096,4096,4096 8192,7168,4096 --first 1
 
-For each shape all candidates are checked, then timed interleaved with a cold cache (medians and
-TFLOP/s). The kernel under ``triton.autotune`` is the kernel of most tutorials: pointers, grouped
-tiles, the usual eight configs, one tuning per shape.
+For each shape, all results are checked, then all candidates are timed interleaved, with a cold
+cache. The kernel under ``triton.autotune`` is the kernel of Triton's tutorial: pointers, grouped
+tiles, eight configs, one tuning per shape.
 
-With ``--first N``, for the first N shapes: seconds from the first call to its result, in a separate
-process that has imported everything and touched the GPU. ``cold``: all caches are empty. ``warm``:
-the caches contain the results of the cold process. Triton's autotuner tunes in both cases, because
-it is run with its defaults, without ``cache_results``.
+With ``--first N``, the time from the first call to its result is also measured, for the first N
+shapes. Each measurement is in a separate process, which has imported everything and initialised the
+GPU. ``cold``: all caches are empty. ``warm``: the caches contain the results of the cold process.
+Triton's autotuner tunes in both cases, because by default it does not cache results on disk.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def operands(shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compare(shape: Sequence[int], rounds: int) -> dict[str, float]:
-    """Return the microseconds of each candidate; check all results."""
+    """Check the results of all candidates; return their times in microseconds."""
     A, B = operands(shape)
     expected = (A.float() @ B.float()).to(A.dtype)
     limit = tolerance(A.dtype, 1)
@@ -132,7 +132,10 @@ def first_result(name: str, shape: Sequence[int]) -> float:
 
 
 def first_results(shape: str, seconds: float) -> dict[str, dict[str, float | str]]:
-    """Return the first results of candidates in separate processes, cold and warm."""
+    """Return the seconds of ``first_result`` by candidate, with cold and with warm caches.
+
+    ``seconds`` is the time limit of each process. An error text replaces the time of a failure.
+    """
     found: dict[str, dict[str, float | str]] = {}
     for name in CONTENDERS:
         with tempfile.TemporaryDirectory() as folder:
@@ -157,11 +160,15 @@ def _seconds(command: list[str], environment: dict[str, str], most: float) -> fl
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description="matmul, torch.matmul and triton.autotune.")
+    parser = argparse.ArgumentParser(
+        description="Compare matmul, torch.matmul and a kernel under triton.autotune."
+    )
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="M,N,K")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--first", type=int, default=0, metavar="N", help="cold and warm starts")
-    parser.add_argument("--seconds", type=float, default=300, help="time limit of a start")
+    parser.add_argument(
+        "--first", type=int, default=0, metavar="N", help="also time first calls of N shapes"
+    )
+    parser.add_argument("--seconds", type=float, default=300, help="time limit of a first call")
     parser.add_argument(
         "--only", choices=list(CONTENDERS), help="print only its first result, in seconds"
     )

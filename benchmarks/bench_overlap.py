@@ -9,14 +9,14 @@
     scripts/python benchmarks/bench_overlap.py --from-json overlap.json --png overlap.png
 
 For each shape the op is tuned, or its recorded config is used. The candidates are the winner, the
-next best configs of the record, and the baselines. Each is checked against the unfused reference,
-on fresh random data with outputs that contained NaN, then timed: interleaved, ranks aligned, cold
-L2, slowest rank of each sample. The winner is timed twice, under two names: smaller differences
-than between these two mean nothing.
+next best configs of the record, and the baselines. The result of each is compared with a reference,
+for new random data and outputs that contained NaN. Then all are timed: interleaved, ranks aligned,
+cold L2, slowest rank of each sample. The winner is timed twice, under two names. The difference of
+these two times is noise, and so are smaller differences.
 
-limit = max(GEMM alone, fastest transfer alone). ``--concurrent`` times the GEMM while each transfer
-runs on another stream, without dependencies: the lower bound where they share memory and clocks.
-On CPU ranks everything is scaled down.
+limit = max(GEMM alone, fastest transfer alone). ``--concurrent`` also times the GEMM while each
+transfer runs on another stream, without dependencies. This is a tighter bound, because GEMM and
+transfer share memory bandwidth and clocks. On CPU ranks, sizes are reduced.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from triton_dist.testing.opinfo.moe import ROUTINGS, RoutedOpInfo
 from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
 
 _CPU_SCALE = 256
-# One GEMM overlaps nothing, but it has baselines and a limit.
+# grouped_gemm runs on one GPU and overlaps nothing, but it has baselines and a limit.
 INFOS = OVERLAPPED_OPINFOS | {"grouped_gemm": OPINFOS["grouped_gemm"]}
 
 
@@ -56,24 +56,26 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--op", choices=list(INFOS), default="ag_gemm")
-    parser.add_argument("--shapes", help="global M:N:K,...; default: a mix")
+    parser.add_argument("--shapes", help="global M:N:K,...; default: the shapes of the OpInfo")
     parser.add_argument(
         "--layers", help="names of layers, or of models for ops with experts, or all; with --M"
     )
     parser.add_argument(
-        "--routing", choices=list(ROUTINGS), default="even", help="of ops with experts"
+        "--routing", choices=list(ROUTINGS), default="even", help="routing, for ops with experts"
     )
     parser.add_argument("--M", type=parse_numbers, default=[8192], help="rows for --layers")
     parser.add_argument("--scale", type=int, help="divide every size; default: 1, on CPU ranks 256")
     parser.add_argument("--mode", help="eager,graph; default: both, on CPU ranks eager")
-    parser.add_argument("--best", type=int, default=4, help="further recorded configs")
-    parser.add_argument("--all-candidates", action="store_true", help="all unpruned configs")
+    parser.add_argument("--best", type=int, default=4, help="number of further recorded configs")
     parser.add_argument(
-        "--concurrent", action="store_true", help="time GEMM and transfer at the same time, too"
+        "--all-candidates", action="store_true", help="time all configs that are not pruned"
+    )
+    parser.add_argument(
+        "--concurrent", action="store_true", help="also time GEMM and transfer at the same time"
     )
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPE_CHOICES)
     parser.add_argument("--rounds", type=int, help="default: 25, on CPU ranks 3")
-    parser.add_argument("--limit", type=int, default=300, help="seconds per shape, with tuning")
+    parser.add_argument("--limit", type=int, default=300, help="seconds per shape, tuning included")
     parser.add_argument("--json", type=Path, help="file for the results; rewritten at each shape")
     parser.add_argument("--png", type=Path, help="file for a plot; needs matplotlib")
     parser.add_argument("--from-json", type=Path, help="show and draw this file")
@@ -122,7 +124,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def measured(
     info: OpInfo[Any], shape: Any, dtype: torch.dtype, choice: Choice, modes: list[str], rounds: int
 ) -> dict[str, Any]:
-    """Return the results of one shape as a tree; free everything else."""
+    """Measure one shape; return a tree of the results."""
     with open_op(info, shape, dtype, choice) as workload:
         begin = time.perf_counter()
         rows, failures = measure(workload, modes, rounds, warmup_rounds=2 if is_cuda() else 1)

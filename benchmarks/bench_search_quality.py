@@ -1,24 +1,25 @@
-"""How good the winners of the searches are, and what a search costs, on recorded spaces.
+"""Measure the quality of the searches' winners, and the cost of a search, on recorded spaces.
 
     scripts/python benchmarks/bench_search_quality.py [racing|few|warm-start|matmul] [options]
 
-Without a name the three tables that need no GPU are printed.
+Without the name of a table, the three tables that need no GPU are printed.
 
-- ``racing``: ``search="racing"``, the usual "5 + 10" (every config 5 times untimed and 10 times
-  timed, lowest mean wins) and an oracle, on a device whose clocks change during the tuning.
+- ``racing``: compares ``search="racing"``, the usual "5 + 10" (every config 5 times untimed and 10
+  times timed, lowest mean wins) and an oracle, on a simulated device whose clocks change during the
+  tuning.
 - ``few``: searches that try 200 of many configs: random, ``search="surrogate"``, and
   ``search="optuna"`` if Optuna is installed.
-- ``warm-start``: a tuning of a size with tuned neighbours, compared with a full race at this size.
-- ``matmul``: cold tunings of ``matmul`` on one GPU: surrogate (and Optuna, if installed) over
-  thousands of configs, and racing over the list that was made by hand.
+- ``warm-start``: tunings of a size for which near sizes are tuned, compared with full races.
+- ``matmul``: tunings of ``matmul`` with empty caches on one GPU: surrogate (and Optuna, if
+  installed) over thousands of configs, and racing over the op's list of configs.
 
-In a recorded space every config was run many times. *Regret* is by how much the winner is slower
-than the best config, by the medians of all recorded runs. *Near* is the share of tunings whose
-regret is at most 1 %, or at most half of the 95 % interval of the best config's median. *Cost* is
-the device time of all runs relative to the reference: 5 + 10, or the full race.
+In a recorded space every config was run many times. *Regret* is the slowdown of the winner against
+the best config, by the medians of all recorded runs. *Near* is the share of tunings whose regret is
+at most 1 %, or at most half of the 95 % interval of the best config's median. *Cost* is the device
+time of all runs, relative to 5 + 10 (``racing``) or to the full race (``warm-start``).
 
-Recorded spaces are files in the T4 format of the autotuning community; ``benchmarks/data`` holds
-excerpts of two. ``--folder`` names another folder.
+Recorded spaces are files in the T4 format of the autotuning community; ``benchmarks/data`` has
+excerpts of two. ``--folder`` selects another folder.
 """
 
 from __future__ import annotations
@@ -94,53 +95,56 @@ def half_interval(runs: Sequence[float]) -> float:
 # ---- racing: a device whose clocks change
 
 DRIFT, MODES, TAIL, RUNS = 0.05, 0.03, 0.05, 16
-"""Amplitudes of drift and of clock states, share of late runs, and runs of a config in a draw."""
-_CELLS, _HORIZON = 1 << 16, 1.25  # moments with a known clock, over 1.25 times the time of 5 + 10
+"""Relative amplitudes of drift and of clock states, share of slow runs, and number of recorded runs
+of each config that a simulation uses."""
+_CELLS, _HORIZON = 1 << 16, 1.25  # clock values over 1.25 times the device time of 5 + 10
 
 
-def _span(draw: np.random.Generator) -> float:
+def _period(draw: np.random.Generator) -> float:
+    """Return a random period, 0.03 to 1 of the device time of 5 + 10."""
     return math.exp(draw.uniform(math.log(0.03), 0.0))
 
 
-def _two_states(draw: np.random.Generator, at: Numbers, span: float) -> Numbers:
-    changes = np.cumsum(draw.exponential(span, int(10 + 3 * _HORIZON / span)))
-    return 2.0 * ((np.searchsorted(changes, at) + draw.integers(2)) % 2) - 1
+def _two_states(draw: np.random.Generator, moments: Numbers, period: float) -> Numbers:
+    changes = np.cumsum(draw.exponential(period, int(10 + 3 * _HORIZON / period)))
+    return 2.0 * ((np.searchsorted(changes, moments) + draw.integers(2)) % 2) - 1
 
 
-def _ramp(draw: np.random.Generator, at: Numbers) -> Numbers:
-    return DRIFT * draw.choice((-1.0, 1.0)) * (2 * np.minimum(at / _span(draw), 1.0) - 1)
+def _ramp(draw: np.random.Generator, moments: Numbers) -> Numbers:
+    return DRIFT * draw.choice((-1.0, 1.0)) * (2 * np.minimum(moments / _period(draw), 1.0) - 1)
 
 
-def _step(draw: np.random.Generator, at: Numbers) -> Numbers:
-    return DRIFT * _two_states(draw, at, _span(draw))
+def _step(draw: np.random.Generator, moments: Numbers) -> Numbers:
+    return DRIFT * _two_states(draw, moments, _period(draw))
 
 
-def _sine(draw: np.random.Generator, at: Numbers) -> Numbers:
-    return DRIFT * np.sin(2 * np.pi * (at / _span(draw) + draw.uniform()))
+def _sine(draw: np.random.Generator, moments: Numbers) -> Numbers:
+    return DRIFT * np.sin(2 * np.pi * (moments / _period(draw) + draw.uniform()))
 
 
-def _walk(draw: np.random.Generator, at: Numbers) -> Numbers:
-    steps = DRIFT * math.sqrt(_HORIZON / _CELLS / _span(draw)) * draw.normal(size=len(at))
+def _walk(draw: np.random.Generator, moments: Numbers) -> Numbers:
+    steps = DRIFT * math.sqrt(_HORIZON / _CELLS / _period(draw)) * draw.normal(size=len(moments))
     walk = np.cumsum(steps) + draw.uniform(-DRIFT, DRIFT)
     return np.abs((walk - DRIFT) % (4 * DRIFT) - 2 * DRIFT) - DRIFT  # reflected at the ends
 
 
-def _modes(draw: np.random.Generator, at: Numbers) -> Numbers:
-    return MODES * _two_states(draw, at, _span(draw) / 10)
+def _modes(draw: np.random.Generator, moments: Numbers) -> Numbers:
+    return MODES * _two_states(draw, moments, _period(draw) / 10)
 
 
-def _coin(draw: np.random.Generator, at: Numbers) -> Numbers:
-    return MODES * draw.choice((-1.0, 1.0), len(at))
+def _coin(draw: np.random.Generator, moments: Numbers) -> Numbers:
+    return MODES * draw.choice((-1.0, 1.0), len(moments))
 
 
-def _tails(draw: np.random.Generator, at: Numbers) -> Numbers:
-    return np.where(draw.random(len(at)) < TAIL, draw.uniform(0.2, 2.0, len(at)), 0.0)
+def _tails(draw: np.random.Generator, moments: Numbers) -> Numbers:
+    return np.where(draw.random(len(moments)) < TAIL, draw.uniform(0.2, 2.0, len(moments)), 0.0)
 
 
 OF_TIME: dict[str, Callable[[np.random.Generator, Numbers], Numbers]] = {
     "ramp": _ramp, "step": _step, "sine": _sine, "walk": _walk, "modes": _modes,
 }  # fmt: skip
-"""Factors on all runs at a moment, minus 1; of ``OF_RUN``, on each run independently."""
+"""Functions that return the slowdown (factor minus 1) of all runs at given moments. In ``OF_RUN``:
+of each run, independent of the moment."""
 OF_RUN = {"tails": _tails, "coin": _coin}
 CLOCKS = {
     "steady": (),
@@ -150,7 +154,7 @@ CLOCKS = {
 
 
 class Space:
-    """The configs of a recorded space that do not fail, and their runs [configs, runs] in ms."""
+    """The configs of a recorded space that do not fail, and their times [configs, runs] in ms."""
 
     def __init__(self, name: str, configs: Sequence[Config], runs: Numbers) -> None:
         self.name, self.configs, self.runs = name, tuple(configs), runs
@@ -160,19 +164,19 @@ class Space:
 
     @classmethod
     def read(cls, path: Path, most: int | None) -> Space:
-        """Read a file in T4 format, and take at most ``most`` configs, drawn at random."""
+        """Read at most ``most`` configs, drawn at random, from a file in T4 format."""
         space = RecordedSpace.read(path)
         valid = [c for c in space.configs if not isinstance(space.runs[c.digest], Failure)]
         drawn = np.sort(np.random.default_rng(0).permutation(len(valid))[:most])
-        configs = [valid[place] for place in drawn]
+        configs = [valid[index] for index in drawn]
         return cls(space.name, configs, np.array([space.runs[c.digest] for c in configs]))
 
 
 class Device:
-    """A device on which each config takes as long as some of its recorded runs, times its clocks.
+    """Simulated device: the time of a run is a recorded time of the config, times a clock factor.
 
     Attributes:
-        cost: time of all runs so far, relative to 15 runs of each config.
+        cost: time of all runs so far, without clock factors, relative to 15 runs of each config.
     """
 
     def __init__(self, space: Space, clocks: str, seed: int) -> None:
@@ -181,13 +185,13 @@ class Device:
         order = draw.permuted(np.tile(np.arange(recorded), (configs, 1)), axis=1)[:, :RUNS]
         self._runs = np.take_along_axis(space.runs, np.sort(order, axis=1), axis=1)
         self._duration = float(self._runs[:, :15].sum())
-        at = np.arange(_CELLS) * (_HORIZON / _CELLS)
+        moments = np.arange(_CELLS) * (_HORIZON / _CELLS)
         self._of_time, self._of_run = np.ones(_CELLS), np.ones(_CELLS)
         for name in CLOCKS[clocks]:
             if name in OF_TIME:
-                self._of_time *= 1 + OF_TIME[name](draw, at)
+                self._of_time *= 1 + OF_TIME[name](draw, moments)
             else:
-                self._of_run *= 1 + OF_RUN[name](draw, at)
+                self._of_run *= 1 + OF_RUN[name](draw, moments)
         self._taken, self._number, self._now = [0] * configs, 0, 0.0
 
     @property
@@ -195,7 +199,7 @@ class Device:
         return self._now / self._duration
 
     def run(self, config: int) -> float:
-        """Return the milliseconds of one run. After the last recorded run the first comes again."""
+        """Return the milliseconds of one run. Recorded runs are used in order, cyclically."""
         recorded = float(self._runs[config, self._taken[config] % RUNS])
         cell = min(int(self.cost / _HORIZON * _CELLS), _CELLS - 1)
         factor = float(self._of_time[cell] * self._of_run[self._number % _CELLS])
@@ -206,17 +210,17 @@ class Device:
 
 
 def race(space: Space, device: Device) -> int:
-    """Return the winner's index."""
+    """Race all configs; return the winner's index."""
     search = Racing(space.configs, RACING)
-    places = {config.digest: place for place, config in enumerate(space.configs)}
+    indices = {config.digest: index for index, config in enumerate(space.configs)}
     samples: defaultdict[int, tuple[float, ...]] = defaultdict(tuple)
     while (request := search.ask()) is not None:
-        place = places[request.config.digest]
-        if place not in samples:
-            device.run(place)  # the first run, which compiles
-        taken = tuple(device.run(place) for _ in range(RACING.warmup + request.samples))
+        index = indices[request.config.digest]
+        if index not in samples:
+            device.run(index)  # the first run, which compiles
+        taken = tuple(device.run(index) for _ in range(RACING.warmup + request.samples))
         outcome = Measurement(taken[RACING.warmup :], RACING.warmup)
-        samples[place] += outcome.samples
+        samples[index] += outcome.samples
         search.tell(request, outcome)
     tried = sorted(samples)
     outcomes = [Measurement(samples[each], RACING.warmup) for each in tried]
@@ -226,14 +230,14 @@ def race(space: Space, device: Device) -> int:
 
 
 def five_and_ten(space: Space, device: Device) -> int:
-    times = [[device.run(place) for _ in range(15)][5:] for place in range(len(space.configs))]
+    times = [[device.run(index) for _ in range(15)][5:] for index in range(len(space.configs))]
     return int(np.mean(times, axis=1).argmin())
 
 
 def oracle(space: Space, device: Device) -> int:
-    """Take 16 samples in turn of the ten configs that are known to be the best."""
+    """Return the best of the ten configs with the lowest regret, by 16 interleaved samples each."""
     best = np.argsort(space.regrets, kind="stable")[:10]
-    rounds = [[device.run(int(place)) for place in best] for _ in range(RUNS)]
+    rounds = [[device.run(int(index)) for index in best] for _ in range(RUNS)]
     return int(best[np.median(rounds, axis=0).argmin()])
 
 
@@ -267,7 +271,7 @@ def racing_table(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 class RandomSearch:
-    """Random configs, as :class:`triton_dist.tune.Search`."""
+    """Random configs; implements :class:`triton_dist.tune.Search`."""
 
     def __init__(self, values: Mapping[str, Sequence[Any]], seed: int) -> None:
         self._values, self._draw = values, random.Random(seed)
@@ -298,7 +302,7 @@ def has_optuna() -> bool:
 
 
 def few_table(options: argparse.Namespace) -> list[dict[str, Any]]:
-    # A batch is proposed at a time if candidates are compiled ahead.
+    # A tuner that compiles candidates ahead makes the model propose a batch at a time.
     batch_sizes = {"": 1, ", batches": BATCH_SIZE}
     proposers: dict[str, Callable[..., Any]] = {"surrogate": Surrogate}
     if has_optuna():
@@ -326,23 +330,23 @@ _FINGERPRINT = Fingerprint({}, {}, {}, RACING.fingerprint_fields(), {}, "")
 
 
 class AtSize(NamedTuple):
-    """Key of a recorded size."""
+    """Tuning key of a recorded size."""
 
     M: int
 
 
 class SizedSpace:
-    """An op whose configs were run at many sizes, in a file of ``record_spaces.py``."""
+    """A file of ``record_spaces.py``: run times of an op's configs at many sizes."""
 
     def __init__(self, path: Path) -> None:
         tree = json.loads(gzip.decompress(path.read_bytes()))
         configs = [Config({"config": text}) for text in tree["configs"]]
         self.name = f"{tree['op']} {tree['largest']}, {tree['ranks']} GPU"
         self.runs: dict[int, dict[Config, list[float]]] = {
-            int(M): {configs[int(at)]: each for at, each in by.items() if isinstance(each, list)}
-            for M, by in tree["sizes"].items()
+            int(M): {configs[int(i)]: each for i, each in runs.items() if isinstance(each, list)}
+            for M, runs in tree["sizes"].items()
         }
-        self.fallback = frozenset(configs[place] for place in tree["fallback"])
+        self.fallback = frozenset(configs[index] for index in tree["fallback"])
         self.waves: dict[int, dict[Config, float | None]] = {
             int(M): dict(zip(configs, each, strict=True))
             for M, each in tree.get("waves", {}).items()
@@ -351,7 +355,7 @@ class SizedSpace:
     def tuned(
         self, M: int, search: protocols.Search, draw: random.Random
     ) -> tuple[TuningRecord, float]:
-        """Return the record of a search at ``M``, and the milliseconds of its runs."""
+        """Replay ``search`` at ``M``; return its record, and the milliseconds of all runs."""
         shuffled = {c.digest: draw.sample(list(r), len(r)) for c, r in self.runs[M].items()}
         replay, outcomes = Replay(shuffled), {}
         while (request := search.ask()) is not None:
@@ -365,7 +369,14 @@ class SizedSpace:
     def warm_started(
         self, M: int, known: Mapping[int, TuningRecord], waves: bool, milliseconds: float
     ) -> protocols.Search:
-        """Return the search at ``M`` from the ``known`` sizes, with or without ``waves_fn``."""
+        """Return a warm-started search at ``M``.
+
+        Args:
+            M: the size.
+            known: records of tuned sizes.
+            waves: extrapolate latencies by the number of waves of the grid.
+            milliseconds: device time of the search.
+        """
         far = {size: distance((size,), (M,)) for size in known}
         near = nearest(
             (far[size], (size,), known[size]) for size in known if far[size] <= MAX_DISTANCE
@@ -378,7 +389,7 @@ class SizedSpace:
         return ShortRace(few, RACING, milliseconds)
 
     def regret(self, M: int, record: TuningRecord) -> tuple[float, bool]:
-        """Return the regret of the winner at ``M``, and whether it is near the best."""
+        """Return the regret of the record's winner at ``M``, and whether it counts as near."""
         medians = {config.digest: statistics.median(r) for config, r in self.runs[M].items()}
         best = min(self.runs[M], key=lambda config: medians[config.digest])
         regret = medians[record.best.digest] / medians[best.digest] - 1
@@ -453,7 +464,7 @@ def _axes(most: int) -> dict[str, Sequence[Any]]:
 
 
 def _fits(config: Mapping[str, Any]) -> bool:
-    """Return whether tiles in flight fit shared memory, and the output the registers."""
+    """Return whether the loaded tiles fit in shared memory, and the output tile in registers."""
     M, N, K = (config[name] for name in "MNK")
     in_flight = (M + N) * K * 2 * config["stages"]
     return (
@@ -510,7 +521,7 @@ def matmul_table(options: argparse.Namespace) -> list[dict[str, Any]]:
     for M, N, K in options.shape or SHAPES:
         A = torch.randn(M, K, device=device, dtype=torch.float16)
         B = torch.randn(K, N, device=device, dtype=torch.float16)
-        # The models first: kernels that racing leaves compiled in memory would help them.
+        # Racing is last: the models would profit from kernels that racing leaves in memory.
         models = ["surrogate", *(["optuna"] if has_optuna() else [])]
         tuners = {**{each: _by_model(each, options.tries) for each in models}, "racing": matmul}
         found: dict[str, dict[str, Any]] = {"torch.matmul": {}}
@@ -559,14 +570,20 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[dict[str, Any
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("table", nargs="?", choices=TABLES, help="default: all but matmul")
-    parser.add_argument("--folder", type=Path, default=DATA, help="of recorded spaces")
-    parser.add_argument("--draws", type=int, default=30, help="tunings of each row")
-    parser.add_argument("--configs", type=int, help="racing: configs of each space, at random")
-    parser.add_argument("--clocks", nargs="+", choices=CLOCKS, help="racing: default: all")
+    parser.add_argument("--folder", type=Path, default=DATA, help="folder with recorded spaces")
+    parser.add_argument("--draws", type=int, default=30, help="number of tunings for each row")
     parser.add_argument(
-        "--tries", type=int, default=200, help="few, matmul: configs that are tried"
+        "--configs", type=int, help="racing: number of configs of each space, drawn at random"
     )
-    parser.add_argument("--milliseconds", type=float, default=30.0, help="warm-start: device time")
+    parser.add_argument(
+        "--clocks", nargs="+", choices=CLOCKS, help="racing: changes of the clocks; default: all"
+    )
+    parser.add_argument(
+        "--tries", type=int, default=200, help="few, matmul: number of configs that are tried"
+    )
+    parser.add_argument(
+        "--milliseconds", type=float, default=30.0, help="warm-start: device time of a tuning"
+    )
     parser.add_argument("--shape", type=int, nargs=3, action="append", metavar=("M", "N", "K"))
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args(arguments)

@@ -5,11 +5,12 @@
         --heads 32/32,32/8 --verbose
     bash scripts/launch.sh benchmarks/bench_sequence_parallel.py --tokens-random 40 --best 4
 
-The baseline of the Ulysses ops is NCCL's all-to-all between two permutations; their limit is the
-bytes that a rank sends, at --link GB/s. The baselines of AllGather-attention are NCCL's all-gather
-before the attention, and torch's ``context_parallel``, which runs without graph; its limit is the
-larger of the rank's share of attention by the best library and of NCCL's all-gather. Every result
-is compared with the baseline. Calls are interleaved, with a cold L2 cache; a sample is the slowest
+The baseline of the Ulysses ops ("pre", "post") is a permutation, NCCL's all-to-all, and another
+permutation. Their limit is the time to send a rank's bytes at --link GB/s. AllGather-attention
+("attn") has two baselines: NCCL's all-gather before the attention, and torch's
+``context_parallel``, which is not captured in a graph. Its limit is the larger of two times: the
+fastest library's whole attention divided by the ranks, and NCCL's all-gather. Every result is
+compared with the baseline. Calls are interleaved, with a cold L2 cache; a sample is the slowest
 rank's time.
 """
 
@@ -60,7 +61,7 @@ def configs(op: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
 def measure(
     op: Any, call: Callable[..., Any], limit_us: float, options: argparse.Namespace, name: str
 ) -> tuple[float, float]:
-    """Check, capture and time the configs of ``op``; return the best and the library's time."""
+    """Check and time the configs of ``op``; return the best time and the library's, in us."""
     want = call(algorithm="collective")
     calls: dict[str, Callable[[], Any]] = {LIBRARY: lambda: call(algorithm="collective")}
     for config in configs(op, options):
@@ -89,7 +90,7 @@ def measure(
 
 
 def ulysses(tokens: int, heads: tuple[int, int], options: argparse.Namespace) -> list[float]:
-    """Measure both Ulysses ops; return the speed relative to the library."""
+    """Measure the Ulysses ops; return the speed of each relative to the library."""
     rank, size, dtype = dist.get_rank(), dist.get_world_size(), torch.bfloat16
     device, dim = current_device().torch_device, options.dim
     ratios = []
@@ -114,7 +115,7 @@ def ulysses(tokens: int, heads: tuple[int, int], options: argparse.Namespace) ->
 
 
 def attention(tokens: int, heads: tuple[int, int], options: argparse.Namespace) -> list[float]:
-    """Measure AllGather-attention; return the speed relative to NCCL and context_parallel."""
+    """Measure AllGather-attention; return the speed relative to each call of a baseline."""
     rank, size, dtype = dist.get_rank(), dist.get_world_size(), torch.bfloat16
     device, dim = current_device().torch_device, options.dim
     local = tokens // size // 2 * 2
@@ -164,7 +165,7 @@ def attention(tokens: int, heads: tuple[int, int], options: argparse.Namespace) 
 def compare_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: Any, backend: str
 ) -> None:
-    """Report if both algorithms differ: they make equal calls of the library."""
+    """Report differences between the results of both algorithms, which call the same library."""
     found, want = (
         sp_ag_attention.fn(q, k, v, ctx, algorithm=name, backend=backend)
         for name in ("copy_engine", "collective")
@@ -184,7 +185,7 @@ def compare_attention(
 def context_parallel_calls(
     whole: Sequence[torch.Tensor], stack: ExitStack
 ) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return torch's causal attention inside ``context_parallel``, which ``stack`` enters."""
+    """Return calls of torch's causal attention in ``context_parallel``, which ``stack`` enters."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
@@ -209,15 +210,17 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ops", default="pre,post,attn", help="some of: %(default)s")
-    parser.add_argument("--tokens", default="8000,16384", help="of all ranks")
+    parser.add_argument("--tokens", default="8000,16384", help="tokens over all ranks")
     parser.add_argument("--tokens-random", type=int, metavar="N", help="measure N random numbers")
     parser.add_argument("--heads", default="32/32,32/8", help="q heads / KV heads")
     parser.add_argument("--dim", type=int, default=128, help="elements of a head")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no row after this time")
     parser.add_argument("--quick", action="store_true", help="few configs")
-    parser.add_argument("--best", type=int, default=0, help="only the first configs")
+    parser.add_argument("--best", type=int, default=0, help="number of configs; 0: all")
     parser.add_argument("--rounds", type=int, default=25 if is_cuda() else 1)
-    parser.add_argument("--link", type=float, default=375.0, help="GB/s, one direction")
+    parser.add_argument(
+        "--link", type=float, default=375.0, help="GB/s of a GPU's links in one direction"
+    )
     parser.add_argument("--limit", type=int, default=300, help="seconds per row")
     parser.add_argument("--scale", type=int, default=1 if is_cuda() else 256, help="divide tokens")
     parser.add_argument("--verbose", action="store_true", help="list every config")

@@ -2,10 +2,10 @@
 
     scripts/python benchmarks/gpu_pages.py gpu-report
 
-The command makes a page of tables from the JSON files of the steps that ``gpu_report.py`` ran, with
-the commit and day of each step, and lists the steps that did not run. No number is typed by hand.
-Records of packs in the folder are merged into the records that ship; the latest result of each key
-is kept. The folder may also contain only packs.
+The folder is the output of ``gpu_report.py``, or contains only packs (archives of tuning records).
+From the JSON files of the report's steps, the command writes a page with a table for each step, the
+step's commit and day, and a list of steps that did not run. Records of packs are merged into the
+records that ship with the package; the latest result of each key is kept.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PAGE = ROOT / "docs" / "explanation" / "performance-report.md"
 RECORDS = ROOT / "python" / "triton_dist" / "records"
 _TITLE = "What a GPU report measured"
 _SHOWN = 20
-"""Lines at the end of a log, where a step shows its own table, if it has none here."""
+"""Last lines of a log that are shown for a step without a table."""
 Tree = dict[str, Any]
 
 
@@ -84,7 +84,7 @@ def _markdown(table: Table) -> Iterator[str]:
 
 
 def put_into_index(page: Path) -> None:
-    """Add a page to the index of the documentation, after the other performance page."""
+    """Add ``page`` to the index of the documentation, after the page performance.md."""
     index = page.parents[1] / "README.md"
     entry = f"- [{_TITLE}]({page.parent.name}/{page.name})"
     lines = index.read_text("utf-8").splitlines() if index.exists() else []

@@ -6,11 +6,11 @@
     scripts/python benchmarks/gpu_report.py --minutes 5 --out report --steps "any M"
     scripts/python benchmarks/gpu_report.py --minutes 30 --out /tmp/tried --ranks 2
 
-Each step is a command of this repository, with one rank per GPU and its own limit. The folder
-receives its JSON files and logs. ``report.json`` and ``report.md`` list commit, machine and
-versions of each step, how it ended, and the steps that did not run. The same command resumes:
-finished steps are not repeated, interrupted and failed steps are. --steps selects the steps whose
-name contains the text.
+Each step is a command of this repository, with one rank per GPU and a time limit. Its JSON files
+and log are written to the folder --out. ``report.json`` and ``report.md`` list the machine and the
+versions, and for each step its commit and how it ended, or that it did not run. The same command
+resumes: finished steps are not repeated; interrupted and failed steps are. --steps selects steps
+whose name contains the text.
 
 The exit status is the number of steps that failed.
 """
@@ -41,23 +41,23 @@ from triton_dist.runtime.device import current_device
 
 ROOT = Path(__file__).parents[1]
 _GRACE = 10.0
-"""Seconds between asking a step to end and ending it."""
+"""Seconds between SIGINT and SIGKILL to a step that exceeded its time."""
 _SHOWN = 60
-"""Lines of a log that the report shows: the end, where tables are."""
+"""Last lines of a log that the report shows. Steps print their tables at the end."""
 DONE, FAILED, CUT_OFF, NOT_REACHED = "done", "failed", "cut off", "not reached"
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command, with placeholders.
+    """A command of the report.
 
-    ``{out}`` is the path of the results without a suffix; ``{launch}`` starts a program on all
-    ranks.
+    In ``command``, ``{out}`` is replaced by the path of the results without a suffix, and
+    ``{launch}`` by a command that starts a program on all ranks.
     """
 
     name: str
     minutes: float
-    """It is cut off after these."""
+    """Time limit, after which the step is ended."""
     command: str
 
     @property
@@ -170,7 +170,7 @@ def run_step(step: Step, folder: Path, seconds: float, ranks: int) -> dict[str, 
 
 
 def _ended(process: subprocess.Popen[Any], seconds: float) -> int | None:
-    """Return the exit status; ``None`` if the step was ended, with all its processes."""
+    """Return the exit status; ``None`` if all processes were ended after ``seconds``."""
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -188,7 +188,7 @@ def now() -> str:
 
 
 def commit() -> str:
-    """Return the commit of this tree, with ``+`` if files differ from it; empty without git."""
+    """Return this tree's commit, with ``+`` if files differ from the commit; empty without git."""
     try:
         run = subprocess.run(
             ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
@@ -245,7 +245,7 @@ def write(report: dict[str, Any], folder: Path) -> None:
 
 
 def table(report: dict[str, Any]) -> Table:
-    """Return a table of how each step ended."""
+    """Return a table with the end of each step: state, seconds, commit."""
     found = Table(title="GPU report", title_justify="left")
     for name in ("step", "", "s", "commit"):
         found.add_column(name)
@@ -263,8 +263,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", default="", help="run only steps whose name has this text")
     parser.add_argument(
         "--ranks", type=int, default=0,
-        help="more than there are GPUs, or CPU ranks without GPUs: tries the commands, and "
-        "its times mean nothing; default: a rank on every GPU",
+        help="number of ranks; default: number of GPUs. With more ranks than GPUs, or on CPU "
+        "ranks, the run only tests the commands, and times are not meaningful",
     )  # fmt: skip
     parser.add_argument("--list", action="store_true", help="list the steps")
     options = parser.parse_args(arguments)
@@ -277,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     ranks = options.ranks or torch.cuda.device_count()
     if ranks == 0:
-        parser.error("there is no GPU here; --list shows what would be run, --ranks 2 tries it")
+        parser.error("there is no GPU; --list shows the steps, --ranks 2 tests them on CPU ranks")
     report = run(steps, options.out.absolute(), options.minutes, ranks)
     console().print(table(report))
     return sum(step["state"] == FAILED for step in report["steps"].values())

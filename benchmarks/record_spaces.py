@@ -3,9 +3,10 @@
     bash scripts/launch.sh benchmarks/record_spaces.py --op ag_gemm --out ag_gemm_sizes.json.gz
     bash scripts/launch.sh benchmarks/record_spaces.py --op matmul --random 24 --out sizes.json.gz
 
-At each M every unpruned config is run ``--runs`` times: interleaved, cold L2, ranks aligned,
-slowest rank of each sample. ``bench_search_quality.py`` replays the file. For each M it contains
-the times of each config by its index in ``configs``, or the reason of its failure, and its waves.
+At each M, every config that is not pruned is run ``--runs`` times: interleaved, cold L2, ranks
+aligned, slowest rank of each sample. ``bench_search_quality.py`` replays the file. For each M, the
+file has the times or the failure of each config (by its index in ``configs``), and the number of
+waves of its grid.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--op", choices=["matmul", *INFOS], default="matmul")
-    parser.add_argument("--layer", help="N:K, or its name; default: the first")
+    parser.add_argument("--layer", help="name of a layer, or N:K; default: the first layer")
     parser.add_argument("--M", type=parse_numbers, default=_SIZES)
     parser.add_argument("--random", type=int, default=0, help="number of further M, log-uniform")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random M")
@@ -66,7 +67,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _layer(name: str | None, info: OpInfo[Any] | None) -> Callable[[int], Any]:
-    """Return the shape with ``rows`` rows.
+    """Return a function of M that returns the shape of the layer.
 
     Raises:
         KeyError, ValueError: there is no such layer.
@@ -84,7 +85,7 @@ def _shape(N: int, K: int, M: int) -> Shape:
 
 
 class Recorder:
-    """The space of one op, recorded at one size after another. Collective."""
+    """Records the config space of one op at several M. Collective."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -93,12 +94,12 @@ class Recorder:
         self.configs = list(self.op.config_space)
 
     def record(self) -> dict[str, Any]:
-        """Return the runs of all configs, by M."""
+        """Return the content of the file: the runs and waves of all configs, by M."""
         sizes, waves = {}, {}
         for M, (args, kwargs) in self._calls():
             sizes[str(M)] = self._runs(M, args, kwargs)
             waves[str(M)] = self._waves(args, kwargs)
-        fallback = [place for place, each in enumerate(self.configs) if self.op.fallback_fn(each)]
+        fallback = [index for index, each in enumerate(self.configs) if self.op.fallback_fn(each)]
         return {
             "op": self.options.op, "largest": str(self._shape(max(self.options.M))),
             "ranks": dist.get_world_size(), "hardware": dict(current_device().facts()),
@@ -107,7 +108,7 @@ class Recorder:
         }  # fmt: skip
 
     def _shape(self, M: int) -> Any:
-        """Return the shape of ``M``; on CPU ranks with as many rows and small other sizes."""
+        """Return the shape with M rows. On CPU ranks, N and K are reduced."""
         shape = self.options.shape(M)
         if is_cuda():
             return shape
@@ -115,7 +116,7 @@ class Recorder:
         return dataclasses.replace(shape, N=N, K=K)
 
     def _calls(self) -> Iterator[tuple[int, Call]]:
-        """Return a call of each config. The calls are valid until the next size."""
+        """Yield each M and the arguments of a call, which are valid until the next M."""
         if self.info is None:
             for M in self.options.M:
                 yield M, self._matrices(self._shape(M))
@@ -127,16 +128,16 @@ class Recorder:
                 yield M, self.info.arguments(operands, ctx)
 
     def _waves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float | None]:
-        """Return the waves of each config, ``None`` if unknown."""
+        """Return the number of waves of each config's grid, ``None`` if unknown."""
         key, sizes = self.op.key_fn(*args, **kwargs), self.op.sizes
         assert sizes is not None, "an op without sizes has no neighbours"
         own = sizes.values(key)
         return [sizes.waves(key, config, own) for config in self.configs]
 
     def _matrices(self, shape: Shape) -> Call:
-        place = current_device().torch_device
-        A = torch.randn(shape.M, shape.K, dtype=torch.bfloat16, device=place)
-        B = torch.randn(shape.N, shape.K, dtype=torch.bfloat16, device=place).T
+        device = current_device().torch_device
+        A = torch.randn(shape.M, shape.K, dtype=torch.bfloat16, device=device)
+        B = torch.randn(shape.N, shape.K, dtype=torch.bfloat16, device=device).T
         return (A, B), {}
 
     def _runs(self, M: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,7 +158,7 @@ class Recorder:
         return runs
 
     def _first_run(self, call: Callable[[], Any]) -> str:
-        """Return why the config fails on some rank; an empty text if it does not."""
+        """Return why a config fails on some rank; an empty text if it works on all."""
         reason = ""
         try:
             call()

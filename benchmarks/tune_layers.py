@@ -4,11 +4,14 @@
     scripts/triton-dist pack ag_gemm --out tuned/ag_gemm.tdpack
     scripts/python benchmarks/gpu_pages.py tuned
 
-Powers of two are tuned in full, and the ranges between them are warm-started. Records are stored in
-``TRITON_DIST_CACHE_DIR``. Keys with a record, own or shipped, are not tuned again: delete the op's
-file in records/ first. Run it once for each number of ranks, on an idle machine. CPU ranks scale
-sizes down. With --run each winner is called once, which loads its kernels. This makes a pack for
-hosts without a compiler:
+Ranges of M (rows) share a tuning. Ranges that end at a power of two are tuned in full. The other
+ranges are warm-started: only the best configs of near ranges are measured. Records are stored in
+``TRITON_DIST_CACHE_DIR``. Keys that have a local or shipped record are not tuned again, so delete
+the op's file in records/ first. Run the command for each number of ranks, on an idle machine. On
+CPU ranks, sizes are reduced.
+
+With --run, each winner is called once, which loads its kernels. This makes a pack for hosts without
+a compiler:
 
     scripts/triton-dist pack --kernels --out ag_gemm.NVIDIA_H200.tdpack -- \
         bash scripts/launch.sh --nproc_per_node=4 benchmarks/tune_layers.py --op ag_gemm --run
@@ -36,7 +39,8 @@ from triton_dist.utils import dist_print, finalize_distributed, initialize_distr
 
 _MOST = 16384
 _WARM_START_MS = "400"
-"""Device time for each M that is not tuned in full: more than a first call takes."""
+"""Device time in ms of the measurement for each M that is not tuned in full. It is longer than the
+default, which limits the delay of a program's first call."""
 _WARM_START = "TRITON_DIST_AUTOTUNE_WARM_START_MS"
 _CPU_SCALE = 512
 
@@ -46,7 +50,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--op", choices=list(GEMM_OPINFOS), default="ag_gemm")
-    parser.add_argument("--M", type=parse_numbers, help="global rows; default: every range")
+    parser.add_argument("--M", type=parse_numbers, help="global rows; default: one M of each range")
     parser.add_argument("--layers", help="names of models, separated by commas; default: all")
     parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
     parser.add_argument("--run", action="store_true", help="call the op once at each size")
@@ -60,12 +64,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def every_range(most: int = _MOST) -> list[int]:
-    """Return one size of each range up to ``most``: powers of two first, then the others.
+    """Return one M of each range up to ``most``: first powers of two, then others.
 
-    The largest size is first, because smaller sizes use the kernels that it compiles. A range of
-    multiples of 32 is represented by its end. Another range is represented by the size in its
-    middle, because no size is far from it; if this is a multiple of 16, by the next size, because
-    libraries may have special kernels for multiples of 16.
+    In both parts, the largest M is first, because smaller M reuse its compiled kernels. A range
+    that ends at 16 or less, or at a multiple of 32, is represented by its end. Another range is
+    represented by its middle, which is near all sizes of the range. If the middle is a multiple of
+    16, the M two below represents the range, because libraries may have special kernels for
+    multiples of 16.
     """
     ends = sorted({tune.fine_bucket(n) for n in range(1, most + 1)})
     middles = [(below + 1 + end) // 2 for below, end in itertools.pairwise([0, *ends])]
@@ -82,13 +87,13 @@ def is_in_full(M: int) -> bool:
 
 
 def shapes(options: argparse.Namespace, num_ranks: int) -> list[list[Shape]]:
-    """Return the shapes of each layer, each once: first the rows that are tuned in full."""
+    """Return the different shapes of each layer, first shapes with an M that is tuned in full."""
     scale = 1 if is_cuda() else _CPU_SCALE
     layers = {
         (each["N"], each["K"]) for name, each in LAYER_CONFIGS.items() if name in options.layers
     }
     info = GEMM_OPINFOS[options.op]
-    # Round down to a multiple of the ranks: a middle may be odd.
+    # Round down to a multiple of the number of ranks.
     rows = options.M or [max(M // num_ranks, 1) * num_ranks for M in every_range()]
     return [
         list(dict.fromkeys(info.smaller(info.layer(M, N, K), scale, num_ranks) for M in rows))
@@ -98,7 +103,7 @@ def shapes(options: argparse.Namespace, num_ranks: int) -> list[list[Shape]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    beside = os.environ.get(_WARM_START, _WARM_START_MS)
+    warm_start_ms = os.environ.get(_WARM_START, _WARM_START_MS)
     initialize_distributed()
     begin, dtype = time.perf_counter(), dtype_named(options.dtype)
     info, layers = GEMM_OPINFOS[options.op], shapes(options, dist.get_world_size())
@@ -108,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with info.context(largest, dtype) as ctx:
             for shape in asked:
                 number += 1
-                os.environ[_WARM_START] = "0" if is_in_full(shape.M) else beside
+                os.environ[_WARM_START] = "0" if is_in_full(shape.M) else warm_start_ms
                 op = TunedOp(info, shape, dtype, ctx, Choice(0))
                 if options.run:
                     op.run()

@@ -74,7 +74,7 @@ def test_commands_name_files_that_are_there(capsys):
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr(gpu_report.torch.cuda, "device_count", lambda: 0)
-    for arguments, said in ([], "there is no GPU here"), (["--steps", "nothing"], "none of"):
+    for arguments, said in ([], "there is no GPU; "), (["--steps", "nothing"], "none of"):
         with pytest.raises(SystemExit):
             gpu_report.main(arguments)
         assert said in capsys.readouterr().err

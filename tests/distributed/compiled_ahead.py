@@ -48,7 +48,7 @@ def is_rehearsal() -> bool:
 
 def note(prepare: Callable[[], object]) -> None:
     """Note what ``prepare``, which compiles the kernels of a call, would compile."""
-    _noted[-1].extend(_pools[-1].missing(prepare))
+    _noted[-1].extend(_pools[-1].collect(prepare))
 
 
 def compile_together(prepares: Iterable[Callable[[], object]]) -> None:
