@@ -12,9 +12,10 @@ all-gather and reduce-scatter, and NCCL's all-to-all. The splits of the all-to-a
 before; a real call would have to wait for them on the host. Both baselines include our launch that
 sorts by expert (the layout).
 
-The link time is the bytes that a rank sends or receives, at --link GB/s; the memory time is the
-bytes that a rank reads and writes, at --memory GB/s. Every result is compared with the
-all-gather's. Calls are interleaved, with a cold L2 cache; a sample is the slowest rank's time.
+The link time is the time for the bytes that rank 0 sends, or receives if these are more, at --link
+GB/s. The memory time is the time for the bytes that rank 0 reads and writes, at --memory GB/s.
+Every result is compared with the all-gather's. Calls are interleaved, with a cold L2 cache; a
+sample is the slowest rank's time.
 
 At the end, the worst and the mean speed relative to each baseline are printed. Each row is written
 to --json immediately, and the same command resumes.

@@ -32,7 +32,7 @@ class About:
     function: str
     """Name of the kernel function, and name of its files without ``.<level>``."""
     arch: int
-    """Compute capability, such as 90; ``UNKNOWN`` if the IR has no target."""
+    """Compute capability times 10, such as 90; ``UNKNOWN`` if the IR has no target."""
     specialisation: Specialisation | None
     """``None``: unknown, because another tool wrote the artefact."""
     options: Mapping[str, Any]
@@ -58,7 +58,7 @@ class About:
         Args:
             level: level of the artefact; only TTIR can be compiled for any GPU.
             launched: specialisation of the launch.
-            arch: compute capability of the GPU, such as 90.
+            arch: compute capability of the GPU times 10, such as 90.
         """
         found = [] if self.specialisation is None else self.specialisation.mismatches(launched)
         if level != "ttir" and self.arch not in (arch, UNKNOWN):

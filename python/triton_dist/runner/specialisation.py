@@ -30,7 +30,7 @@ class Specialisation:
     """Types, constants and alignments of arguments: everything that Triton specialises on."""
 
     types: Mapping[str, Any]
-    """Type of each argument by name: a text such as ``*fp16``, or a tuple of types."""
+    """Type of each argument by name: a string such as ``*fp16``, or a tuple of types."""
     constants: Mapping[ArgumentPath, codec.Tree]
     attributes: Mapping[ArgumentPath, Mapping[str, int]]
     """Attributes of each argument by path, such as ``{"tt.divisibility": 16}``."""

@@ -73,8 +73,7 @@ def folder_of(name: Any) -> Path:
 def compile_with_toolchain(
     function: Any, name: str, specialisation: Specialisation, options: Mapping[str, Any], arch: int
 ) -> Artefact:
-    """Return the artefact of ``function`` that toolchain ``name`` compiles for compute capability
-    ``arch``.
+    """Return the artefact of ``function`` that toolchain ``name`` compiles for ``sm_<arch>``.
 
     Raises:
         InvalidArgument: unknown toolchain, or a kernel that another process cannot import.

@@ -34,7 +34,7 @@ from triton_dist.testing.rank_process import RankCall, RankTask, Returned
 T = TypeVar("T")
 
 EXIT_SECONDS = 10.0
-"""Time that a rank has to exit after its report."""
+"""Seconds within which a rank must exit after its last report."""
 
 _server_settings: dict[str, str] | None = None
 """Environment variables of the fork server that torch and Triton read at import."""
@@ -219,7 +219,7 @@ class _Rank:
         limit = time.monotonic() + 2.0
         while self.process.is_alive() and time.monotonic() < limit:
             if self.stacks.exists() and self.stacks.stat().st_size:
-                time.sleep(0.05)  # let it finish the last thread
+                time.sleep(0.05)  # faulthandler may not have written all threads yet
                 break
             time.sleep(0.01)
         text = self.stacks.read_text() if self.stacks.exists() else ""

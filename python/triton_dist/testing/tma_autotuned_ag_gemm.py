@@ -1,4 +1,4 @@
-"""AllGather-GEMM with a ``triton.autotune`` consumer, tuned by calling the whole op."""
+"""AllGather-GEMM whose GEMM kernel has ``triton.autotune``, tuned by calling the whole op."""
 
 from __future__ import annotations
 

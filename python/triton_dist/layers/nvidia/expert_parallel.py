@@ -51,14 +51,14 @@ def ep_experts(
     keep_gathered: bool = False,
     exact_sizes: bool = False,
 ) -> torch.Tensor:
-    """Return the weighted sum over experts of ``(silu(x @ gate) * (x @ up)) @ down``. Collective.
+    """Return each token's weighted sum of ``(silu(x @ gate) * (x @ up)) @ down`` over its experts.
 
-    Differentiable. The host waits for the device only with ``exact_sizes``, or for the gradients of
-    weights if torch has no native grouped GEMM.
+    Differentiable; collective. The host waits for the device only with ``exact_sizes``, or for the
+    gradients of weights if torch has no native grouped GEMM.
 
     Args:
         x: [tokens, hidden], tokens of this rank, possibly 0 tokens; fp16, bf16 or fp32.
-        ids: [tokens, topk], int32 or int64: experts of each token; -1 is masked.
+        ids: [tokens, topk], int32 or int64: experts of each token; -1: no expert.
         scales: fp32 [tokens, topk], weights of the experts.
         gate_up: [E / ranks, hidden, 2 * I], weights of this rank's experts, dtype of x.
         down: [E / ranks, I, hidden], dtype of x.

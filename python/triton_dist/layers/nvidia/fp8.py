@@ -121,7 +121,7 @@ def fp8_product(
         routing: for MoE methods: expert ids [M, topk]; methods that sum over a token's experts
             also take their weights [M, topk].
         out_dtype: dtype of the result.
-        ranks: name of a ``TensorParallel`` or ``Collectives``.
+        ranks_name: name of a ``TensorParallel`` or ``Collectives``.
     """
     A, A_scale, B, B_scale = operands
     scaling = {"A_scale": A_scale, "B_scale": B_scale, "out_dtype": out_dtype}

@@ -90,7 +90,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
     """Layout of the scales of fp8 weights; ``None`` for other weights. Each fp8 parameter has a
     second parameter with its scales, and a third one if the checkpoint has static input scales."""
     stock_columns: int | None = None
-    """Columns of the replaced module's weight if zeros pad them to whole blocks, else ``None``."""
+    """Number of columns of the replaced module's weight if zeros pad them, else ``None``."""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
                     unexpected_keys.append(key)
 
     def _init_ctx(self, max_M: int = 0, *unused: Any, M: int = 0, **also_unused: Any) -> None:
-        """Create contexts for calls of up to ``max_M`` tokens over all ranks. Collective.
+        """Create contexts (memory of the ops) for ``max_M`` tokens over all ranks. Collective.
 
         ``M`` is an alias of ``max_M``. All other arguments, which existing scripts pass, are
         ignored.
@@ -464,7 +464,7 @@ class TokenLayer(TensorParallelLayer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [..., hidden] for x [..., hidden], in the layer's mode.
 
-        The first call of a shape tunes the ops.
+        The first call with a shape tunes the ops.
 
         Raises:
             InvalidArgument: x has a wrong shape, dtype or device.

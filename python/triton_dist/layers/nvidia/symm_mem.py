@@ -3,9 +3,9 @@
 The functions take the arguments of torch's operators. Their results differ from torch's only by
 rounding. The functions also run on CPU ranks.
 
-Contexts (symmetric memory of an op) are created for M rounded up to a power of two. The first call
-with a new rounded M is collective and creates a context, which lives as long as the process. The
-first call with a new shape tunes the op.
+A context (symmetric memory of an op) is created for the number of rows, rounded up to a power of
+two. The first call with a new rounded number is collective and creates a context, which lives as
+long as the process. The first call with a new shape tunes the op.
 """
 
 from __future__ import annotations

@@ -178,11 +178,11 @@ class Collectives:
         return rows @ B
 
     def gemm_rs(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of the sum of ``A @ B``: [M, k] and [k, N] to [m, N]."""
+        """Return this rank's rows of the sum over ranks of ``A @ B``: [M, k], [k, N] to [m, N]."""
         return self.reduce_scatter(A @ B)
 
     def gemm_ar(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        """Return the sum of ``A @ B`` over ranks: [M, k] and [k, N] to [M, N]."""
+        """Return the sum over ranks of ``A @ B``: [M, k] and [k, N] to [M, N]."""
         return self.all_reduce(A @ B)
 
     def group_gemm(self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -199,7 +199,7 @@ class Collectives:
         return C
 
     def ag_group_gemm(self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return ``group_gemm`` of all ranks' tokens: A is [m, K], B, ids and result as there."""
+        """Return ``group_gemm`` of the gathered A [m, K]. Other shapes are equal."""
         return self.group_gemm(self.all_gather(A), B, ids)
 
     def moe_reduce_rs(

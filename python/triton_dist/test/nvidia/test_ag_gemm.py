@@ -1,7 +1,7 @@
 """AllGather-GEMM on all ranks: ``bash scripts/launch.sh test_ag_gemm.py --case check``.
 
-``check``: five times, compare the op with all-gather and matmul, with new data and random bytes in
-the workspace. ``correctness_tma_autotune``: the same comparison for a GEMM kernel that
+``check``: compare the op with all-gather and matmul five times, each time with new data and random
+bytes in the workspace. ``correctness_tma_autotune``: the same comparison for a GEMM kernel that
 ``contextual_autotune`` tunes inside the op. ``perf``: time the tuned op, its baselines and its
 parts. CPU ranks use small shapes. M per rank is odd.
 """

@@ -89,7 +89,7 @@ class AllGatherGEMMOpInfo(GEMMOpInfo):
         return torch.matmul(rows, B).to(self.dtypes(operands["A"].dtype)[1])
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return the baselines. The GEMM alone multiplies the rows that are gathered now."""
+        """Return the baselines. The GEMM alone uses rows that this method gathers once."""
         A, B, group, scales = operands["A"], operands["B"], ctx.group, scales_of(operands)
         rows, all_scales = gather(A, scales, group)
 

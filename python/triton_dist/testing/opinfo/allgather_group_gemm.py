@@ -104,7 +104,7 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
         return routed_product(rows, operands["b"], operands["full_topk_ids"], dtype, scales)
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return the baselines. The GEMM alone multiplies the rows that are gathered now."""
+        """Return the baselines. The GEMM alone uses rows that this method gathers once."""
         a, b, ids = operands["a"], operands["b"], operands["full_topk_ids"]
         group, scales = ctx.group, scales_of(operands)
         rows, all_scales = gather(a, scales, group)
@@ -131,7 +131,7 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
         return baselines
 
     def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:
-        """Return the cost. Only weights of experts that have tokens, on average, are read."""
+        """Return the cost. Weights are read for the expected number of experts with tokens."""
         routes, N, (operand, result) = shape.M * shape.topk, shape.N / num_ranks, self.dtypes(dtype)
         elements = shape.M * shape.K + shape.used_experts * shape.K * N
         return Cost(

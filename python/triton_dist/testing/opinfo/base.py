@@ -274,7 +274,7 @@ class OpInfo(ABC, Generic[S]):
         return config["algorithm"] not in libraries
 
     def algorithm(self, config: Mapping[str, Any]) -> Hashable:
-        """Return the algorithm of a config, without tiles and layouts."""
+        """Return a config's values of ``algorithm`` and ``algorithm_tunables``."""
         return (config["algorithm"], *(config.get(name) for name in self.algorithm_tunables))
 
     @abstractmethod

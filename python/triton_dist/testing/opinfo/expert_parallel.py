@@ -115,7 +115,7 @@ class EPOpInfo(OpInfo[TokenShape]):
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
         """Return a baseline: the op with the library's all-gather or reduce-scatter.
 
-        For the combine, the routing is fixed now: later changes of ids and weights have no effect.
+        The baseline of a combine uses the routing at the time when this method is called.
         """
         args, _ = self.arguments(operands, ctx)
 

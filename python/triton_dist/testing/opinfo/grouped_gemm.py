@@ -94,8 +94,8 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
         """Return the baselines.
 
         ``dense`` multiplies all rows by one expert. ``grouped_mm alone`` is torch's grouped GEMM of
-        rows that are sorted now, so later changes of the ids have no effect; for fp8, there is also
-        a bf16 version. With block-wise scales, torch's grouped GEMMs use row-wise scales of 1.
+        rows that this method sorts, so later changes of the ids have no effect. For fp8, there is
+        also a bf16 version. Row-wise scales of 1 replace block-wise scales in torch's grouped GEMM.
         """
         A, B, ids, scales = operands["A"], operands["B"], operands["topk_ids"], scales_of(operands)
         flat = ids.flatten()
@@ -123,7 +123,7 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
         return baselines
 
     def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:
-        """Return the cost. Only weights of experts that have tokens, on average, are read."""
+        """Return the cost. Weights are read for the expected number of experts with tokens."""
         routes, (operand, result) = shape.M * shape.topk, self.dtypes(dtype)
         elements = shape.M * shape.K + shape.used_experts * shape.K * shape.N
         return Cost(

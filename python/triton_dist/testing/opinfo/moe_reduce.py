@@ -147,7 +147,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
         return tolerance(dtype, num_ranks + 1)
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return the baselines. ``grouped_mm`` baselines do not use ids that change later."""
+        """Return the baselines. ``grouped_mm`` uses the ids at the time of this method's call."""
         x, weights, group = operands["x"], operands["weights"], ctx.group
         ids, expert_weight = operands["chosen_experts"], operands["expert_weight"]
         M, N = len(ids), weights.shape[2]
@@ -191,7 +191,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
         return baselines
 
     def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:
-        """Return the cost. Only weights of experts that have tokens, on average, are read.
+        """Return the cost. Weights are read for the expected number of experts with tokens.
 
         Rows are sent to the rank that adds them. If all ranks get all sums, sums are sent too.
         """

@@ -37,7 +37,7 @@ class GEMMReduceScatterOpInfo(SummedGEMMOpInfo):
         return total.chunk(dist.get_world_size(group))[dist.get_rank(group)]
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return the baselines. The reduce-scatter alone sums the product ``A @ B`` of now."""
+        """Return the baselines. The reduce-scatter alone sums ``A @ B``, computed once."""
         A, B, group, scales = operands["A"], operands["B"], ctx.group, scales_of(operands)
         product = multiply(A, B, scales)
 
