@@ -16,7 +16,7 @@ from triton_dist.kernels.common.gemm.launch import (
     split_workspace_size,
 )
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, max_rows_of_key
-from triton_dist.kernels.common.gemm.work_items import split_tiles
+from triton_dist.kernels.common.gemm.work_items import workspace_size
 from triton_dist.kernels.nvidia import ag_gemm
 
 
@@ -73,7 +73,7 @@ def test_shards_of_a_wave_or_more_are_not_visited_together():
 def test_every_last_wave_has_room_in_the_workspace(num_sms):
     room = split_workspace_size(num_sms)
     for config in split_k_tiles():
-        needed = [split_tiles(config, tiles, num_sms) for tiles in range(3 * num_sms)]
+        needed = [workspace_size(config, tiles, num_sms) for tiles in range(3 * num_sms)]
         assert max(elements for elements, _ in needed) <= room[0]
         assert max(counters for _, counters in needed) == room[1] == num_sms - 1
 

@@ -20,9 +20,9 @@ from triton_dist.kernels.common.gemm.work_items import (
     SplitWorkspace,
     publish_partial,
     split_of_work_item,
-    split_tiles,
     sum_of_partials,
     work_items_of_tiles,
+    workspace_size,
 )
 from triton_dist.runtime.device import current_device
 from triton_dist.testing import assert_allclose
@@ -63,7 +63,7 @@ def test_a_sum_of_parts_is_the_product(size, parts, num_sms, dtype):
     cut = 0
     for M, N, K in ((70, 136, 96), (1, 24, 16), (33, 72, 40)):
         count = triton.cdiv(M, m) * triton.cdiv(N, n)
-        split = workspace(*split_tiles(config, count, num_sms))
+        split = workspace(*workspace_size(config, count, num_sms))
         cut += split.counters.numel()
         A = uniform(1, (M, K), dtype)
         for layout in (

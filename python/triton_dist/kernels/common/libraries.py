@@ -1,7 +1,7 @@
 """GEMMs across ranks from torch: NCCL collectives and async tensor parallelism.
 
-They compete with our algorithms during tuning, and are baselines of benchmarks and references of
-tests.
+They compete with our algorithms during tuning. Benchmarks use them as baselines, tests as
+references.
 """
 
 from __future__ import annotations
@@ -19,25 +19,28 @@ from triton_dist.runtime.symmetric.cuda import group_name, has_operator
 ALL_GATHER_MATMUL = "fused_all_gather_matmul"
 MATMUL_REDUCE_SCATTER = "fused_matmul_reduce_scatter"
 """Operators of async tensor parallelism in ``torch.ops.symm_mem``. torch 2.9 and later also have
-operators with ``scaled_matmul`` in their names."""
+operators for fp8, with ``scaled_matmul`` instead of ``matmul`` in their names."""
 RowScales: TypeAlias = tuple[torch.Tensor, torch.Tensor, bool]
 """Scales of fp8 A [M, 1] and B [1, N], contiguous, and ``use_fast_accum``."""
 
 
 class LibraryAlgorithm(enum.Enum):
-    """A library algorithm of a GEMM across ranks, without tunables."""
+    """A library algorithm of a GEMM across ranks. It has no tunables."""
 
     COLLECTIVE = "collective"
     """The group's collective (NCCL; gloo on CPU ranks or shared GPUs) and ``torch.matmul``, without
     overlap."""
     ASYNC_TP = "async_tp"
-    """Async tensor parallelism: on GPUs, if the build of torch has it."""
+    """PyTorch's async tensor parallelism; requires GPUs and a build of torch that has it."""
 
     __repr__ = enum.Enum.__str__
 
 
 def supported_library_algorithms(operator: str) -> list[LibraryAlgorithm]:
-    """Return the library algorithms that work here; ``operator`` is the async TP operator."""
+    """Return the library algorithms that this device and torch support.
+
+    ``operator`` is the name of the async tensor parallelism operator.
+    """
     device = current_device()
     if device.has_async_tp and has_operator(operator):
         return [LibraryAlgorithm.COLLECTIVE, LibraryAlgorithm.ASYNC_TP]
@@ -45,10 +48,10 @@ def supported_library_algorithms(operator: str) -> list[LibraryAlgorithm]:
 
 
 def candidate_library_algorithms(operator: str) -> list[LibraryAlgorithm]:
-    """Return the library algorithms that join a tuning on this device.
+    """Return the library algorithms to try during tuning on this device.
 
-    CPU ranks have none, because an interpreted kernel would never win. Shared GPUs have none,
-    because gloo copies through the host.
+    Without NCCL, none is tried. On CPU ranks interpreted kernels would never win; if ranks share a
+    GPU, gloo copies through the host.
     """
     return supported_library_algorithms(operator) if current_device().has_nccl else []
 
@@ -61,7 +64,7 @@ def check_async_tp(function: str, operator: str, num_ranks: int) -> None:
 
 
 def has_async_tp(group: dist.ProcessGroup | None = None, operator: str = ALL_GATHER_MATMUL) -> bool:
-    """Return whether ``operator`` can run over ``group``: it needs GPUs and at least two ranks."""
+    """Return whether ``operator`` can run over ``group``, which requires GPUs and several ranks."""
     return dist.get_world_size(
         group
     ) > 1 and LibraryAlgorithm.ASYNC_TP in supported_library_algorithms(operator)
@@ -134,14 +137,14 @@ def async_tp_matmul(
 ) -> torch.Tensor:
     """Return ``all_gather(A) @ B`` by torch's async tensor parallelism. GPUs only.
 
-    The first call in a group, and a call with a larger A, are collective and allocate, so they
+    The first call in a group, and the first call with a larger A, allocate memory. These calls
     cannot be captured in a CUDA graph.
 
     Args:
         A: [M_per_rank, K], contiguous.
         B: [K, N_per_rank].
         gathered: receives all_gather(A).
-        scales: of this rank's e4m3 A and B. The product is then bf16.
+        scales: scales of this rank's A and B, which are then e4m3; the result is then bf16.
     """
     name, keeps = group_name(group), gathered is not None
     if scales is None:

@@ -4,8 +4,8 @@
     def gemm_rs(A, B, ctx, gemm_config=None, ..., algorithm=None):
         return Call(A, B, ctx, gemm_config, ..., algorithm).run()
 
-A config is the name of an algorithm and the values of its tunables. The algorithms provide the
-config space, the pruning, the compilation ahead of time and the call itself.
+A config consists of the name of an algorithm and the values of its tunables. The classes of the
+algorithms define the config space, and how to prune, compile and run a config.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _ALGORITHM_KEYWORDS = ("method", "fuse_scatter")
 
 
 class Algorithm(ABC, Generic[C, S]):
-    """An algorithm of an op. ``C`` is the type of the op's calls, ``S`` of a key's sizes."""
+    """An algorithm of an op. ``C`` is the type of its calls, ``S`` the type of a key's sizes."""
 
     name: str
-    """Value of ``algorithm=`` and of records."""
+    """Name of the algorithm in ``algorithm=`` and in records."""
     tunables: ClassVar[tuple[str, ...]] = ()
     """Names of the values in a config of this algorithm."""
     is_fallback: ClassVar[bool] = False
-    """True if it is close to the best at every size, as a library is. It then always joins the
-    race."""
+    """True if the algorithm is near the fastest at every size, like a library. Every tuning then
+    measures it."""
 
     @abstractmethod
     def candidates(self) -> Iterable[tuple[Any, ...]]:
@@ -63,7 +63,7 @@ class Algorithm(ABC, Generic[C, S]):
 
 
 class SelectableSizes(Protocol):
-    """Sizes of a key of an op with deprecated keywords that select an algorithm."""
+    """Type of the sizes of a key, for ops whose deprecated keywords can select an algorithm."""
 
     @property
     def requested(self) -> str | None:
@@ -84,13 +84,13 @@ class SelectableAlgorithm(Algorithm[C, A]):
     def fits_sizes(self, config: Mapping[str, Any], sizes: A) -> bool:
         """Return whether a config is worth trying if the caller allows this algorithm.
 
-        The result must not depend on the context, because contexts share keys.
+        The result must not depend on the context, because calls with different contexts share keys.
         """
 
 
 class Algorithms(dict[str, Algorithm[C, S]]):
-    """Algorithms of an op by name, in the order in which they are tried. A dict, for fast lookup in
-    each call."""
+    """Dict of an op's algorithms by name, in the order in which they are tried. ``function`` is the
+    op's name in errors."""
 
     def __init__(self, function: str, algorithms: Iterable[Algorithm[C, S]]) -> None:
         super().__init__((algorithm.name, algorithm) for algorithm in algorithms)
@@ -158,11 +158,11 @@ def check_tiles(function: str, config: Any, algorithm: str | None = None) -> Non
 class OpCall:
     """Checked arguments of one call of an op: a dataclass whose fields are the op's parameters.
 
-    If the op has a last parameter ``accepted_key``, the tuner passes the key of a call whose
-    operands ``key_fn`` has already checked, so that the call need not check them again.
+    If the op's last parameter is ``accepted_key``, the tuner passes the call's key there.
+    ``key_fn`` has then already checked the operands, and the call need not check them again.
     """
 
-    chosen: Algorithm[Any, Any]
+    chosen: Algorithm[Any, Any]  # object of the algorithm that the argument ``algorithm`` names
 
     def run(self) -> torch.Tensor:
         return self.chosen.run(self)
@@ -191,9 +191,9 @@ def op(
     Args:
         algorithms: the algorithms to choose from.
         call: builds the ``OpCall`` from the op's arguments.
-        sizes: returns the argument of ``Algorithm.fits`` from the op's arguments. All calls of a
-            key must have equal sizes, because they share one winner.
-        version: change it to invalidate the shipped records (records/).
+        sizes: converts the op's arguments to the argument ``sizes`` of ``Algorithm.fits``. All
+            calls of a key must have equal sizes, because they share one winner.
+        version: a new value invalidates the records in the package's folder ``records/``.
         key_sizes: argument ``sizes`` of ``tune.autotune``.
         key_fn, agree_fn, settings: arguments of ``tune.autotune``.
     """
@@ -203,8 +203,8 @@ def op(
 
         def prune(config: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> bool:
             algorithm = algorithms[config["algorithm"]]
-            # If the caller fixes the algorithm, the space also has configs with tunables of other
-            # algorithms.
+            # If the caller fixes the algorithm, the space still has the configs of other
+            # algorithms, with their tunables.
             if config.keys() != {"algorithm", *algorithm.tunables}:
                 return False
             return algorithm.fits(config, sizes(*args, **kwargs))
@@ -215,7 +215,7 @@ def op(
             call(**bound.arguments).compile()
 
         def agree(*args: Any, **kwargs: Any) -> object:
-            """Raise at the first call of a key if its arguments would make all candidates fail."""
+            """Raise at the first call of a key if every candidate would fail with its arguments."""
             arguments = signature.bind_partial(*args, **kwargs).arguments
             if arguments.get("straggler_option") is not None:
                 check_straggler(algorithms.function, arguments["straggler_option"])
@@ -233,7 +233,7 @@ def op(
             return agree_fn(*args, **kwargs)
 
         def recover(*args: Any, **kwargs: Any) -> None:
-            """Reset the context of all ranks to one state after a candidate failed on some rank."""
+            """Reset the context after a candidate failed on some rank. All ranks call this."""
             signature.bind_partial(*args, **kwargs).arguments["ctx"].reset()
 
         tuner = tuned(
@@ -243,7 +243,7 @@ def op(
             prepare_fn=prepare,
             agree_fn=agree,
             recover_fn=recover if "ctx" in signature.parameters else None,
-            # Measure in CUDA graphs, which serving uses: host time does not hide the overlap then.
+            # Measure in CUDA graphs, as in serving. Host time then does not hide the overlap.
             timing="graph",
             version=version,
             sizes=key_sizes,
@@ -253,7 +253,7 @@ def op(
             **settings,
         )(fn)
         tuner.overwritten = ("output", "gathered")
-        # If the context does not set an algorithm, the op's default is the first.
+        # Without tuning, omit ``algorithm``: the context's algorithm or the op's default then runs.
         tuner.omitted_if_untuned = ("algorithm",)
         tuner.known_key_parameter = "accepted_key" if "accepted_key" in signature.parameters else ""
         return tuner

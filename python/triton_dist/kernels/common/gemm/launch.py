@@ -31,7 +31,7 @@ from triton_dist.kernels.common.gemm.work_items import (
     Partials,
     Shards,
     SplitWorkspace,
-    split_tiles,
+    workspace_size,
 )
 from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.runtime.device import current_device
@@ -128,7 +128,7 @@ def split_workspace_size(num_sms: int) -> tuple[int, int]:
 
     It takes 33 MiB for 132 programs.
     """
-    return max(split_tiles(config, num_sms - 1, num_sms) for config in split_k_tiles())
+    return max(workspace_size(config, num_sms - 1, num_sms) for config in split_k_tiles())
 
 
 class LazySplitWorkspace:
@@ -314,7 +314,7 @@ def _specialized(plan: GEMMPlan, options: dict[str, Any]) -> tuple[Any, GEMMPlan
 def _partials(
     config: triton.Config, tiles: int, num_sms: int, split: SplitWorkspace | None
 ) -> Partials:
-    needed, counted = split_tiles(config, tiles, num_sms)
+    needed, counted = workspace_size(config, tiles, num_sms)
     if split is None or needed > split.partials.numel() or counted > split.counters.numel():
         sizes = split and (split.partials.numel(), split.counters.numel())
         raise InvalidArgument(

@@ -1,18 +1,19 @@
-"""GEMM kernels over an A that consists of shards, one per rank; with one shard, a plain GEMM.
+"""GEMM kernels for an A that consists of shards, one per rank. With one shard, a plain GEMM.
 
 ``C[M, N] = A[M, K] @ B[K, N]`` with fp32 accumulation. A has ``num_ranks`` shards of ``M /
-num_ranks`` rows. This rank's shard is read from ``local_ptr`` and computed first. Other shards are
-read from ``shards.rows`` [M, K] in order of arrival; each tile waits for its flags.
+num_ranks`` rows. This rank's shard is read from ``local_ptr`` and multiplied first. The shards of
+other ranks are read from ``shards.rows`` [M, K] in order of arrival. Each of their tiles first
+waits until its rows have arrived.
 
-Tiles never straddle two shards, so a tile has one source, and shards may have any number of rows.
+No tile has rows of two shards, so a tile has one source, and shards may have any number of rows.
 The last tile of a shard is clipped on store, by a mask or by a 3-D descriptor [rank, row, column].
-For sm_90 the 3-D descriptor needs the same registers, shared memory and instructions as a 2-D
+For sm_90 the 3-D descriptor needs as many registers, shared memory and instructions as a 2-D
 descriptor.
 
 Flag ``shards.arrivals[s * FLAGS_PER_RANK + c]`` covers chunk c of shard s; a chunk has
 ``chunk_rows`` rows. The chunk has arrived when the flag reaches the epoch at ``shards.epoch``. The
-lowest 20 bits of a flag hold the number of rows of a shard (``common/peers.py``).
-``gemm/work_items.py`` explains fused push (``NUM_COMM_SMS``) and split-K.
+lowest 20 bits of a flag hold the number of rows of a shard, which must be equal on all ranks
+(``common/peers.py``). ``gemm/work_items.py`` describes fused push (``NUM_COMM_SMS``) and split-K.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ def gathered_tile(
     GROUP_SIZE_SHARDS: tl.constexpr,
     GROUP_SIZE_M: tl.constexpr,
 ):
-    """Return (position of the shard, m, n) of a tile of the gathered shards.
+    """Return (position of the shard in order of arrival, m, n) of a tile of the gathered shards.
 
-    ``GROUP_SIZE_SHARDS`` shards that arrive in sequence are traversed as one taller shard: single
-    shards with few rows would each read all of B again.
+    ``GROUP_SIZE_SHARDS`` consecutive shards are traversed as one taller shard, because each
+    traversal of a shard reads all of B. Position 0 is this rank's shard.
     """
     if GROUP_SIZE_SHARDS == 1:
         m, n = tile_in_group(
@@ -71,8 +72,8 @@ def gathered_tile(
 def wait_for_rows(shards, shard, first_row, last_row, chunk_rows, FLAGS_PER_RANK: tl.constexpr):
     """Wait for rows ``first_row`` to ``last_row`` of a shard; return a token.
 
-    A peer sets its flags to its epoch word (epoch and size of the call, ``common/peers.py``). The
-    wait compares both with this rank's epoch word.
+    A peer sets its flags to its epoch word (epoch and call tag, ``common/peers.py``). The wait
+    compares both with this rank's epoch word.
     """
     first = first_row // chunk_rows
     count = last_row // chunk_rows - first + 1
@@ -100,7 +101,7 @@ def finish_tile(
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_N: tl.constexpr,
 ):
-    """Store a tile of C. If it is split along K, only the program with the last partial stores."""
+    """Store a tile of C. If it is split along K, only the program that finishes last stores it."""
     is_complete = True
     if SPLIT_K > 1:  # noqa: SIM102  # constexpr and runtime conditions stay apart
         if num_splits > 1:
@@ -146,8 +147,8 @@ def kernel_gemm_persistent(
     Grid (min(NUM_SMS, work items + NUM_COMM_SMS),). A work item is a tile, or one of ``SPLIT_K``
     splits of a tile in a last wave that is not full. ``partials`` is required for ``SPLIT_K`` above
     1. This rank's shard and the gathered shards have separate loops, because a K loop must read
-    from one descriptor to be pipelined. The loops stay nested: flattened, with a wait inside, they
-    lose their pipelining (2201 instead of 622 us, H200).
+    from one descriptor to be pipelined. The loops over work items and over K stay nested. Flattened
+    into one loop that contains a wait, they are not pipelined (2201 instead of 622 us, H200).
     """
     PRECISION: tl.constexpr = gemm_plan.PRECISION
     B_COLUMN_MAJOR: tl.constexpr = gemm_plan.B_COLUMN_MAJOR
@@ -162,7 +163,7 @@ def kernel_gemm_persistent(
             push_local_shard(
                 local_ptr, shards, rows, K, rank, num_ranks, gemm_plan, BLOCK_SIZE_K, True
             )
-        # Rotate the program numbers: programs that send take the last work items of a wave.
+        # Rotate the program numbers, so that programs that send take the last work items of a wave.
         program = (program + NUM_SMS - NUM_COMM_SMS) % NUM_SMS
     tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
     tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
@@ -207,7 +208,7 @@ def kernel_gemm_persistent(
             shards.rows, [M, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K]
         )
         local_waves_end = tl.cdiv(local_work_items, NUM_SMS) * NUM_SMS
-        # Continue with the programs that had no work item in the last wave of this rank's shard.
+        # Programs without a work item in the last wave of this rank's shard take the next ones.
         idle_programs = local_waves_end - local_work_items
         first = local_work_items + (program + idle_programs) % NUM_SMS
         for work_item in range(first, work_items_of_tiles(tiles, unsplit_tiles, SPLIT_K), NUM_SMS):
@@ -263,9 +264,9 @@ def kernel_gemm_non_persistent(
 ):
     """Compute one tile per program through pointers, for any strides. Grid (tiles + NUM_COMM_SMS,).
 
-    C is contiguous. On all current GPUs programs start in order: programs that push this rank's
-    shard first, programs that wait for gathered shards last. A waiting program therefore never
-    keeps a pushing program from starting; the peers send the gathered shards.
+    C is contiguous. All current GPUs start programs in the order of their numbers. Programs that
+    push this rank's shard have the lowest numbers, programs that wait for gathered shards the
+    highest. A waiting program therefore never keeps a pushing program from starting.
     """
     PRECISION: tl.constexpr = gemm_plan.PRECISION
     NUM_COMM_SMS: tl.constexpr = gemm_plan.NUM_COMM_SMS
@@ -290,8 +291,8 @@ def kernel_gemm_non_persistent(
     a_row = row
     if gemm_plan.GATHERED:  # noqa: SIM102  # constexpr and runtime conditions stay apart
         if shard != rank:
-            # A program waits once: with fused push for all chunks of the shard along K, else for
-            # the chunks of its rows.
+            # A program waits once. With fused push, it waits for all chunks of the shard along K,
+            # otherwise for the chunks that contain its rows.
             if NUM_COMM_SMS > 0:
                 flags_ptr = shards.arrivals + shard * gemm_plan.FLAGS_PER_RANK
                 value = flag_of(shards.epoch, rows)
@@ -304,7 +305,7 @@ def kernel_gemm_non_persistent(
                 )
             a_ptr = shards.rows + shard.to(tl.int64) * rows * strides.am
             a_scale_ptr = scales_of_shard(shards, shard, SCALING)
-            # Consume the token on the row, because the pointer would lose its known alignment.
+            # Add the token to the row. Added to the pointer, it would hide the pointer's alignment.
             a_row = dl.consume_token(row, token)
 
     accumulator = multiply_tile_by_pointers(

@@ -1,4 +1,4 @@
-"""Tile configs that tunings try for GEMMs, and checks whether a config fits a problem."""
+"""Tile configs that the tuner tries for GEMMs, and checks whether a config fits the operands."""
 
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ from triton_dist.runtime.peaks import device_peak, get_tensorcore_tflops
 from triton_dist.runtime.triton_compat import compiles_for_hopper, has_gluon_for_hopper
 
 LOWEST_TILE_ROWS = 16
-"""Height of the tiles for few rows."""
-# Largest number of rows for the lowest tiles, which read B once per 16 rows.
+"""BLOCK_SIZE_M of the smallest tiles, for few rows."""
+# Largest number of rows for which tiles of 16 rows are tried. These tiles read B once per 16 rows.
 _FEW_ROWS = 64
-# Registers per thread for the accumulator of an fp8 tile and its partial sum: above, they spill.
+# Maximum registers per thread for the accumulator and partial sum of an fp8 tile. More would spill.
 _MAX_PROMOTED_REGISTERS = 192
-# A GEMM counts as compute-bound if its arithmetic takes this many times as long as its traffic.
+# A GEMM counts as compute-bound if its arithmetic takes this many times as long as its memory
+# traffic.
 _COMPUTE_BOUND = 2.0
 
 
 def max_rows_of_key(rows: int, num_ranks: int = 1) -> int:
-    """Return the most rows per rank in the tuner's range of M that contains ``rows``."""
+    """Return the maximum rows per rank of all calls that share a tuning key with ``rows`` rows.
+
+    One key covers a range of M, the rows of all ranks.
+    """
     return tune.fine_bucket(rows * num_ranks) // num_ranks
 
 
@@ -36,9 +40,9 @@ def config_for(
 ) -> triton.Config:
     """Return the config that is launched for operands of ``dtype``.
 
-    Configs are written for 16-bit operands. A tile of 4-byte operands has half the elements along K
-    and stages its output in two halves, so that it takes the same shared memory. A tile of fp8
-    operands has 128 elements along K, the length of a block of scales.
+    Configs are written for 16-bit operands. For 4-byte operands, BLOCK_SIZE_K is halved and a
+    tile's output is staged in two halves, so that the tile takes the same shared memory. For fp8
+    operands, BLOCK_SIZE_K is doubled, up to 128, the length of a block of scales.
     """
     if dtype.itemsize == 2:
         return config
@@ -96,8 +100,8 @@ POINTER_TILES = tiles(
     (64, 64, 64, 4, 4, 8),
     (128, 128, 64, 8, 3, 1),
 )
-# With EPILOGUE_SUBTILE the second half of an output waits until the first has left the staging
-# memory, but the smaller staging memory leaves room for a fourth stage.
+# With EPILOGUE_SUBTILE the two halves of an output tile share staging memory: the second half waits
+# until the first is stored. The saved shared memory is enough for a fourth pipeline stage.
 WARP_SPECIALIZED_TILES = tuple(
     triton.Config(
         config.kwargs | {"WARP_SPECIALIZED": True}, num_warps=8, num_stages=config.num_stages
@@ -110,7 +114,8 @@ WARP_SPECIALIZED_TILES = tuple(
         (128, 128, 64, 8, 5, 8, 0),
     )
 )
-# Small, so that the small matrices of interpreted tests have several tiles, some of them partial.
+# Small tiles: the small matrices of interpreted tests then have several tiles, some of them
+# partial.
 INTERPRETED_TILES = tiles((32, 64, 64, 4, 2, 2), (16, 32, 64, 4, 2, 4), (64, 64, 32, 4, 2, 1))
 
 
@@ -118,8 +123,8 @@ def get_config_space(persistent: bool = True) -> list[triton.Config]:
     """Return the tile configs to try on this device; the first is the default.
 
     Args:
-        persistent: return tiles of the persistent kernel on descriptors, else of the pointer
-            kernel.
+        persistent: whether to return configs of the persistent kernel, which uses descriptors,
+            instead of the pointer kernel.
     """
     if current_device().interprets:
         return list(INTERPRETED_TILES)
@@ -129,9 +134,9 @@ def get_config_space(persistent: bool = True) -> list[triton.Config]:
 def persistent_values() -> tuple[bool, ...]:
     """Return the values of ``persistent`` to try on this device, the preferred one first.
 
-    From compute capability 9.0 on, only the descriptor kernel is tried: the pointer kernel won 1 of
+    From compute capability 9.0 on, only the persistent kernel is tried: the pointer kernel won 1 of
     1,884 tunings on 2 and 4 H100 and H200. Operands that TMA cannot read still run on the pointer
-    kernel, with the tiles of the descriptor kernel.
+    kernel, with the tile sizes of the persistent kernel.
     """
     device = current_device()
     if device.prefers_descriptors or device.interprets:
@@ -139,36 +144,36 @@ def persistent_values() -> tuple[bool, ...]:
     return (False, True)
 
 
-def with_persistent(
+def tiles_with_persistent(
     tiles_of: Callable[[bool], Sequence[triton.Config]],
 ) -> Iterator[tuple[triton.Config, bool]]:
-    """Yield (tiles, ``persistent``) of all kernels to try; ``tiles_of`` returns the tiles of a
-    kernel."""
+    """Yield (config, ``persistent``) to try on this device. ``tiles_of(persistent)`` returns the
+    configs of a kernel."""
     return ((each, value) for value in persistent_values() for each in tiles_of(value))
 
 
 def tile_shapes(configs: Sequence[triton.Config]) -> list[triton.Config]:
     """Return the first config of each tile shape, ignoring GROUP_SIZE_M."""
-    found: dict[Any, triton.Config] = {}
+    first_by_shape: dict[Any, triton.Config] = {}
     for config in configs:
         options = dict(config.all_kwargs(), GROUP_SIZE_M=None)
-        found.setdefault(tuple(options.items()), config)
-    return list(found.values())
+        first_by_shape.setdefault(tuple(options.items()), config)
+    return list(first_by_shape.values())
 
 
 def warp_specialized_tiles() -> list[triton.Config]:
-    """Return the tiles of the warp-specialized kernel; empty if the device cannot run it."""
+    """Return the configs of the warp-specialized kernel, or none if the device cannot run it."""
     return list(WARP_SPECIALIZED_TILES) if can_specialize_warps(torch.bfloat16) else []
 
 
 # Tiles for GEMMs that multiply and sum in one launch (``scatter/one_launch.py``).
 
-# Maximum accumulator values per warp if a tile is sent to all ranks: above, addresses of peers
-# spill.
+# Maximum accumulator values per warp if a tile is sent to all ranks. With more values, the
+# addresses of peers spill.
 _MAX_VALUES_PER_WARP = 64 * 128 // 4
 
-# With few rows the GEMM is bound by reading B. Use deep pipelines of narrow tiles: one wave on 132
-# SMs for N = 4096 to 16384.
+# With few rows the time to read B limits the GEMM. Narrow tiles then fill one wave of 132 SMs for N
+# from 4096 to 16384, and deep pipelines keep many loads in flight.
 _FEW_ROWS_TILES = tiles(
     (16, 32, 128, 4, 5, 8),
     (16, 32, 256, 4, 4, 8),
@@ -185,7 +190,7 @@ _FEW_ROWS_POINTER_TILES = tiles((16, 64, 128, 4, 3, 8), (16, 128, 64, 4, 4, 8))
 
 
 def _with_free_registers(configs: Sequence[triton.Config]) -> list[triton.Config]:
-    """Return the first config of each tile shape whose accumulator leaves registers free."""
+    """Return the first config of each tile shape that has at most ``_MAX_VALUES_PER_WARP``."""
 
     def values_per_warp(config: triton.Config) -> int:
         tile = config.kwargs
@@ -203,21 +208,24 @@ POINTER_TILES_TO_OWNERS = (*_FEW_ROWS_POINTER_TILES, *tile_shapes(POINTER_TILES)
 
 
 def tiles_to_all(persistent: bool) -> Sequence[triton.Config]:
-    """Return the tiles for this device if each tile is sent to all ranks."""
+    """Return the configs to try on this device for ops that send each tile to all ranks."""
     if current_device().interprets:
         return tile_shapes(INTERPRETED_TILES)
     return TILES_TO_ALL if persistent else POINTER_TILES_TO_ALL
 
 
 def tiles_to_owners(persistent: bool) -> Sequence[triton.Config]:
-    """Return the tiles for this device if each row is sent to its owner."""
+    """Return the configs to try on this device for ops that send each row to its owner rank."""
     if current_device().interprets:
         return tile_shapes(INTERPRETED_TILES)
     return TILES_TO_OWNERS if persistent else POINTER_TILES_TO_OWNERS
 
 
 def fits_rows(tiles: triton.Config, rows: int) -> bool:
-    """Return whether tiles are neither much higher than ``rows`` nor so low that B is re-read."""
+    """Return whether a config's BLOCK_SIZE_M suits ``rows``.
+
+    Tiles must not be much taller than ``rows``, nor so low that B is read too often.
+    """
     block_m = tiles.kwargs["BLOCK_SIZE_M"]
     if current_device().interprets:
         return True
@@ -227,12 +235,12 @@ def fits_rows(tiles: triton.Config, rows: int) -> bool:
 
 
 def _gemm_config(config: Mapping[str, Any]) -> triton.Config:
-    found = [value for value in config.values() if isinstance(value, triton.Config)]
-    if len(found) != 1:
+    configs = [value for value in config.values() if isinstance(value, triton.Config)]
+    if len(configs) != 1:
         raise InvalidArgument(
             "prune", "config", config, "a config that holds exactly one triton.Config"
         )
-    return found[0]
+    return configs[0]
 
 
 def prune_fn_by_shared_memory(
@@ -240,8 +248,8 @@ def prune_fn_by_shared_memory(
 ) -> bool:
     """Return whether the pipelined tiles of A and B fit the device's shared memory per block.
 
-    Counts ``num_stages`` tiles of A and B in A's dtype. If the compiler cannot reuse their memory
-    for the epilogue, the config fails to compile.
+    The check counts ``num_stages`` tiles of A and B in A's dtype, without the memory of the
+    epilogue. If the compiler cannot reuse the tiles' memory for the epilogue, compiling may fail.
     """
     gemm = _gemm_config(config)
     tile = gemm.kwargs
@@ -256,8 +264,8 @@ def prune_fn_by_group_size_m(
 ) -> bool:
     """Return ``False`` for ``GROUP_SIZE_M = 1`` if the roofline shows a compute-bound GEMM.
 
-    Without grouping, concurrent tiles share too little of the L2 cache. If an argument has
-    ``num_ranks``, A is [M_per_rank, K] and M is the gathered number of rows.
+    Without grouping, concurrent tiles share too little data in the L2 cache. If an argument has the
+    attribute ``num_ranks``, A is [M_per_rank, K], and M counts the rows of all ranks.
     """
     if _gemm_config(config).kwargs.get("GROUP_SIZE_M") != 1:
         return True
@@ -277,8 +285,8 @@ def fits_registers(tiles: triton.Config, recipe: Recipe | None, use_fast_accum: 
     block_n = tiles.kwargs["BLOCK_SIZE_N"]
     accumulator = tiles.kwargs["BLOCK_SIZE_M"] * block_n // (32 * tiles.num_warps)
     if tiles.kwargs.get("WARP_SPECIALIZED"):
-        return "SPLIT_K" not in tiles.kwargs  # promoted products cannot split K
-    # Without scales per block, the partial sum of one instruction of 64 rows is promoted at a time.
+        return "SPLIT_K" not in tiles.kwargs  # the kernel cannot split K if it sums parts in fp32
+    # Without scales per block, only the partial sum of one instruction (64 rows) exists at a time.
     partial = accumulator if recipe is Recipe.BLOCK else min(accumulator, block_n // 2)
     return bool(accumulator + partial <= _MAX_PROMOTED_REGISTERS)
 
@@ -286,9 +294,10 @@ def fits_registers(tiles: triton.Config, recipe: Recipe | None, use_fast_accum: 
 def fits_gemm(
     config: Mapping[str, Any], /, A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any
 ) -> bool:
-    """Return whether a config fits shared memory, is worth trying, and runs on the kernel it names.
+    """Return whether a config fits in shared memory and is worth trying.
 
-    A warp-specialized config requires operands that TMA can read; others would run another kernel.
+    A warp-specialized config requires operands that TMA can read. Other operands would run another
+    kernel.
     """
     if A.dtype in FP8:
         scaling = scaling_of(**kwargs)

@@ -1,5 +1,7 @@
-"""Device functions for one tile of a GEMM: order, product and store, by tensor descriptors (TMA) or
-pointers."""
+"""Device functions for one tile of a GEMM: order of tiles, product and store.
+
+Operands are read through tensor descriptors (TMA) or pointers.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,11 @@ class Strides(NamedTuple):
 
 @jit
 def tile_in_group(tile, num_tiles_m, num_tiles_n, GROUP_SIZE_M: tl.constexpr):
-    """Return (m, n) of a tile: down ``GROUP_SIZE_M`` rows of tiles, then to the next column.
+    """Return (m, n), the row and column of tile number ``tile`` in the grid of tiles.
 
-    Concurrent tiles then share rows of A and columns of B in the L2 cache (grouped ordering of the
-    Triton matmul tutorial).
+    The order goes down ``GROUP_SIZE_M`` rows of tiles, then to the next column. Concurrent tiles
+    then share rows of A and columns of B in the L2 cache (grouped ordering of the Triton matmul
+    tutorial).
     """
     width = GROUP_SIZE_M * num_tiles_n
     first_m = tile // width * GROUP_SIZE_M
@@ -36,7 +39,7 @@ def tile_in_group(tile, num_tiles_m, num_tiles_n, GROUP_SIZE_M: tl.constexpr):
 
 @jit
 def shard_in_arrival_order(position, rank, num_ranks):
-    """Return the ``position``-th shard to arrive: this rank's, then rank + 1, rank + 2, …"""
+    """Return the shard at ``position`` in order of arrival: this rank's, rank + 1, rank + 2, …"""
     return (rank + position) % num_ranks
 
 
@@ -59,9 +62,10 @@ def multiply_steps(
     N=0,
     SCALING: tl.constexpr = 0,
 ):
-    """Add the product over steps ``first_step`` to ``end`` along K to ``accumulator``.
+    """Return ``accumulator`` plus the product over steps ``first_step`` to ``end`` along K.
 
-    ``scales`` and later arguments are passed to ``scaled_dot``; ``scale_row`` is its ``row``.
+    ``end`` is excluded. ``scales`` and the arguments after it are passed to ``scaled_dot``, with
+    ``scale_row`` as ``row``.
     """
     with dl.mark("mma"):
         for step in range(first_step, end):
@@ -100,8 +104,11 @@ def multiply_tile(
     N=0,
     SCALING: tl.constexpr = 0,
 ):
-    """Return the fp32 product [BLOCK_SIZE_M, BLOCK_SIZE_N] over split ``split`` of ``num_splits``
-    splits of K, multiplied by the scales (see ``scaled_dot``)."""
+    """Return the scaled fp32 product [BLOCK_SIZE_M, BLOCK_SIZE_N] over one part of K.
+
+    K is divided into ``num_splits`` parts; ``split`` is the index of this part. ``scaled_dot``
+    describes the scales.
+    """
     steps = tl.cdiv(K, BLOCK_SIZE_K)
     product = multiply_steps(
         tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32), a_desc, b_desc, row, column,
@@ -137,8 +144,8 @@ def multiply_tile_by_pointers(
 ):
     """Multiply a tile like ``multiply_tile``, for any strides of A and B.
 
-    Read ``rows_left`` rows that begin at ``row``. ``INT64_OFFSETS``: offsets along K within a block
-    exceed 32 bits. Always using 64 bits would cost registers (128 instead of 124, sm_90).
+    The tile has up to ``rows_left`` rows of A, from ``row`` on. ``INT64_OFFSETS``: offsets along K
+    within a block exceed 32 bits. 64-bit offsets take more registers (128 instead of 124, sm_90).
     """
     if INT64_OFFSETS:
         stride_ak, stride_bk = tl.cast(stride_ak, tl.int64), tl.cast(stride_bk, tl.int64)
@@ -222,7 +229,7 @@ def multiply_operands(
     scales=None,
     SCALING: tl.constexpr = 0,
 ):
-    """Return the fp32 tile at ``row`` and ``column``; a and b are results of ``operands_at``."""
+    """Return the scaled fp32 tile at ``row`` and ``column``. a and b are from ``operands_at``."""
     if DESCRIPTORS:
         product = multiply_tile(
             a, b, row, column, K, 0, 1,
@@ -249,7 +256,8 @@ def store_tile(
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_N: tl.constexpr,
 ):
-    """Convert a tile of C and store it; EPILOGUE_SUBTILE halves the staging memory."""
+    """Convert a tile of C to the dtype of C and store it. EPILOGUE_SUBTILE stores it in two halves,
+    which halves the staging memory."""
     with dl.mark("store"):
         if EPILOGUE_SUBTILE:
             # ``tl.split`` needs a last dimension of size 2.

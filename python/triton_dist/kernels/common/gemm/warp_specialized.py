@@ -1,22 +1,23 @@
-"""Warp-specialized ``kernel_gemm_persistent`` for Hopper, in Gluon: same arguments, same order.
+"""Warp-specialized version of ``kernel_gemm_persistent`` for Hopper, in Gluon.
 
-One producer warp loads A and B by TMA into a ring in shared memory. Only this warp waits for the
-flags of gathered rows. Two groups of four consumer warps each multiply one half of a tile's rows
-and store it by TMA. Benefits:
+It has the arguments of ``kernel_gemm_persistent`` and processes tiles in the same order. One
+producer warp loads A and B by TMA into a ring buffer in shared memory. Only this warp waits for the
+flags of gathered rows. There are two groups of four consumer warps. Each group multiplies one half
+of a tile's rows and stores the result by TMA. Benefits:
 
-* A wait does not delay the multiplication of data that has arrived.
-* The producer runs up to a ring ahead, across tiles, so no tile starts with an empty pipeline.
+* A wait does not delay the multiplication of data that has already arrived.
+* The producer loads ahead, also for the next tile, so no tile starts with an empty pipeline.
 * The groups synchronise only through the ring: one multiplies while the other converts and stores.
 
-Ring: ``full[s]`` completes when stage s has been loaded, ``empty[s]`` when both groups have read
-it. Stage and phase continue from tile to tile.
+Each stage s of the ring has two barriers. ``full[s]`` completes when the stage has been loaded,
+``empty[s]`` when both groups have read it. Stage and phase continue from tile to tile.
 
-fp8 with promotion (``gemm/scales.py``): a group multiplies one half of its columns at a time, for
-128 elements of K, and adds the product in fp32 while the other group multiplies.
+fp8 with partial sums in fp32 (``gemm/scales.py``): a group multiplies 128 elements of K for one
+half of its columns at a time. It adds the product in fp32 while the other group multiplies.
 
 Registers: 12 warps (the producer warp takes the slots of four) start with 168 registers per thread.
-The producer's group drops to 24, so a consumer gets 240, of which a 64 x 256 accumulator uses 128.
-Gluon cannot be interpreted; CPU ranks run the ordinary kernel.
+The producer reduces this to 24, so a consumer gets 240. An accumulator of 64 x 256 takes 128 of
+them. Gluon cannot be interpreted; CPU ranks run ``kernel_gemm_persistent``.
 """
 
 from __future__ import annotations
@@ -58,18 +59,18 @@ tma_load, tma_store = gluon_tma_copies()
 def _stage_before(stage, NUM_STAGES: gl.constexpr):
     """Return the previous stage of the ring.
 
-    It is computed, because Triton 3.6 treats a variable for it as a loop constant if it equals
-    ``stage`` before the loop and is only ever assigned from it.
+    A loop variable for it would not work: Triton 3.6 treats a variable as constant in a loop if it
+    equals ``stage`` before the loop and is assigned only from ``stage``.
     """
     return gl.where(stage == 0, NUM_STAGES - 1, stage - 1)
 
 
 @gluon.jit
-def _place_of_tile(
+def _shard_and_tile(
     tile, tiles_m, tiles_n, rank, num_ranks, GATHERED: gl.constexpr, GROUP_SIZE_M: gl.constexpr,
     GROUP_SIZE_SHARDS: gl.constexpr,
 ):  # fmt: skip
-    """Return (shard, m, n) of a tile; tiles of this rank's shard come first."""
+    """Return (shard, m, n) of a tile. Tiles of this rank's shard have the lowest numbers."""
     position = tile * 0
     if not GATHERED or tile < tiles_m * tiles_n:
         m, n = tile_in_group(tile, tiles_m, tiles_n, GROUP_SIZE_M)
@@ -91,7 +92,7 @@ def _load_tile(
     a_desc, b_desc, a_ring, b_ring, full, empty, stage, phase, row, column, first_step, end_step,
     B_COLUMN_MAJOR: gl.constexpr,
 ):  # fmt: skip
-    """Queue the loads of a tile, each when its stage is free. Return the next stage and phase."""
+    """Queue the loads of a tile, each as soon as its stage is free. Return next stage and phase."""
     NUM_STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_SIZE_K: gl.constexpr = a_ring.shape[2]
     for step in range(first_step, end_step):
@@ -115,8 +116,8 @@ def _produce(
 ):  # fmt: skip
     """Run the producer warp.
 
-    This rank's shard and the gathered shards have separate loops, so that the second descriptor is
-    created while the consumers are busy.
+    There are separate loops for this rank's shard and for the gathered shards. The descriptor of
+    the gathered shards is thus created while the consumers are busy.
     """
     BLOCK_SIZE_M: gl.constexpr = a_ring.shape[1]
     BLOCK_SIZE_K: gl.constexpr = a_ring.shape[2]
@@ -158,7 +159,7 @@ def _produce(
             shards.rows, [M, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K], a_ring.layout
         )
         local_waves_end = gl.cdiv(local_work_items, NUM_SMS) * NUM_SMS
-        # The programs that are idle in the last wave of this rank's shard get the next work items.
+        # Programs without a work item in the last wave of this rank's shard take the next ones.
         idle_programs = local_waves_end - local_work_items
         first = local_work_items + (gl.program_id(0) + idle_programs) % NUM_SMS
         for work_item in range(first, work_items_of_tiles(tiles, unsplit_tiles, SPLIT_K), NUM_SMS):
@@ -186,9 +187,9 @@ def _multiply_half(
     GROUP: gl.constexpr, a_ring, b_ring, full, empty, stage, phase, num_steps,
     B_COLUMN_MAJOR: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Return the fp32 product [BLOCK_SIZE_M / 2, BLOCK_SIZE_N] of the next ``num_steps`` stages.
+    """Return (product, next stage, next phase) for the next ``num_steps`` stages.
 
-    ``GROUP`` selects the half of the rows. Also return the next stage and phase.
+    The product is fp32 [BLOCK_SIZE_M / 2, BLOCK_SIZE_N]. ``GROUP`` selects the half of the rows.
     """
     NUM_STAGES: gl.constexpr = a_ring.shape[0]
     HALF_M: gl.constexpr = a_ring.shape[1] // 2
@@ -232,10 +233,10 @@ def _finish_scales(accumulator, scales, a_scale_ptr, row, rows, column, N, SCALI
 
 @gluon.jit
 def _finish_split(GROUP: gl.constexpr, accumulator, partials, tile, split, SPLIT_K: gl.constexpr):
-    """Publish this group's half of a partial, as ``work_items.publish_partial`` does.
+    """Publish this group's half of a partial product, like ``work_items.publish_partial``.
 
-    Return whether all other splits of this half are stored, and in this case their sum. The two
-    groups count in separate 16-bit halves of the tile's counter.
+    Return (whether this split is the last, sum). The sum of all splits is valid only if this split
+    is the last. The two groups count in separate 16-bit halves of the tile's counter.
     """
     LAYOUT: gl.constexpr = accumulator.type.layout
     HALF_M: gl.constexpr = accumulator.shape[0]
@@ -245,15 +246,15 @@ def _finish_split(GROUP: gl.constexpr, accumulator, partials, tile, split, SPLIT
     rows = gl.arange(0, HALF_M, layout=gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, BLOCK_SIZE_N, layout=gl.SliceLayout(0, LAYOUT))
     offsets = rows[:, None] * BLOCK_SIZE_N + columns[None, :]
-    first_ptr = partials.splits + (tile.to(gl.int64) * (2 * SPLIT_K) + GROUP) * SIZE
+    first_ptr = partials.data + (tile.to(gl.int64) * (2 * SPLIT_K) + GROUP) * SIZE
     gl.store(first_ptr + split * (2 * SIZE) + offsets, accumulator)
-    # Synchronise the group: one thread issues the release for the stores of all.
+    # Synchronise the group, because one thread issues the release for the stores of all threads.
     tl.debug_barrier()
     before = gl.atomic_add(partials.counters + tile, ONE, sem="acq_rel", scope="gpu")
     is_last = (before >> (16 * GROUP)) & 0xFFFF == SPLIT_K - 1
     if is_last:
         gl.atomic_add(partials.counters + tile, -SPLIT_K * ONE, sem="relaxed", scope="gpu")
-        # Load this program's partial too: keeping it in registers spills with Triton 3.9.
+        # Also load this program's partial, because keeping it in registers spills with Triton 3.9.
         accumulator = gl.load(first_ptr + offsets, cache_modifier=".cg")
         for _ in range(1, SPLIT_K):
             first_ptr += 2 * SIZE
@@ -263,7 +264,7 @@ def _finish_split(GROUP: gl.constexpr, accumulator, partials, tile, split, SPLIT
 
 @gluon.jit
 def _store_block(c_desc, block, staging, shard, row, column):
-    """Store ``block`` by TMA through ``staging``, after the previous store has read it."""
+    """Store ``block`` by TMA through ``staging``, after the previous store has read ``staging``."""
     tma.store_wait(0)
     staging.reshape([block.shape[0], block.shape[1]]).store(block)
     fence_async_shared()
@@ -289,7 +290,7 @@ def _consume(
     GROUP_SIZE_M: gl.constexpr, EPILOGUE_SUBTILE: gl.constexpr, GROUP_SIZE_SHARDS: gl.constexpr,
     SPLIT_K: gl.constexpr,
 ):  # fmt: skip
-    """Run consumer group ``GROUP`` on the same work items in the same order as the producer."""
+    """Run consumer group ``GROUP``, on the producer's work items in the producer's order."""
     BLOCK_SIZE_M: gl.constexpr = a_ring.shape[1]
     BLOCK_SIZE_K: gl.constexpr = a_ring.shape[2]
     HALF_M: gl.constexpr = BLOCK_SIZE_M // 2
@@ -323,7 +324,7 @@ def _consume(
         gl.program_id(0), work_items_of_tiles(tiles, unsplit_tiles, SPLIT_K), NUM_SMS
     ):
         tile, split, num_splits = split_of_work_item(work_item, unsplit_tiles, SPLIT_K)
-        shard, m, n = _place_of_tile(
+        shard, m, n = _shard_and_tile(
             tile,
             tiles_m,
             tiles_n,
@@ -351,8 +352,8 @@ def _consume(
                         b=scales.b_scale + column // 128 * scales.stride_bn,
                         right=gl.where(has_right_block, scales.stride_bn, 0), stride_bk=1,
                     )  # fmt: skip
-                    # Scales of a gathered shard arrive before its rows, for which only the producer
-                    # waits.
+                    # Scales of a gathered shard arrive before its rows. Only the producer waits for
+                    # rows, so wait here until it has loaded the first stage.
                     mbarrier.wait(full.index(stage), phase)
                 left, right, stage, phase = multiply_promoted(
                     GROUP, a_ring, b_ring, full, empty, stage, phase, end_step, block_scales,
@@ -413,11 +414,11 @@ def kernel_gemm_warp_specialized(
     SPLIT_K: gl.constexpr = 1,
     partials=None,
 ):
-    """Multiply like ``kernel_gemm_persistent``, for 16-bit outputs of 16-bit operands or of fp8
-    operands with a column-major B. Launch with 4 warps.
+    """Compute C like ``kernel_gemm_persistent``. Launch with 4 warps.
 
-    BLOCK_SIZE_M is 128 or 256, because each group needs at least 64 rows. Rows of a tile in shared
-    memory must be multiples of 128 bytes.
+    The output has 16 bits. Operands have 16 bits, or are fp8 with a column-major B. BLOCK_SIZE_M is
+    128 or 256, because each group needs at least 64 rows. Rows of a tile in shared memory must be
+    multiples of 128 bytes.
     """
     NUM_STAGES: gl.constexpr = gemm_plan.NUM_STAGES
     dtype: gl.constexpr = c_ptr.dtype.element_ty

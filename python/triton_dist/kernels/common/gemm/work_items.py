@@ -1,26 +1,28 @@
 """Work items of the sharded GEMM (``gemm/sharded.py``): fused push and split-K.
 
-*Fused push.* Copy engines take some us per copy, and a tile that waits for whole rows starts after
-their last byte. For small shards this is most of the call. Instead, the first NUM_COMM_SMS programs
-send this rank's shard in chunks along K, each to all peers. A tile multiplies the first chunk while
-the next ones travel. Chunks grow in the ratio 1 : 2 : 3 …, so the first arrives early with few
-flags in total. Each sending program sets its own flag, because its release only covers its own
-stores. Flags of shard s are ``[s * FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program]``.
+*Fused push.* Copy engines take some us per copy, and a tile that waits for whole rows starts only
+after their last byte. For small shards this takes most of the call's time. With fused push, the
+first NUM_COMM_SMS programs send this rank's shard to all peers, in chunks along K. A tile
+multiplies the first chunk while the next chunks are sent. The widths of the chunks have the ratio 1
+: 2 : 3 …, so the first chunk arrives early although there are few flags. Each sending program sets
+its own flag, because its release covers only its own stores. Flags of shard s are
+``[s * FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program]``.
 
 Sending cannot deadlock. Senders wait only until the peers have *consumed* the previous contents of
-the slot, which earlier launches report. Senders do not compute before everything is sent, and their
-low program numbers put them on SMs before any program that waits for peers. Other streams must
-leave at least NUM_COMM_SMS SMs free.
+the slot, which kernels of earlier calls report. Senders multiply only after they have sent
+everything. Their program numbers are low, so they get SMs before any program that waits for peers.
+Other streams must leave at least NUM_COMM_SMS SMs free.
 
-*Split-K.* Tiles of the last wave, if it is not full, are split along K over several programs. Each
-program stores its fp32 *partial* in a workspace and counts it. The program that counts last adds
-the partials in the order of K, so the result is deterministic, and resets the counter for the next
-launch. No program waits, so programs need not be resident at the same time.
+*Split-K.* If the last wave is not full, its tiles are split along K over several programs. Each
+program stores its fp32 *partial* product in a workspace and increments the tile's counter. The
+program that increments last adds the partials in the order of K, so the result is deterministic,
+and resets the counter for the next launch. No program waits, so the programs of a tile need not run
+at the same time.
 
-A partial is stored in the register order of a Hopper accumulator: with wgmma a warp holds 16 rows,
-and a thread holds 2 adjacent columns of every 8, in 2 rows. Each thread then stores and loads 16
-bytes in full lines without shared memory, which the pipeline stages fill. Other devices can use any
-order.
+A partial is stored in the register order of a Hopper accumulator. With wgmma a warp holds 16 rows,
+and a thread holds 2 adjacent columns of every 8, in 2 rows. Each thread can therefore store and
+load 16 bytes in full cache lines without shared memory, which the pipeline stages occupy. Other
+devices can use any order.
 """
 
 from __future__ import annotations
@@ -39,12 +41,12 @@ from triton_dist.kernels.common.peers import epoch_at, flag_of, timeout_word_of
 
 
 class Shards(NamedTuple):
-    """Gathered rows [M, K] of all ranks, their flags, and the epoch of the slot.
+    """Kernel argument: gathered rows [M, K] of all ranks, their flags, and the epoch of the slot.
 
-    ``rows_table`` and ``arrivals_table`` have the addresses of each rank's rows and flags,
-    ``consumed`` the last epoch that each peer has consumed. They are ``None`` unless the kernel
-    sends this rank's shard. ``gemm.scales.Scales`` documents the
-    members from ``a_scale`` on.
+    ``rows_table`` and ``arrivals_table`` have the addresses of the rows and flags on each rank.
+    ``consumed`` has the last epoch that each peer has consumed. These three are ``None`` unless the
+    kernel sends this rank's shard. ``gemm.scales.Scales`` describes the members from ``a_scale``
+    on.
     """
 
     rows: Any
@@ -65,7 +67,7 @@ class Shards(NamedTuple):
 
 
 class Partials(NamedTuple):
-    splits: Any
+    data: Any
     counters: Any
 
 
@@ -74,10 +76,11 @@ class GEMMPlan(NamedTuple):
 
     Attributes:
         GATHERED: whether there are shards of other ranks.
-        FLAGS_PER_RANK: distance between the flags of two shards.
-        NUM_COMM_SMS: programs that send this rank's shard, in NUM_CHUNKS chunks along K.
-        NUM_WARPS: warps that multiply.
-        NUM_STAGES: pipeline stages of the warp-specialized kernel, else 0.
+        PRECISION: ``input_precision`` of ``tl.dot``.
+        FLAGS_PER_RANK: distance between the first flags of two shards.
+        NUM_COMM_SMS: number of programs that send this rank's shard, in NUM_CHUNKS chunks along K.
+        NUM_WARPS: number of warps that multiply.
+        NUM_STAGES: pipeline stages of the warp-specialized kernel; 0 for other kernels.
         INT64_OFFSETS: see ``multiply_tile_by_pointers``.
         SCALING: see ``gemm.scales.Scales``.
     """
@@ -95,24 +98,27 @@ class GEMMPlan(NamedTuple):
     SCALING: Any
 
 
-# A sending program reads a block of this size once and stores it to every peer. Its rows are 256
-# contiguous bytes; with 8 warps a thread has 64 bytes in flight.
+# A sending program reads a block of this size once and stores it to every peer. A row of the block
+# has 256 contiguous bytes; with 8 warps a thread has 64 bytes in flight.
 _CHUNK_ROWS = tl.constexpr(64)
 _CHUNK_BYTES = tl.constexpr(256)
-# Peers whose flags are waited for or set together.
-_PEERS = tl.constexpr(16)
+# Number of peers whose flags a program awaits or sets at the same time.
+_PEERS_PER_WAIT = tl.constexpr(16)
 
 
 @jit
 def first_step_of_chunk(chunk, steps, NUM_CHUNKS: tl.constexpr):
-    """Return the first of ``steps`` steps along K in ``chunk``, or ``steps`` for NUM_CHUNKS."""
-    # The sizes of chunks are proportional to 1, 2, 3, …: first steps are triangular numbers.
+    """Return the index of the first step of ``chunk``; K has ``steps`` steps in NUM_CHUNKS chunks.
+
+    If ``chunk`` is NUM_CHUNKS, return ``steps``.
+    """
+    # Sizes of chunks are proportional to 1, 2, 3, …, so first steps are triangular numbers.
     return steps * (chunk * (chunk + 1) // 2) // (NUM_CHUNKS * (NUM_CHUNKS + 1) // 2)
 
 
 @jit
 def wait_for_chunk(shards, shard, rows, chunk, gemm_plan: tl.constexpr):
-    """Wait until ``chunk`` of ``shard`` with ``rows`` rows has arrived. Return a token."""
+    """Wait until ``chunk`` of ``shard`` (``rows`` rows) has arrived. Return a token."""
     NUM_COMM_SMS: tl.constexpr = gemm_plan.NUM_COMM_SMS
     program = tl.arange(0, triton.next_power_of_2(NUM_COMM_SMS))
     flags_ptr = shards.arrivals + shard * gemm_plan.FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program
@@ -143,12 +149,12 @@ def push_local_shard(
     value = flag_of(shards.epoch, rows)
     # The last use of the slot must be consumed before its rows are overwritten.
     peers = num_ranks - 1
-    for first_peer in range(0, peers, _PEERS):
-        peer = (rank + 1 + first_peer + tl.arange(0, _PEERS)) % num_ranks
+    for first_peer in range(0, peers, _PEERS_PER_WAIT):
+        peer = (rank + 1 + first_peer + tl.arange(0, _PEERS_PER_WAIT)) % num_ranks
         dl.wait(shards.consumed + peer, peers - first_peer, last, timeout_word_of(shards.epoch))
 
-    # Elements per 16 bytes, for ``tl.multiple_of``. Triton loses the hint on arguments and
-    # results of calls.
+    # Elements per 16 bytes, for ``tl.multiple_of``. The hints are repeated below, because Triton
+    # loses hints on arguments and results of calls.
     itemsize: tl.constexpr = local_ptr.dtype.element_ty.primitive_bitwidth // 8
     vector: tl.constexpr = 16 // itemsize if ALIGNED else 1
     steps = tl.cdiv(K, BLOCK_SIZE_K)
@@ -161,8 +167,8 @@ def push_local_shard(
                 local_ptr, shards, rows, K, column, end, program, rank, num_ranks, NUM_COMM_SMS,
                 vector,
             )  # fmt: skip
-            for first_peer in range(0, peers, _PEERS):
-                number = first_peer + tl.arange(0, _PEERS)
+            for first_peer in range(0, peers, _PEERS_PER_WAIT):
+                number = first_peer + tl.arange(0, _PEERS_PER_WAIT)
                 peer = (rank + 1 + number) % num_ranks
                 flags_ptr = dl.symm_at(shards.arrivals, shards.arrivals_table, peer)
                 flag = rank * gemm_plan.FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program
@@ -183,10 +189,11 @@ def _push_columns(
     NUM_COMM_SMS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Send every ``NUM_COMM_SMS``-th block of columns ``column`` to ``end`` to all peers.
+    """Send every ``NUM_COMM_SMS``-th block of columns ``column`` to ``end`` (excluded) to all
+    peers.
 
-    Access ``VECTOR`` elements at a time. Serve the peers in the order in which they need this
-    shard.
+    ``VECTOR`` elements are accessed at a time. Peers get the block in the order in which they need
+    this shard.
     """
     itemsize: tl.constexpr = local_ptr.dtype.element_ty.primitive_bitwidth // 8
     columns: tl.constexpr = _CHUNK_BYTES // itemsize
@@ -202,7 +209,7 @@ def _push_columns(
         block = tl.load(local_ptr + offsets, mask=mask)
         for step in range(1, num_ranks):
             peer = (rank + num_ranks - step) % num_ranks
-            # Inline, because a called function would lose the hint.
+            # Not a call of ``target_at``, because a called function would lose the hint.
             peer_ptr = tl.load(shards.rows_table + peer).to(shards.rows.dtype)
             peer_ptr = tl.multiple_of(peer_ptr, VECTOR * itemsize)
             tl.store(peer_ptr + shard_begin + offsets, block, mask=mask)
@@ -225,8 +232,10 @@ def multiply_arriving_tile(
     BLOCK_SIZE_N: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
 ):
-    """Multiply like ``multiply_tile``, each chunk along K when it has arrived. Waits stay outside
-    the pipelined loop."""
+    """Return the product like ``multiply_tile``, but wait for each chunk along K before its use.
+
+    The waits are outside the pipelined loop.
+    """
     NUM_CHUNKS: tl.constexpr = gemm_plan.NUM_CHUNKS
     PRECISION: tl.constexpr = gemm_plan.PRECISION
     accumulator = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32)
@@ -248,7 +257,9 @@ def multiply_arriving_tile(
 
 @dataclass(frozen=True)
 class SplitWorkspace:
-    """Memory in which partials of tiles are added. Launches that share it must not overlap.
+    """Memory in which partial products of split tiles are added.
+
+    Launches that share a workspace must not overlap.
 
     Attributes:
         partials: fp32, any content.
@@ -259,8 +270,8 @@ class SplitWorkspace:
     counters: torch.Tensor
 
 
-def split_tiles(config: triton.Config, tiles: int, num_sms: int) -> tuple[int, int]:
-    """Return the workspace size of a GEMM with ``tiles`` tiles as (fp32 elements, counters)."""
+def workspace_size(config: triton.Config, tiles: int, num_sms: int) -> tuple[int, int]:
+    """Return the (fp32 elements, counters) that a GEMM with ``tiles`` tiles needs as workspace."""
     tile = config.kwargs
     splits = tile.get("SPLIT_K", 1)
     if splits == 1:
@@ -271,8 +282,10 @@ def split_tiles(config: triton.Config, tiles: int, num_sms: int) -> tuple[int, i
 
 @jit
 def work_items_of_tiles(tiles, unsplit_tiles, SPLIT_K: tl.constexpr):
-    """Return the work items of the first ``tiles`` tiles. From tile ``unsplit_tiles`` on, tiles are
-    split."""
+    """Return the number of work items of the first ``tiles`` tiles.
+
+    Tiles from number ``unsplit_tiles`` on are split.
+    """
     if SPLIT_K == 1:
         return tiles
     else:
@@ -291,8 +304,8 @@ def split_of_work_item(work_item, unsplit_tiles, SPLIT_K: tl.constexpr):
 
 
 @jit
-def _in_register_order(tile, NUM_WARPS: tl.constexpr):
-    """Flatten [BLOCK_SIZE_M, BLOCK_SIZE_N] in the order of the workspace."""
+def _to_register_order(tile, NUM_WARPS: tl.constexpr):
+    """Flatten a tile [BLOCK_SIZE_M, BLOCK_SIZE_N] to the order of the workspace."""
     block_m: tl.constexpr = tile.shape[0]
     block_n: tl.constexpr = tile.shape[1]
     warps: tl.constexpr = min(NUM_WARPS, block_m // 16)
@@ -301,10 +314,10 @@ def _in_register_order(tile, NUM_WARPS: tl.constexpr):
 
 
 @jit
-def _in_rows(
+def _to_rows(
     partial, NUM_WARPS: tl.constexpr, BLOCK_SIZE_M: tl.constexpr, BLOCK_SIZE_N: tl.constexpr
 ):
-    """Invert ``_in_register_order``."""
+    """Return the tile [BLOCK_SIZE_M, BLOCK_SIZE_N] of a result of ``_to_register_order``."""
     warps: tl.constexpr = min(NUM_WARPS, BLOCK_SIZE_M // 16)
     splits = tl.reshape(
         partial, (BLOCK_SIZE_N // 16, BLOCK_SIZE_M // 16 // warps, 2, warps, 8, 4, 2, 2)
@@ -316,13 +329,16 @@ def _in_rows(
 def publish_partial(
     accumulator, partials, tile, split, SPLIT_K: tl.constexpr, NUM_WARPS: tl.constexpr
 ):
-    """Store a partial of the ``tile``-th split tile and count it; return whether it is the last."""
+    """Store partial number ``split`` of split tile number ``tile``, and increment its counter.
+
+    Return whether all partials of the tile are now stored.
+    """
     size: tl.constexpr = accumulator.shape[0] * accumulator.shape[1]
     start = (tile * SPLIT_K + split).to(tl.int64) * size
-    # Ordinary stores instead of TMA, because a release does not order TMA stores.
-    block_ptr = partials.splits + start + tl.arange(0, size)
-    tl.store(block_ptr, _in_register_order(accumulator, NUM_WARPS))
-    tl.debug_barrier()  # The release is issued by one thread: wait for the stores of all threads.
+    # Use ordinary stores instead of TMA, because a release does not order TMA stores.
+    block_ptr = partials.data + start + tl.arange(0, size)
+    tl.store(block_ptr, _to_register_order(accumulator, NUM_WARPS))
+    tl.debug_barrier()  # One thread issues the release, so first wait for all threads' stores.
     before = tl.atomic_add(partials.counters + tile, 1, sem="acq_rel", scope="gpu")
     is_last = before == SPLIT_K - 1
     if is_last:
@@ -334,21 +350,21 @@ def publish_partial(
 def sum_of_partials(
     accumulator, partials, tile, split, SPLIT_K: tl.constexpr, NUM_WARPS: tl.constexpr
 ):
-    """Return the fp32 sum of all partials of the ``tile``-th split tile.
+    """Return the fp32 sum of all partials of split tile number ``tile``.
 
-    ``accumulator`` is its ``split``-th partial, which is still in registers.
+    ``accumulator`` is partial number ``split``, which is still in registers.
     """
     block_m: tl.constexpr = accumulator.shape[0]
     block_n: tl.constexpr = accumulator.shape[1]
     size: tl.constexpr = block_m * block_n
-    partial_ptr = partials.splits + tile.to(tl.int64) * (SPLIT_K * size) + tl.arange(0, size)
-    # Bypass L1, which may hold stale partials.
-    if SPLIT_K == 2:  # Two addends commute, so load only the other one.
+    partial_ptr = partials.data + tile.to(tl.int64) * (SPLIT_K * size) + tl.arange(0, size)
+    # The loads bypass L1, which may hold stale partials.
+    if SPLIT_K == 2:  # The order of two addends does not matter, so load only the other partial.
         other = tl.load(partial_ptr + (1 - split) * size, cache_modifier=".cg")
-        return accumulator + _in_rows(other, NUM_WARPS, block_m, block_n)
+        return accumulator + _to_rows(other, NUM_WARPS, block_m, block_n)
     else:
         total = tl.load(partial_ptr, cache_modifier=".cg")
         for _ in range(1, SPLIT_K):
             partial_ptr += size
             total += tl.load(partial_ptr, cache_modifier=".cg")
-        return _in_rows(total, NUM_WARPS, block_m, block_n)
+        return _to_rows(total, NUM_WARPS, block_m, block_n)

@@ -247,7 +247,7 @@ class CopyEngine(_Tiled):
         self.name, self._method, self._schedules = method.value, method, schedules
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        best = next(spaces.with_persistent(spaces.get_config_space))
+        best = next(spaces.tiles_with_persistent(spaces.get_config_space))
         for schedule in self._schedules:
             yield *best, *schedule
 
@@ -268,7 +268,7 @@ class Push(CopyEngine):
     """
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        for each in spaces.with_persistent(spaces.get_config_space):
+        for each in spaces.tiles_with_persistent(spaces.get_config_space):
             yield *each, 1, 1
         yield from super().candidates()
         specialized = spaces.warp_specialized_tiles()

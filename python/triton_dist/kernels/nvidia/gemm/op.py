@@ -21,8 +21,8 @@ from triton_dist.kernels.common.gemm.scales import (
 from triton_dist.kernels.common.gemm.spaces import (
     fits_gemm,
     get_config_space,
+    tiles_with_persistent,
     warp_specialized_tiles,
-    with_persistent,
 )
 from triton_dist.kernels.common.op import check_tiles, tuned
 from triton_dist.runtime.device import current_device
@@ -103,7 +103,11 @@ def matmul_configs() -> list[dict[str, Any]]:
     specialized = ((tiles, True) for tiles in warp_specialized_tiles())
     return [
         {"gemm_config": tiles, "persistent": persistent}
-        for tiles, persistent in (*with_persistent(get_config_space), *specialized, (None, True))
+        for tiles, persistent in (
+            *tiles_with_persistent(get_config_space),
+            *specialized,
+            (None, True),
+        )
     ]
 
 

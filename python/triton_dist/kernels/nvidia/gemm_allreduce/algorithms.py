@@ -119,7 +119,7 @@ class OneShot(OneLaunchAlgorithm[Call]):
     name = "one_shot"
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        return spaces.with_persistent(spaces.tiles_to_all)
+        return spaces.tiles_with_persistent(spaces.tiles_to_all)
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         return sizes.nbytes <= ONE_SHOT_BYTES and sizes.tiles_fit(config, sizes.M)
@@ -158,7 +158,9 @@ class TwoShotInOneLaunch(OneShot):
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         all_tiles = spaces.get_config_space
-        return spaces.with_persistent(lambda persistent: spaces.tile_shapes(all_tiles(persistent)))
+        return spaces.tiles_with_persistent(
+            lambda persistent: spaces.tile_shapes(all_tiles(persistent))
+        )
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         whole = -(-sizes.M // sizes.num_ranks) * sizes.num_ranks
@@ -176,7 +178,7 @@ class TwoShot(OverlappedAlgorithm[Call]):
     name, tunables = "two_shot", ("gemm_config", "persistent", "num_chunks")
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        for each in spaces.with_persistent(spaces.get_config_space):
+        for each in spaces.tiles_with_persistent(spaces.get_config_space):
             yield *each, 1
         descriptors, interpreted = spaces.persistent_values()[0], current_device().interprets
         shapes = spaces.tile_shapes(spaces.get_config_space(descriptors))

@@ -126,7 +126,7 @@ class Fused(_OverlappedReduceScatter):
     scatter, supports_any_call = "tile", True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        return spaces.with_persistent(spaces.get_config_space)
+        return spaces.tiles_with_persistent(spaces.get_config_space)
 
 
 class OneLaunch(OneLaunchAlgorithm[Call]):
@@ -140,7 +140,7 @@ class OneLaunch(OneLaunchAlgorithm[Call]):
     name, to_owners = "one_launch", True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        return spaces.with_persistent(spaces.tiles_to_owners)
+        return spaces.tiles_with_persistent(spaces.tiles_to_owners)
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         return sizes.nbytes <= EXCHANGED_BYTES and sizes.tiles_fit(config, sizes.M)
