@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triton_dist.kernels.common.moe import rows, spaces, sum_algorithms
-from triton_dist.kernels.common.moe.columns import cut_columns
+from triton_dist.kernels.common.moe.columns import column_chunks
 from triton_dist.kernels.common.moe.spaces import GROUPED_TILES, grouped_tiles
 from triton_dist.kernels.common.moe.summing import SumSizes
 from triton_dist.kernels.common.moe.topk_sum import topk_sum
@@ -73,7 +73,7 @@ def test_choices_are_added_in_their_order(M, topk, N, width, block_rows, is_sort
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 5000), st.integers(1, 64), st.sampled_from([32, 64, 256]))
 def test_columns_are_cut_where_tiles_end(N, num_chunks, multiple):
-    columns = cut_columns(3, N, num_chunks, multiple)
+    columns = column_chunks(3, N, num_chunks, multiple)
     spans = list(columns)
     assert len(spans) == len(columns) <= num_chunks
     assert [first for first, _ in spans] == [0, *(end for _, end in spans[:-1])]

@@ -1,6 +1,7 @@
-"""SiLU of gate times up of rows that are sorted by expert, and its backward.
+"""Compute silu(gate) * up for rows that are sorted by expert, and its backward.
 
-The kernels stop at the last used row, so their time does not depend on the worst routing.
+A row holds gate and up side by side. The buffers have rows for the worst routing. The kernels stop
+at the last used row, so their time depends only on the used rows.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ def kernel_silu_mul_backward(
     products_ptr, grads_ptr, weights_ptr, weighted_ptr, d_products_ptr, d_weights_ptr, ends_ptr,
     columns, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of gate, up and weight of ``weight * silu(gate) * up``. Any grid.
+    """Compute ``weight * silu(gate) * up`` and the gradients of gate, up and weight. Any grid.
 
-    grads: [positions, columns], gradients of the weighted rows; weighted: the weighted rows.
+    grads: [positions, columns], gradients of ``weight * silu(gate) * up``, which is stored in
+    ``weighted``.
     """
     total = tl.load(ends_ptr + EXPERTS - 1)
     for position in range(tl.program_id(0), total, tl.num_programs(0)):
@@ -79,13 +81,15 @@ def silu_mul(products: torch.Tensor, positions: Positions) -> torch.Tensor:
 def silu_mul_backward(
     products: torch.Tensor, grads: torch.Tensor, weights: torch.Tensor, positions: Positions
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the rows times their weights, the gradients of ``products`` and of ``weights``.
+    """Return (weighted rows, gradients of ``products``, gradients of ``weights``).
+
+    Weighted rows are ``weights * silu(gate) * up``.
 
     Args:
         products: [positions, 2 * columns], gate and up.
         grads: [positions, columns], gradients of the weighted rows.
         weights: fp32 [positions].
-        positions: the used rows.
+        positions: has the number of used rows.
     """
     out = torch.empty_like(grads), torch.empty_like(products), torch.empty_like(weights)
     activation(kernel_silu_mul_backward, positions, products, grads, weights, *out).run()
@@ -95,7 +99,7 @@ def silu_mul_backward(
 def activation(
     kernel: Any, positions: Positions, products: torch.Tensor, *tensors: torch.Tensor
 ) -> Launch:
-    """Return the launch of one of the kernels for ``products`` [positions, 2 * columns]."""
+    """Return the launch of ``kernel`` of this module for ``products`` [positions, 2 * columns]."""
     rows, columns = len(products), products.shape[1] // 2
     block = min(_MAX_BLOCK, triton.next_power_of_2(columns))
     return Launch(

@@ -1,13 +1,13 @@
-"""Reduce-scatter in chunks of columns: each chunk travels while the next one is computed.
+"""Reduce-scatter in chunks of columns: each chunk is sent while the next chunk is computed.
 
-The addend of a rank consists of one row block per rank. Inside a row block the columns of a chunk
-are contiguous, so that one copy moves a chunk to its owner and another copy moves its flag. After
-the last chunk has been queued, one kernel adds the received chunks in fp32 in rank order, and
-stores columns at their final place.
+The addend of a rank consists of one row block per destination rank. Inside a row block, the
+elements of a chunk are contiguous, so one copy moves a chunk to its destination and another copy
+moves its flag. After the last chunk, one kernel adds the received chunks in fp32 in the order of
+ranks, and stores each element in its row and column of the result.
 
-Slots alternate by the protocol of ``slots/epochs.py``. A slot has on each rank ``shards`` [source
-rank, shard_stride] of the dtype and ``arrivals`` int64 [chunk, source rank], both written by copy
-engines of the source.
+Calls alternate between two slots by the protocol of ``slots/epochs.py``. On each rank a slot has
+``shards`` [source rank, shard_stride] of the dtype and ``arrivals`` int64 [chunk, source rank].
+Copy engines of the source rank write both regions.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _PROGRAMS_PER_SM = 4
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Chunks of ``width`` of N columns, for row blocks of ``rows`` rows; the last may be
-    narrower."""
+class ColumnChunks:
+    """Chunks of ``width`` columns that cover N columns of a row block of ``rows`` rows. The last
+    chunk may be narrower."""
 
     rows: int
     N: int
@@ -53,9 +53,10 @@ class Columns:
             yield first, min(first + self.width, self.N)
 
 
-def cut_columns(rows: int, N: int, num_chunks: int, multiple: int) -> Columns:
-    """Cut N columns into at most ``num_chunks`` chunks of a width divisible by ``multiple``."""
-    return Columns(rows, N, int(triton.cdiv(triton.cdiv(N, num_chunks), multiple)) * multiple)
+def column_chunks(rows: int, N: int, num_chunks: int, multiple: int) -> ColumnChunks:
+    """Divide N columns into at most ``num_chunks`` chunks whose width is divisible by
+    ``multiple``."""
+    return ColumnChunks(rows, N, int(triton.cdiv(triton.cdiv(N, num_chunks), multiple)) * multiple)
 
 
 @jit(do_not_specialize=["rows", "call_tag", "rank"])
@@ -74,10 +75,10 @@ def kernel_add_columns(
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_N: tl.constexpr,
 ):
-    """Add the own row block of x and the pushed row blocks into out [rows, N], in rank order.
+    """Store the sum of this rank's row block of x and the received row blocks in out [rows, N].
 
-    Any grid. Chunks are ``width`` wide. ``shard_stride`` is the number of elements from one
-    source's row block to the next.
+    Row blocks are added in the order of ranks. Any grid. A chunk has ``width`` columns.
+    ``shard_stride`` is the number of elements between the begins of two sources' row blocks.
     """
     value = flag_of(pushed.epoch, call_tag)
     tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
@@ -85,7 +86,7 @@ def kernel_add_columns(
     for chunk in range(tl.cdiv(N, width)):
         first = chunk * width
         columns = tl.minimum(width, N - first)
-        # Each chunk of the own row block needs the same chunk of all peers.
+        # Wait until this chunk has arrived from all peers.
         token = await_pushed(pushed, value, chunk, rank, NUM_RANKS)
         shards = pushed.shards + after_wait(tl.zeros((), tl.int64), token)
         for tile in range(
@@ -106,7 +107,7 @@ def kernel_add_columns(
             for source in tl.static_range(NUM_RANKS):
                 addend = shards + source * shard_stride.to(tl.int64)
                 # Select a pointer instead of branching, so that all loads are in flight together.
-                # Bypass L1, which may hold stale data.
+                # The load bypasses L1, which may hold stale data.
                 addend = tl.where(rank == source, own, addend)
                 sums += tl.load(addend + index, mask=mask, cache_modifier=".cg").to(tl.float32)
             tl.store(
@@ -119,7 +120,7 @@ def kernel_add_columns(
 class PushedColumns(PushedSlots):
     """Slots for one row block of up to ``max_rows`` rows of ``N`` columns per source rank.
 
-    Row blocks travel in up to ``max_chunks`` chunks. Creation is collective.
+    A row block is sent in up to ``max_chunks`` chunks. Creation is collective.
     """
 
     def __init__(
@@ -144,8 +145,10 @@ class PushedColumns(PushedSlots):
         )
         super().__init__(slots)
 
-    def launch(self, columns: Columns, x: torch.Tensor, out: torch.Tensor, call_tag: int) -> Launch:
-        """Return the launch that adds row blocks of x, as they arrive, into out [rows, N]."""
+    def launch(
+        self, columns: ColumnChunks, x: torch.Tensor, out: torch.Tensor, call_tag: int
+    ) -> Launch:
+        """Return the launch that sums the row blocks, as they arrive, into out [rows, N]."""
         slots, item = self.slots, x.element_size()
         pushed = Pushed(slots["shards"].local, slots["arrivals"].local, slots.epoch)
         block_n = min(_MAX_BLOCK_N, triton.next_power_of_2(columns.width))
@@ -169,16 +172,16 @@ class PushedColumns(PushedSlots):
 
     def run(
         self,
-        columns: Columns,
+        columns: ColumnChunks,
         x: torch.Tensor,
         out: torch.Tensor,
         call_tag: int,
         compute: Callable[[int, int], None],
     ) -> None:
-        """Reduce-scatter x, [num_ranks, rows, N] elements, into this rank's rows out [rows, N].
+        """Store this rank's rows of the sum of x over ranks in out [rows, N].
 
-        ``compute(first, end)`` queues the columns ``first`` to ``end`` of x. ``size`` must be equal
-        on all ranks.
+        x has [num_ranks, rows, N] elements. ``compute(first, end)`` must queue the kernels that
+        write columns ``first`` to ``end`` of x. ``call_tag`` must be equal on all ranks.
         """
         slots, awaited, transfer = self.slots, False, None
         slots.take(call_tag, copied=True)
@@ -197,13 +200,13 @@ class PushedColumns(PushedSlots):
             )
             awaited = True
         finally:
-            # All transfers use the same streams, so joining the last suffices.
+            # All transfers use the same streams, so it is sufficient to wait for the last transfer.
             if transfer is not None:
                 transfer.join(stream)
             flags_of_peers = self.flags_of_peers(len(columns))
             slots.finish(awaited, expected=lambda: {"arrivals": flags_of_peers})
 
-    def _push(self, columns: Columns, chunk: int) -> Iterable[Step]:
+    def _push(self, columns: ColumnChunks, chunk: int) -> Iterable[Step]:
         """Yield the copies that push a chunk of each peer's row block."""
         first, end = list(columns)[chunk]
         begin, end = columns.rows * first, columns.rows * end

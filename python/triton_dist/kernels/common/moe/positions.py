@@ -1,4 +1,4 @@
-"""Positions: routes sorted by expert, such as the routes that an expert-parallel dispatch sorts."""
+"""Positions: indices of rows sorted by expert, the result of an expert-parallel dispatch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from triton_dist.kernels.common.context import Check
 
 @dataclass(frozen=True, eq=False)
 class Positions:
-    """Routes sorted by expert: the routing of ``grouped_gemm`` for the result of a dispatch.
+    """Routing that ``grouped_gemm`` uses for the result of a dispatch.
+
+    A route is a pair of a token and an expert that was chosen for it. A position is the index of a
+    route after sorting by expert.
 
     Attributes:
-        ends: int32 [E], end of the positions of each expert. Positions after the last are unused.
-        number: number of positions under the worst routing, or the number of used positions.
+        ends: int32 [E], end of the positions of each expert. Positions from the last end on are
+            unused.
+        number: upper bound of the number of used positions; by default that of the worst routing.
         rows: int32 [number], row of A of each position; ``None``: A has one row per position.
-        tokens: largest number of tokens of a rank, for the tuning key.
-        topk: choices of a token, for the tuning key.
+        tokens: maximum number of tokens of a rank, for the tuning key.
+        topk: number of experts per token, for the tuning key.
     """
 
     ends: torch.Tensor
@@ -29,7 +33,7 @@ class Positions:
     topk: int
 
     def limited(self, number: int) -> Positions:
-        """Return these positions if only ``number`` of them are used."""
+        """Return these positions with the upper bound ``number`` of used positions."""
         number = max(number, 1)
         rows = None if self.rows is None else self.rows[:number]
         return Positions(self.ends, number, rows, self.tokens, self.topk)
@@ -40,7 +44,7 @@ class Positions:
 
     @property
     def shape_of_key(self) -> tuple[int, int, str, int]:
-        """What a tuning depends on: tokens, choices and kind of the rows of A; and ``number``."""
+        """Parts of the tuning key: tokens, topk, how A is indexed, and ``number``."""
         kind = "position" if self.rows is None else "gathered"
         return self.tokens, self.topk, kind, self.number
 
@@ -48,7 +52,7 @@ class Positions:
         return self.number
 
     def checks(self, A: torch.Tensor, B: torch.Tensor) -> Iterator[Check]:
-        """Yield the checks of a call."""
+        """Yield the checks of A and B for these positions."""
         E = len(self.ends)
         yield "B.shape", tuple(B.shape), len(B) == E, f"[E = {E}, K, N]"
         shape, K = tuple(A.shape), B.shape[1]

@@ -1,17 +1,18 @@
 """Grouped GEMM: multiply each row of A by the weights of the expert of its route.
 
-Rows of A are gathered by pointers while loading. Weights are loaded through a 3-D descriptor, or by
-pointers if TMA does not support their layout. A 2-D descriptor over all weights would read rows of
-the next expert after the last row of an expert. These reads must return zero, because 0 times NaN
-is not 0.
+A route is a pair of a token and an expert that was chosen for it. Rows of A are gathered by
+pointers while loading. Weights are loaded through a 3-D descriptor, or by pointers if TMA does not
+support their layout. Reads after the last row of an expert must return zero, because 0 times NaN is
+not 0. A 2-D descriptor over all weights would instead read rows of the next expert.
 
-The grid is persistent and reads the number of tiles from memory (``moe/routing.py``). A tile of
-padding skips the K loop and stores zeros, so every row of the output is written.
+The kernel is persistent and reads the number of tiles from memory (``moe/routing.py``). Padding
+(routes without an expert) also has tiles. They skip the K loop and store zeros, so every row of the
+output is written.
 
-Rows of A may arrive from peers during the kernel, through copy engines (``slots/gathered.py``) in
-the order of positions of the map. This rank's rows are read from its A. A tile waits for the last
-position of its rows; waiting for a position includes all earlier positions. Tiles of padding wait,
-too, so a finished kernel has received data from every peer.
+Shards of A may arrive from peers during the kernel, sent by copy engines (``slots/gathered.py``).
+The index of a shard in the order of arrival is its position. This rank's rows are read from its A.
+A tile waits for the largest position of its rows, and thus for all smaller positions. Tiles of
+padding wait too, so a finished kernel has received data from every peer.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from triton_dist.runtime.launch import Launch, dot_precision
 _ALIGNMENT = 16
 
 
-class Blocks(NamedTuple):
+class BlockMapArgument(NamedTuple):
     routes: Any
     tiles: Any
     num_tiles: Any
@@ -65,7 +66,7 @@ class WeightStrides(NamedTuple):
 
 
 class Sources(NamedTuple):
-    """This rank's shard of A, and flags and epoch of the slot that receives the other shards."""
+    """This rank's shard of A, and the flags and epoch of the slot that receives other shards."""
 
     local_shard: Any
     arrivals: Any
@@ -75,11 +76,12 @@ class Sources(NamedTuple):
 class GroupedPlan(NamedTuple):
     """Constants of a grouped product other than its tile sizes.
 
-    SORTED: rows of C are sorted by expert, else they are in the order of routes. A_SORTED: so are
-    the rows of A, else they are gathered. SILU_MUL: C is
-    silu(left half) * right half, N / 2 wide; a tile has BLOCK_SIZE_N / 2 columns of each half.
-    DESCRIPTORS: read B by TMA. SCALING: see ``gemm/scales.py``. SINGLE_B_SCALE: the
-    columns of a tile lie in one block of scales. NUM_STAGES: only for the warp-specialized kernel.
+    A_ALIGNED, C_ALIGNED: rows of A or C begin at multiples of 16 bytes. SORTED: rows of C are
+    sorted by expert, else they are in the order of routes. A_SORTED: rows of A are sorted by
+    expert, else they are gathered. SILU_MUL: C is silu(left half) * right half, N / 2 wide; a tile
+    has BLOCK_SIZE_N / 2 columns of each half. DESCRIPTORS: read B by TMA. NUM_SOURCES: number of
+    shards of A. SCALING: see ``gemm/scales.py``. SINGLE_B_SCALE: all columns of a tile lie in one
+    block of scales. NUM_STAGES: only for the warp-specialized kernel.
     """
 
     A_ALIGNED: Any
@@ -102,9 +104,9 @@ def load_weights(
     b, expert, k, column, N, K, weight_strides, grouped_plan: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
 ):  # fmt: skip
-    """Return [BLOCK_SIZE_K, COLUMNS] of an expert's weights, zero beyond K.
+    """Return the block [BLOCK_SIZE_K, COLUMNS] at ``k`` and ``column`` of an expert's weights.
 
-    ``b`` is a descriptor or the pointer.
+    Elements beyond K are zero. ``b`` is a descriptor or the pointer.
     """
     if grouped_plan.DESCRIPTORS:
         if grouped_plan.B_COLUMN_MAJOR:
@@ -133,9 +135,10 @@ def kernel_grouped_gemm(
 ):  # fmt: skip
     """Compute C [R, width] from A and B [E, K, N]. Any grid.
 
-    A row of A has ``routes_of_row`` routes. With ``NUM_SOURCES`` above 1, rows come in shards of
-    ``shard_rows``. This rank's shard is at ``sources.local_shard``, the others are in A once their
-    flags are set (``peers.GatheredShards``). ``scales``: ``GroupedScales``, unless UNSCALED.
+    R is the number of routes; each row of A has ``routes_of_row`` routes. If ``NUM_SOURCES`` is
+    above 1, A consists of shards of ``shard_rows`` rows. This rank's shard is at
+    ``sources.local_shard``. Another shard is in A as soon as its flag is set
+    (``peers.GatheredShards``). ``scales``: ``GroupedScales``, unless UNSCALED.
     """
     SCALING: tl.constexpr = grouped_plan.SCALING
     SINGLE_B_SCALE: tl.constexpr = grouped_plan.SINGLE_B_SCALE
@@ -173,7 +176,7 @@ def kernel_grouped_gemm(
             route = tl.load(blocks.routes + rows, mask=inside, other=0)
         a_row = route // routes_of_row
         if grouped_plan.NUM_SOURCES > 1:
-            # Word 6: last position of arrival among the rows of the tile.
+            # Word 6 of a tile's record: largest position of arrival among the rows of the tile.
             last = tl.load(blocks.tiles + tile * RECORD_WORDS + 6)
             awaited, token = await_positions(awaited, last, sources, rank, grouped_plan)
             a_row = dl.consume_token(a_row, token)
@@ -209,7 +212,7 @@ def kernel_grouped_gemm(
                 )
                 a_scale = 0
                 if SCALING == BLOCKWISE:
-                    # Bypass L1, which may hold the scales of an earlier call.
+                    # The load bypasses L1, which may hold the scales of an earlier call.
                     a_scale = tl.load(
                         scale_rows + at // SCALE_BLOCK * scales.stride_ak,
                         mask=inside, other=0.0, cache_modifier=".cg",
@@ -253,8 +256,8 @@ def kernel_grouped_gemm(
 def fits_weights_descriptor(B: torch.Tensor) -> bool:
     """Return whether TMA can address B [E, K, N].
 
-    TMA requires a unit stride along N or K, and all other strides and the address to be multiples
-    of 16 bytes.
+    TMA requires a unit stride along N or K. The other strides and the address must be multiples of
+    16 bytes.
     """
     by_expert, *inner = B.stride()
     strides = (max(inner), by_expert if B.shape[0] > 1 else _ALIGNMENT)
@@ -291,16 +294,16 @@ def grouped_product(
     Args:
         A: [M, K], one row per token, or [R, K], one row per route; unit stride along K.
         B: [E, K, N], any strides.
-        blocks: map with tiles of the config's BLOCK_SIZE_M.
-        config: BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K; optionally GROUP_SIZE_M, PROGRAMS, the
-            number of programs per SM, and WARP_SPECIALIZED, which is ignored if the
-            warp-specialized kernel cannot multiply the operands: fp8 with BLOCK scales.
-        is_sorted: rows of C are sorted by expert, else in the order of routes.
+        blocks: map whose tiles have the config's BLOCK_SIZE_M rows.
+        config: BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K; optionally GROUP_SIZE_M, PROGRAMS (number
+            of programs per SM) and WARP_SPECIALIZED. The warp-specialized kernel requires fp8
+            operands with BLOCK scales; for other operands WARP_SPECIALIZED is ignored.
+        is_sorted: whether rows of C are sorted by expert instead of in the order of routes.
         silu_mul: multiply silu of the left half of the product by the right half.
-        gathered: shards of peers as they arrive. A is then the contiguous shard of ``rank``, and
-            the map has one source per rank.
+        gathered: memory that receives the shards of peers. A is then this rank's shard,
+            contiguous, and ``blocks`` has one source per rank.
         scales: scales of fp8 operands.
-        routes_of_row: routes per row of A, if not R / M; 0 if the rows of A are sorted by expert.
+        routes_of_row: routes per row of A; default: R / M. 0 if the rows of A are sorted by expert.
     """
     precision = dot_precision(A.dtype)
     options = config_for(config, A.dtype).all_kwargs()
@@ -314,7 +317,7 @@ def grouped_product(
     # A block of a descriptor must begin at a multiple of 16 bytes.
     halves_fit = not silu_mul or layout != "row-major" or C.shape[1] * item % _ALIGNMENT == 0
     rows = A if gathered is None else gathered.rows
-    memory = Blocks(blocks.routes, blocks.tiles, blocks.num_tiles)
+    memory = BlockMapArgument(blocks.routes, blocks.tiles, blocks.num_tiles)
     strides = WeightStrides(rows.stride(0), *B.stride())
     plan = GroupedPlan(
         A_ALIGNED=all(n % _ALIGNMENT == 0 for n in (rows.stride(0) * item, A.data_ptr())),
@@ -322,7 +325,7 @@ def grouped_product(
         SORTED=is_sorted,
         A_SORTED=routes_of_row == 0,
         SILU_MUL=silu_mul,
-        # Without matrix units, operands loaded by descriptor spill.
+        # If ``tl.dot`` cannot use tensor cores, operands loaded by descriptor spill registers.
         DESCRIPTORS=layout != "strided" and precision != "ieee" and halves_fit,
         B_COLUMN_MAJOR=layout == "column-major",
         PRECISION=precision,

@@ -1,29 +1,31 @@
 """The block map assigns routes to rows of a grouped product, and rows to tiles.
 
 Terms:
-* route: a (token, choice) pair; choice j of token t is route ``t * topk + j``. Its expert is
-  ``topk_ids[t, j]``. A route whose id is not in 0 to E - 1 is padding. It counts as a route of
-  expert E, which has no weights: its rows are last, and are zero.
+* route: choice j of token t is route ``t * topk + j``; its expert is ``topk_ids[t, j]``. A route
+  whose id is not in 0 to E - 1 is padding. It counts as a route of expert E, which has no weights:
+  its rows come last and are zero.
 * row: index of a route after sorting by expert.
 * source: a rank that provides tokens; tokens are numbered by source. The *position* of a source is
   its index in the order of arrival: this rank, rank + 1, rank + 2, …
 * group: a range of positions. Tiles of a group precede the tiles of the next group.
 * run: the consecutive tiles of one expert in one group.
+* chunk: a part of the routes of one source; chunks are in order of arrival. block: a part of a
+  chunk.
 
 The host reads no counts. Buffers have the size for the worst routing, and the number of tiles is in
 device memory, so a captured graph serves any routing. Only integers are summed, so equal ids give
 equal maps.
 
-Routes are cut into chunks of one source each, in order of arrival, and chunks into blocks. In the
-first launch each program counts a few experts in one chunk: in total, and before each block. In the
-second launch one program per block places its routes after the routes of smaller experts, earlier
-chunks, blocks and routes. One program per expert writes the tiles of the expert. The rows of an
-expert are in order of arrival. When a group has arrived, the first ``arrived // block_m`` tiles of
-an expert are complete, so only its very last tile is partial.
+The first launch counts routes. Each program counts the routes of a few experts in one chunk, and
+how many of them precede each block. In the second launch one program per block assigns rows to the
+block's routes. They follow the routes of smaller experts, then of earlier chunks and blocks. One
+program per expert writes the tiles of the expert. The rows of an expert are in order of arrival.
+When a group has arrived, the first ``arrived // block_m`` tiles of an expert are complete, so only
+the last tile of an expert is partial.
 
 All ranks must pass equal ids. The tuner compares them at the first call of a key. Later calls do
-not, so that a captured graph serves any ids. Different ids cause sums of different tokens, or waits
-for rows that no rank sends. With ``TRITON_DIST_DEBUG=agree`` every call compares.
+not compare, so that a captured graph serves any ids. Different ids cause sums of different tokens,
+or waits for rows that no rank sends. With ``TRITON_DIST_DEBUG=agree`` every call compares.
 """
 
 from __future__ import annotations
@@ -45,12 +47,12 @@ from triton_dist.runtime.launch import Launch
 RECORD_WORDS = tl.constexpr(8)
 """int32 words of a tile's record.
 
-They are: expert, first and end row of its run, first tile of the run, number of tiles of the run,
-first and last position of arrival of its rows, and an unused word.
+They are: expert; first row and end row of the tile's run; first tile and number of tiles of the
+run; smallest and largest position of arrival of the tile's rows; unused.
 """
 MAX_EXPERTS, MAX_TOPK, MAX_GROUPS = 512, 10, 4
 _BLOCK = 128
-"""Routes that a program places."""
+"""Routes per block."""
 _BLOCKS, _EXPERTS = 4, 8
 """Blocks and experts that a program counts at a time."""
 _COUNTS_AT_A_TIME = 4096
@@ -59,7 +61,7 @@ _COUNTS_AT_A_TIME = 4096
 
 @jit
 def experts_of(ids_ptr, source, local_route, valid, routes, E):
-    """Return the experts of routes of a source: E for padding, E + 1 where not ``valid``."""
+    """Return the experts of routes of a source: E for padding, E + 1 if not ``valid``."""
     expert = tl.load(ids_ptr + source * routes + local_route, mask=valid, other=0)
     expert = tl.where((expert >= 0) & (expert < E), expert, E).to(tl.int32)
     return tl.where(valid, expert, E + 1)
@@ -70,10 +72,11 @@ def kernel_count_routes(
     ids_ptr, counts_ptr, before_ptr, chunks, steps, routes, rank, E, E_PAD: tl.constexpr,
     NUM_SOURCES: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Count routes per expert. Grid (all chunks, groups of ``EXPERTS`` up to E).
+    """Count routes per expert. Grid (all chunks, cdiv(E + 1, EXPERTS)).
 
-    Write ``counts[chunk, expert]`` [all chunks, E_PAD], and ``before[expert, block]`` [E + 1, all
-    chunks * ``steps``], the routes of the expert in earlier blocks of the chunk.
+    A source has ``chunks`` chunks of ``steps`` blocks. Write ``counts[chunk, expert]`` [all chunks,
+    E_PAD] and ``before[expert, block]`` [E + 1, all chunks * ``steps``]. ``before`` is the number
+    of the expert's routes in earlier blocks of the chunk.
     """
     chunk = tl.program_id(0)
     source = (rank + chunk // chunks) % NUM_SOURCES
@@ -85,21 +88,21 @@ def kernel_count_routes(
         local_route = (chunk % chunks * steps + block)[:, None] * BLOCK + lane[None, :]
         valid = (block < steps)[:, None] & (local_route < routes)
         expert = experts_of(ids_ptr, source, local_route, valid, routes, E)
-        found = tl.sum((expert[:, :, None] == experts[None, None, :]).to(tl.int32), 1)
+        counted = tl.sum((expert[:, :, None] == experts[None, None, :]).to(tl.int32), 1)
         tl.store(
             before_ptr + experts[None, :] * (tl.num_programs(0) * steps)
             + (chunk * steps + block)[:, None],
             # Exclusive prefix sum over the blocks of this iteration.
-            count[None, :] + tl.cumsum(found, 0) - found,
+            count[None, :] + tl.cumsum(counted, 0) - counted,
             mask=(block < steps)[:, None] & (experts <= E)[None, :],
         )  # fmt: skip
-        count += tl.sum(found, 0)
+        count += tl.sum(counted, 0)
     tl.store(counts_ptr + chunk * E_PAD + experts, count, mask=experts <= E)
 
 
 @jit
 def sum_of_chunks(counts_ptr, begin, end, E, E_PAD: tl.constexpr, ROWS: tl.constexpr):
-    """Return the routes of each expert in chunks ``begin`` to ``end``, [E_PAD]."""
+    """Return the number of routes of each expert in chunks ``begin`` to ``end``, [E_PAD]."""
     experts = tl.arange(0, E_PAD)
     total = tl.zeros((E_PAD,), tl.int32)
     for first in range(begin, end, ROWS):
@@ -128,9 +131,9 @@ def place_routes(
     ids_ptr, counts_ptr, before_ptr, map_memory, block, blocks, chunks, steps, routes, rank, E,
     E_PAD: tl.constexpr, NUM_SOURCES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Store the row of each route of a block, and the route of each of these rows.
+    """Store the row of each route of block ``block``, and the route of each of these rows.
 
-    There are ``blocks`` blocks.
+    ``blocks`` is the number of all blocks.
     """
     chunk = block // steps
     source = (rank + chunk // chunks) % NUM_SOURCES
@@ -141,7 +144,7 @@ def place_routes(
     before = tl.load(before_ptr + expert * blocks + block, mask=valid, other=0)
     earlier = sum_of_chunks(counts_ptr, 0, chunk, E, E_PAD, ROWS)
     total = earlier + sum_of_chunks(counts_ptr, chunk, NUM_SOURCES * chunks, E, E_PAD, ROWS)
-    # Rows of smaller experts come first, then earlier chunks of the own expert.
+    # Rows of smaller experts come first, then rows of the same expert from earlier chunks.
     first = tl.cumsum(total, 0) - total + earlier
     # Routes of the same expert before this route in the block.
     earlier_same_expert = (expert[:, None] == expert[None, :]) & (lane[None, :] < lane[:, None])
@@ -156,7 +159,7 @@ def rows_by_position(
     counts_ptr, expert, chunks, E_PAD: tl.constexpr, NUM_SOURCES: tl.constexpr,
     SOURCES_PAD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Return the rows of an expert that arrive up to and including each position, [SOURCES_PAD]."""
+    """Return [SOURCES_PAD]: the number of an expert's rows that have arrived with each position."""
     position = tl.arange(0, SOURCES_PAD)
     rows = tl.zeros((SOURCES_PAD,), tl.int32)
     for first in range(0, chunks, ROWS):
@@ -176,7 +179,7 @@ def write_tiles(
     NUM_SOURCES: tl.constexpr, SOURCES_PAD: tl.constexpr, NUM_GROUPS: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Store the tiles of an expert, and the end of its rows."""
+    """Store the records of an expert's tiles, and the end of its rows."""
     experts = tl.arange(0, E_PAD)
     position = tl.arange(0, SOURCES_PAD)
     total = sum_of_chunks(counts_ptr, 0, NUM_SOURCES * chunks, E, E_PAD, ROWS)
@@ -237,7 +240,7 @@ def kernel_map_blocks(
 ):  # fmt: skip
     """Write the block map. Grid (all chunks * ``steps`` + E + 1,).
 
-    ``group_ends`` has one byte per group: the position after its last.
+    ``group_ends`` has one byte per group: the position after the last position of the group.
     """
     program = tl.program_id(0)
     if program <= E:
@@ -257,11 +260,11 @@ def kernel_map_blocks(
 def tile_of_work_item(
     tiles_ptr, work_item, tiles_n, BLOCK_SIZE_M: tl.constexpr, GROUP_SIZE_M: tl.constexpr
 ):
-    """Return (expert, first row, end of rows, column tile, tile) of a work item.
+    """Return (expert, first row, end row of the run, column tile, tile) of a work item.
 
-    A run of L tiles from tile a on has the work items ``a * tiles_n`` to ``(a + L) * tiles_n``.
-    Tile ``work_item // tiles_n`` therefore belongs to the same run, and its record describes the
-    run.
+    A run of L tiles that begins at tile a has the work items ``a * tiles_n`` to ``(a + L) *
+    tiles_n``. Tile ``work_item // tiles_n`` therefore belongs to the work item's run, and its
+    record describes the run.
     """
     record = tiles_ptr + work_item // tiles_n * RECORD_WORDS
     expert = tl.load(record)
@@ -275,16 +278,16 @@ def tile_of_work_item(
 
 @jit
 def await_positions(awaited, last, sources, rank, grouped_plan: tl.constexpr):
-    """Wait for the shards of positions after ``awaited`` up to ``last``.
+    """Wait for the shards of the positions after ``awaited``, up to and including ``last``.
 
-    Return the last position that has been awaited so far, and a token.
+    Return (largest position for which this program has waited, token).
     """
     token = 0
     while awaited < last:
         awaited += 1
         source = shard_in_arrival_order(awaited, rank, grouped_plan.NUM_SOURCES)
         flag_ptr = sources.arrivals + source * grouped_plan.FLAGS_PER_RANK
-        # Flags are copies of the peers' epoch words, which contain the size of the call.
+        # Flags are copies of the peers' epoch words, which contain the epoch and the call tag.
         value = tl.load(sources.epoch)
         token += dl.wait(flag_ptr, 1, value, timeout_word_of(sources.epoch), True)
     return awaited, token
@@ -294,10 +297,14 @@ def await_positions(awaited, last, sources, rank, grouped_plan: tl.constexpr):
 def addresses_of_rows(
     gathered_ptr, own_ptr, row, rank, shard_rows, stride, NUM_SOURCES: tl.constexpr
 ):
-    """Return the addresses of rows: this rank's at ``own_ptr`` if there are several sources."""
+    """Return the addresses of rows of all sources.
+
+    If there are several sources, this rank's rows are at ``own_ptr``, other rows at
+    ``gathered_ptr``.
+    """
     base_ptr = gathered_ptr
     if NUM_SOURCES > 1:
-        # A virtual base, so that local rows have the same row numbers as gathered rows.
+        # Shift the base, so that this rank's rows have the same row numbers as gathered rows.
         own_base_ptr = own_ptr - tl.cast(rank, tl.int64) * shard_rows * stride
         is_own = (row >= rank * shard_rows) & (row < (rank + 1) * shard_rows)
         base_ptr = tl.where(is_own, own_base_ptr, gathered_ptr)
@@ -318,10 +325,10 @@ class BlockMap:
     ends: torch.Tensor
     """[E + 1], end of the rows of each expert.
 
-    The last is R, and the one before it is the first row of padding.
+    The last element is R. The element before it is the first row of padding.
     """
     tiles: torch.Tensor
-    """[maximum number of tiles, 8], see ``RECORD_WORDS``."""
+    """[maximum number of tiles, 8], the record of each tile; see ``RECORD_WORDS``."""
     num_tiles: torch.Tensor
     """[1], number of tiles."""
     launches: tuple[Launch, ...]
@@ -352,10 +359,10 @@ def block_map(
     Args:
         topk_ids: [M, topk], int32 or int64, contiguous, of all sources in the order of ranks.
         E: number of experts, 1 to ``MAX_EXPERTS``. Other ids are padding.
-        rank: the first source in the order of arrival.
-        num_sources: number of sources, which divide M equally.
+        rank: this rank, which is the first source in the order of arrival.
+        num_sources: number of sources. Each source has M / num_sources tokens.
         group_ends: for each of at most ``MAX_GROUPS`` groups, the position after its last source;
-            by default one group.
+            default: one group.
     """
     check_ids("block_map", topk_ids, E)
     ends = tuple(group_ends or (num_sources,))
@@ -369,7 +376,7 @@ def block_map(
     routes = M // num_sources * topk
     e_pad = max(16, 1 << (E + 1).bit_length())
     chunks_at_a_time = _COUNTS_AT_A_TIME // e_pad
-    chunks, steps = _cut(routes, max(1, chunks_at_a_time // num_sources))
+    chunks, steps = _chunks_and_blocks(routes, max(1, chunks_at_a_time // num_sources))
     all_chunks, total = num_sources * chunks, routes * num_sources
     counts, before, routes_of, rows_of, row_ends, num_tiles, tiles = _memory(
         topk_ids, all_chunks * e_pad, all_chunks * steps * (E + 1), total, total, E + 1, 1,
@@ -403,8 +410,10 @@ def block_map(
 
 
 def check_ids(function: str, topk_ids: torch.Tensor, E: int, argument: str = "topk_ids") -> None:
-    """Raise ``InvalidArgument`` if no map can be computed for ids, the argument ``argument`` of
-    ``function``."""
+    """Raise ``InvalidArgument`` if no map can be computed for ``topk_ids`` and ``E``.
+
+    ``argument`` is the name of the ids in errors.
+    """
     if not 1 <= E <= MAX_EXPERTS:
         raise InvalidArgument(function, "E", E, f"1 to {MAX_EXPERTS}")
     if topk_ids.dtype not in (torch.int32, torch.int64):
@@ -420,19 +429,19 @@ def check_ids(function: str, topk_ids: torch.Tensor, E: int, argument: str = "to
 
 
 def ceil_div(number: int, by: int) -> int:
-    """Return ``triton.cdiv`` in less than its 3 us of host time."""
+    """Return ``number / by``, rounded up. ``triton.cdiv`` would take 3 us of host time."""
     return -(-number // by)
 
 
-def _cut(routes: int, max_chunks: int) -> tuple[int, int]:
-    """Return (chunks, blocks per chunk) for the ``routes`` of a source."""
+def _chunks_and_blocks(routes: int, max_chunks: int) -> tuple[int, int]:
+    """Return (number of chunks, blocks per chunk) for the ``routes`` of a source."""
     blocks = ceil_div(routes, _BLOCK)
     steps = min(blocks, ceil_div(ceil_div(blocks, max_chunks), _BLOCKS) * _BLOCKS)
     return ceil_div(blocks, steps), steps
 
 
 def _memory(like: torch.Tensor, *sizes: int) -> tuple[torch.Tensor, ...]:
-    """Return int32 vectors in one allocation, each at a multiple of 16 bytes."""
+    """Return int32 vectors of ``sizes`` in one allocation, each at a multiple of 16 bytes."""
     padded = [-(-size // 4) * 4 for size in sizes]
     vectors = torch.empty(sum(padded), dtype=torch.int32, device=like.device).split(padded)
     return tuple(vector[:size] for vector, size in zip(vectors, sizes, strict=True))

@@ -1,4 +1,4 @@
-"""torch's grouped GEMM, and copies of rows to and from the order of experts."""
+"""torch's grouped GEMM, and copies that sort rows by expert or restore their order."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch
 
 ROWS_OF_SINGLE_TILE = 1 << 20
-"""Tile height so large that each expert has a single tile."""
+"""Number of rows of a tile that is so large that each expert has a single tile."""
 _BLOCK = 2048
 _LIBRARY_CAPABILITY = "9.0"
 
 
 def grouped_mm(A: torch.Tensor, B: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Return torch's product of rows that are sorted by expert.
+    """Return torch's grouped product of rows of A that are sorted by expert.
 
     ``ends`` int32 [E] contains the end of the rows of each expert. Rows after the last end are
     undefined.
@@ -40,7 +40,7 @@ def scaled_grouped_mm(
     dtype: torch.dtype,
     use_fast_accum: bool,
 ) -> torch.Tensor:
-    """Return ``grouped_mm`` of fp8 rows with TENSOR or ROW scales; on CPU, multiply in fp32."""
+    """Return ``grouped_mm`` for fp8 rows with TENSOR or ROW scales. On CPU, multiply in fp32."""
     a_scale, b_scale = scales.a.flatten(), scales.b[:, 0].contiguous()
     if A.device.type == "cpu":
         C, begin = A.new_zeros(len(A), B.shape[2], dtype=dtype), 0
@@ -65,9 +65,9 @@ def scaled_grouped_mm(
 
 
 def has_fast_library() -> bool:
-    """Return whether torch has a kernel for this device.
+    """Return whether torch has a grouped GEMM kernel for this device.
 
-    Elsewhere torch loops over the experts and copies counts to the host.
+    Without a kernel, torch loops over the experts and copies counts to the host.
     """
     device = current_device()
     is_fast = device.facts().get("capability") == _LIBRARY_CAPABILITY
@@ -75,7 +75,7 @@ def has_fast_library() -> bool:
 
 
 def is_library_candidate(key: Any) -> bool:
-    """Return whether torch's kernel is worth trying: bf16 or fp8 only, and ``fits_library``."""
+    """Return whether torch's kernel is worth trying: for bf16 or e4m3, if ``fits_library``."""
     return key.dtype in (torch.bfloat16, torch.float8_e4m3fn) and fits_library(key)
 
 
@@ -114,7 +114,7 @@ def kernel_copy_rows(
     index = row
     if index_ptr is not None:
         index = tl.load(index_ptr + row)
-    # Select a bound instead of branching: rows of padding load nothing and store zeros.
+    # Select the number of columns instead of branching: padding rows load nothing and store zeros.
     columns_to_read = columns
     if end_ptr is not None:
         columns_to_read = tl.where(index < tl.load(end_ptr), columns, 0)
@@ -136,7 +136,7 @@ def gather_rows(A: torch.Tensor, out: torch.Tensor, blocks: BlockMap) -> Launch:
 
 
 def sorted_scales(scales: OperandScales, blocks: BlockMap) -> tuple[OperandScales, Launch]:
-    """Return the scales of rows in the order of experts, and the launch that copies them."""
+    """Return memory for the scales of rows sorted by expert, and the launch that fills it."""
     out = scales.a.new_empty(len(blocks.routes), 1)
     return scales._replace(a=out), gather_rows(scales.a.contiguous(), out, blocks)
 
@@ -144,19 +144,19 @@ def sorted_scales(scales: OperandScales, blocks: BlockMap) -> tuple[OperandScale
 def sorted_product(
     A: torch.Tensor, B: torch.Tensor, blocks: BlockMap, scales: OperandScales | None, key: Any
 ) -> torch.Tensor:
-    """Return torch's product of the rows of A, copied in the order of experts."""
+    """Copy the rows of A, sorted by expert, and return torch's grouped product of the copy."""
     rows = A.new_empty(len(blocks.routes), A.shape[1])
     gather_rows(A, rows, blocks).run()
     if scales is not None:
-        scales, copy = sorted_scales(scales, blocks)
-        copy.run()
+        scales, copy_scales = sorted_scales(scales, blocks)
+        copy_scales.run()
     return multiply_sorted(rows, B, blocks, scales, key)
 
 
 def multiply_sorted(
     rows: torch.Tensor, B: torch.Tensor, blocks: BlockMap, scales: OperandScales | None, key: Any
 ) -> torch.Tensor:
-    """Return torch's product of rows in the order of experts, with the options in ``key``."""
+    """Return torch's grouped product of rows sorted by expert, with the options in ``key``."""
     ends = blocks.ends[: blocks.E]
     if scales is None:
         return grouped_mm(rows, B, ends)

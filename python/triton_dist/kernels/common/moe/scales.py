@@ -1,6 +1,6 @@
-"""Scales of fp8 operands of grouped GEMMs: the kernel argument, and rows sent with their scales.
+"""Scales of fp8 operands of grouped GEMMs, and packing of rows with their scales for sending.
 
-``gemm/scales.py`` describes the recipes.
+``gemm/scales.py`` describes the recipes TENSOR, ROW and BLOCK.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ _ALIGNMENT = 16
 
 
 class GroupedScales(NamedTuple):
-    """Kernel argument: fp32 scales and their strides in elements, 0 along equal scales.
+    """Kernel argument: fp32 scales and their strides in elements.
 
-    ``own`` has the scales of this rank's rows if peers send the other rows, else it is ``None``.
+    A stride is 0 along a dimension with equal scales. If peers send the other rows, ``own`` has the
+    scales of this rank's rows; otherwise it is ``None``.
     """
 
     a: Any
@@ -37,7 +38,10 @@ class GroupedScales(NamedTuple):
 
 
 class OperandScales(NamedTuple):
-    """Scales of a call: results of ``Scaling.factors``, and the kernel's constant SCALING."""
+    """Scales of a call: a and b from ``Scaling.scales_by_block``, and the kernels' SCALING.
+
+    ``own`` is described in ``GroupedScales``.
+    """
 
     a: torch.Tensor
     b: torch.Tensor
@@ -59,14 +63,17 @@ class OperandScales(NamedTuple):
     def columns(self, first: int, end: int) -> OperandScales:
         """Return the scales of columns ``first`` to ``end`` of B.
 
-        With block-wise scales, ``first`` must be a multiple of 128.
+        With BLOCK scales, ``first`` must be a multiple of 128.
         """
         if self.is_block:
             first, end = first // BLOCK_ELEMENTS, blocks(end)
         return self._replace(b=self.b[:, :, first:end])
 
     def of_rows(self, rows: torch.Tensor, own: torch.Tensor | None = None) -> OperandScales:
-        """Return the scales in packed rows; ``own``: this rank's packed rows, if separate."""
+        """Return these scales with the scales of A read from packed ``rows``.
+
+        ``own`` are this rank's packed rows, if they are in other memory.
+        """
         width = self.a.shape[1]
         return self._replace(a=rows[:, :width], own=None if own is None else own[:, :width])
 
@@ -75,28 +82,28 @@ class OperandScales(NamedTuple):
 
 
 def packed_form(K: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
-    """Return width and dtype of the rows [K] of A that travel between ranks.
+    """Return (width, dtype) of the packed rows that ranks send for rows [K] of A.
 
-    An fp8 row is sent in one piece with its scales, which precede it. Both begin at multiples of
-    16 bytes. The piece has the dtype fp32, which every collective supports.
+    A packed fp8 row has the row's scales, then its elements. Both begin at multiples of 16 bytes.
+    A packed row has dtype fp32, which every collective supports. Other dtypes are not packed.
     """
     if dtype not in FP8:
         return K, dtype
-    return (_first_element(K) + -(-K // _ALIGNMENT) * _ALIGNMENT) // 4, torch.float32
+    return (_begin_of_elements(K) + -(-K // _ALIGNMENT) * _ALIGNMENT) // 4, torch.float32
 
 
-def _first_element(K: int) -> int:
-    """Return the byte of a packed row at which its elements begin, after its scales."""
+def _begin_of_elements(K: int) -> int:
+    """Return the number of bytes from the begin of a packed row to its elements."""
     return -(-4 * blocks(K) // _ALIGNMENT) * _ALIGNMENT
 
 
 def pack(A: torch.Tensor, scales: OperandScales, out: torch.Tensor) -> None:
-    """Copy rows and their scales to ``out``, of ``packed_form``."""
+    """Copy the rows of A and their scales to ``out``, whose shape is from ``packed_form``."""
     out[:, : scales.a.shape[1]].copy_(scales.a)
     unpacked(out, A.dtype, A.shape[1]).view(torch.uint8).copy_(A.view(torch.uint8))
 
 
 def unpacked(rows: torch.Tensor, dtype: torch.dtype, K: int) -> torch.Tensor:
     """Return the elements of packed rows as a view [rows, K]."""
-    first = _first_element(K)
+    first = _begin_of_elements(K)
     return rows.view(torch.uint8)[:, first : first + K].view(dtype)

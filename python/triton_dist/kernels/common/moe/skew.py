@@ -1,4 +1,4 @@
-"""Skew of a routing: a hint of the caller that selects the expert ids that a tuning measures."""
+"""Routing skew: how unevenly tokens choose experts. It selects the ids that a tuning measures."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _ZIPF_EXPONENT = 1.2
 
 
 class SkewedKey(NamedTuple):
-    """Tuning key of a call with ``routing_skew``. Keys of calls without the hint do not change."""
+    """Tuning key of a call with the argument ``routing_skew``."""
 
     key: Any
     routing_skew: str
 
     @classmethod
     def of(cls, function: str, key: Any, routing_skew: str | None) -> Any:
-        """Return ``key``, extended by the hint if there is one."""
+        """Return ``key``, extended by ``routing_skew`` unless it is ``None``."""
         if routing_skew is None:
             return key
         if routing_skew not in SKEWS:
@@ -29,13 +29,17 @@ class SkewedKey(NamedTuple):
         return cls(key, routing_skew)
 
     @staticmethod
-    def plain(key: Any) -> Any:
-        """Return the key without the hint."""
+    def without_skew(key: Any) -> Any:
+        """Return the key without ``routing_skew``."""
         return key.key if isinstance(key, SkewedKey) else key
 
 
 def skewed_ids(topk_ids: torch.Tensor, E: int, skew: str, seed: int = 0) -> torch.Tensor:
-    """Return ids [M, topk] with a skew, different experts for each token; equal for equal seeds."""
+    """Return random ids with the shape of ``topk_ids`` [M, topk] and the skew ``skew``.
+
+    The experts of a token differ. "same_experts": all tokens choose experts 0 to topk - 1. "zipf":
+    probabilities follow Zipf's law with exponent 1.2. "even": all experts are equally probable.
+    """
     tokens, topk = topk_ids.shape
     if skew == "same_experts" or topk > E:
         ids = (torch.arange(topk, device="cpu") % E).repeat(tokens, 1)
@@ -43,6 +47,6 @@ def skewed_ids(topk_ids: torch.Tensor, E: int, skew: str, seed: int = 0) -> torc
         exponent = _ZIPF_EXPONENT if skew == "zipf" else 0.0
         odds = torch.arange(1, E + 1, device="cpu").float() ** -exponent
         generator = torch.Generator().manual_seed(seed)
-        # multinomial requires a row
+        # One additional row, because multinomial requires at least one.
         ids = torch.multinomial(odds.expand(tokens + 1, E), topk, generator=generator)[:tokens]
     return ids.to(topk_ids)

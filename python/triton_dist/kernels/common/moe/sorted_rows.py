@@ -1,6 +1,6 @@
 """Tiles and copies of rows that are sorted by expert.
 
-The host reads no counts: the ends of the experts' rows are on the device, and a captured graph
+The ends of the experts' rows are in device memory. The host does not read them, so a captured graph
 serves any routing.
 """
 
@@ -17,11 +17,11 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch
 
 _TILES = 128
-"""Tiles whose records a program writes at a time."""
+"""Number of tiles whose records a program writes at a time."""
 
 
 def tiles_of_positions(positions: Positions, block_m: int) -> BlockMap:
-    """Return the map of positions to tiles of ``block_m`` rows; its launch has not run yet."""
+    """Return the map of positions to tiles of ``block_m`` rows. Its launch has not run yet."""
     ends, E = positions.ends, len(positions.ends)
     tiles = ends.new_empty(max_tiles(positions.number, E, block_m), RECORD_WORDS.value)
     num_tiles = ends.new_empty(1)
@@ -47,7 +47,7 @@ def kernel_tiles_of_ends(
     ends_ptr, tiles_ptr, num_tiles_ptr, block_m,
     EXPERTS: tl.constexpr, EXPERT_LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the records of an expert's tiles (``RECORD_WORDS``). Grid (EXPERTS,)."""
+    """Write the records of each expert's tiles (``RECORD_WORDS``). Grid (EXPERTS,)."""
     expert = tl.program_id(0)
     lane = tl.arange(0, EXPERT_LANES)
     is_expert = lane < EXPERTS
@@ -75,7 +75,8 @@ def kernel_tiles_of_ends(
 def kernel_gather_positions(
     a_ptr, stride, rows_ptr, ends_ptr, out_ptr, columns, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Copy the row of A of each used position to out [positions, columns]. Any grid."""
+    """Copy the row of A that each used position refers to, to out [positions, columns]. Any
+    grid."""
     total = tl.load(ends_ptr + EXPERTS - 1)
     for position in range(tl.program_id(0), total, tl.num_programs(0)):
         row = tl.load(rows_ptr + position).to(tl.int64)

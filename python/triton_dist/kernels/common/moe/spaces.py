@@ -1,9 +1,9 @@
-"""Candidate tiles of grouped GEMMs, and the check which tiles fit a number of tokens.
+"""Tile configs to try for grouped GEMMs, and the check which configs fit a number of tokens.
 
-A tile reads the weights of its expert for BLOCK_SIZE_M rows. If an expert has few rows, reading the
-weights bounds the GEMM. Tiles with few rows and several programs per SM are then faster, because
-one program reads while another begins or ends a tile. ``GROUPED_TILES`` has the fastest configs of
-H200 measurements, and configs that are close to them.
+Each tile reads weights of its expert for BLOCK_SIZE_M rows. If experts have few rows, the time to
+read the weights limits the GEMM. Tiles with few rows and several programs per SM are then faster,
+because one program reads while another begins or ends a tile. ``GROUPED_TILES`` has the fastest
+configs measured on H200, and similar configs.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from triton_dist.runtime.device import current_device
 _MAX_BLOCK_M, _MAX_BLOCK_M_FEW_ROWS, _MIN_COLUMNS = 128, 32, 64
 _MAX_TILES_PER_EXPERT = 16
 _OTHER_BATCHES = 3
-# Limits of ``other_batches``. Below the first, a draw may not use all experts. Above the second,
-# there are dozens of waves, so one more tile does not matter.
+# Limits of ``other_batches``. With fewer rows per expert, a draw may not use all experts. With more
+# routes (pairs of token and expert) there are dozens of waves, so one more tile does not matter.
 _MIN_ROWS_PER_EXPERT, _MAX_ROUTES = 16, 1 << 16
 
 
@@ -76,14 +76,14 @@ WARP_SPECIALIZED_GROUPED_TILES = _tiles(
     (128, 128, 64, 8, 6, 8, 1),
     WARP_SPECIALIZED=True,
 )
-# Small tiles: the small GEMMs of the interpreter then have several tiles per expert, some partial.
+# Small tiles: small GEMMs in the interpreter then have several tiles per expert, some partial.
 INTERPRETED_GROUPED_TILES = _tiles(
     (16, 32, 32, 4, 2, 2, 1), (32, 64, 64, 4, 2, 1, 2), (64, 32, 64, 4, 2, 4, 1)
 )
 
 
 def grouped_tiles() -> list[triton.Config]:
-    """Return the tiles to try on this device; the first is the default."""
+    """Return the configs to try on this device; the first is the default."""
     if current_device().interprets:
         return list(INTERPRETED_GROUPED_TILES)
     specialized = can_specialize_warps(FP8[0])
@@ -99,12 +99,12 @@ def fits_grouped(
     topk: int,
     key: Any = None,
 ) -> bool:
-    """Return whether a config is a candidate for the tuned range that contains ``tokens``.
+    """Return whether a config is worth trying for all calls that share a key with ``tokens``.
 
     * Tiles fit in shared memory and, for fp8 operands (``key`` is a ``ScaledKey``), in registers.
     * Tiles have at most max(32, 4 times the mean number of rows per expert) rows.
-    * Each tile reads the expert's weights, so an expert has at most ``_MAX_TILES_PER_EXPERT``
-      tiles, or more if tiles have 128 rows.
+    * Each tile reads weights again. On average, an expert therefore has at most
+      ``_MAX_TILES_PER_EXPERT`` tiles along its rows, except for tiles of 128 rows.
     * Tiles are less than twice as wide as the output.
     """
     tiles: triton.Config = config["gemm_config"]
@@ -131,7 +131,7 @@ def fits_grouped(
 
 
 def fits_scaled(tiles: triton.Config, recipe: str, use_fast_accum: bool) -> bool:
-    """Return whether a tile of fp8 operands fits in registers."""
+    """Return whether the accumulators of a tile of fp8 operands fit in registers."""
     m, n = tiles.kwargs["BLOCK_SIZE_M"], tiles.kwargs["BLOCK_SIZE_N"]
     # Tiles with few rows convert operands to fp16, which takes registers.
     spills = m == _MAX_BLOCK_M_FEW_ROWS and n == 256 and recipe == Recipe.BLOCK.value
@@ -141,14 +141,15 @@ def fits_scaled(tiles: triton.Config, recipe: str, use_fast_accum: bool) -> bool
 def other_batches(
     topk_ids: torch.Tensor, E: int, routing_skew: str | None = None
 ) -> list[torch.Tensor]:
-    """Return ids [M, topk] of other batches: tokens of this batch, drawn with replacement.
+    """Return expert ids [M, topk] of other batches, for a tuning that measures several routings.
 
-    With ``routing_skew``, return one batch with that skew.
+    A batch is drawn from the tokens of ``topk_ids`` with replacement; all ranks draw equal batches.
+    With ``routing_skew``, return one batch with this skew instead.
 
-    All ranks draw the same. The number of tiles varies between batches, and one more tile may cause
-    a nearly empty wave for some configs only. A config that was tuned for one batch took 7 % longer
-    than another config with the next batch (4096 tokens, Mixtral 8x7B, two H100). Returns an empty
-    list if no draw is useful, and in the interpreter, whose times are meaningless.
+    The number of tiles varies between batches, and for some configs one more tile causes a nearly
+    empty wave. The fastest config for one batch took 7 % longer than another config for the next
+    batch (4096 tokens, Mixtral 8x7B, two H100). Return an empty list for very few or very many
+    routes, and in the interpreter, whose times are meaningless.
     """
     if routing_skew is not None:
         return [skewed_ids(topk_ids, E, routing_skew)]

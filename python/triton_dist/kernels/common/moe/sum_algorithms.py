@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.moe.columns import Columns
+from triton_dist.kernels.common.moe.columns import ColumnChunks
 from triton_dist.kernels.common.moe.product import grouped_product
 from triton_dist.kernels.common.moe.routing import block_map
 from triton_dist.kernels.common.moe.rows import (
@@ -76,7 +76,7 @@ class Product(ABC):
             block_rows=block_rows, first=first, N=call.key.N,
         )  # fmt: skip
 
-    def compile(self, columns: Columns, out: torch.Tensor) -> None:
+    def compile(self, columns: ColumnChunks, out: torch.Tensor) -> None:
         """Compile and load the launches for the first and the last chunk."""
         for launch in self.blocks.launches:
             launch.compile()
@@ -303,7 +303,7 @@ class Serial(SumAlgorithm):
 
     def compile(self, call: SumCall) -> None:
         total, ctx = call.empty(call.key.M, call.key.N), call.ctx
-        self.product(call).compile(Columns(call.key.M, call.key.N, call.key.N), total)
+        self.product(call).compile(ColumnChunks(call.key.M, call.key.N, call.key.N), total)
         if ctx.num_ranks > 1 and call.reduction == TOPK_EXCHANGE:
             routes = call.chosen_experts.numel()
             rows = call.chosen_experts.new_empty(routes, dtype=torch.int32)

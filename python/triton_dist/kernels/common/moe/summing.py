@@ -44,7 +44,7 @@ from triton_dist.kernels.common.gemm.scales import (
     Scaling,
     scaling_of,
 )
-from triton_dist.kernels.common.moe.columns import Columns, PushedColumns, cut_columns
+from triton_dist.kernels.common.moe.columns import ColumnChunks, PushedColumns, column_chunks
 from triton_dist.kernels.common.moe.product import weights_layout
 from triton_dist.kernels.common.moe.routing import (
     MAX_EXPERTS,
@@ -305,7 +305,7 @@ class SumCall(OpCall):
                 self.n_chunks, self.persistent, self.config, routing_skew=self.routing_skew,
                 **scaling._asdict(),
             )  # fmt: skip
-        known = SkewedKey.plain(known)
+        known = SkewedKey.without_skew(known)
         self.key: Any = known if isinstance(known, SumKey | ScaledKey) else known[0]
         self.scales = OperandScales.of(self.x, self.weights, scaling)
         self.tiles = self.config or self.gemm_config
@@ -406,13 +406,13 @@ class SumCall(OpCall):
         return self.x.new_empty(shape, dtype=self.ctx.dtype)
 
     @property
-    def columns(self) -> Columns:
+    def columns(self) -> ColumnChunks:
         """Chunks of the call, whose width is a multiple of the tile width."""
         width = _LIBRARY_COLUMNS if self.tiles is None else self.tiles.kwargs["BLOCK_SIZE_N"]
         if self.scales is not None and self.scales.is_block:
             width = max(width, BLOCK_ELEMENTS)  # both are powers of two
         rows = self.ctx.block_rows(self.key.M)
-        return cut_columns(rows, self.key.N, self.chunks, width)
+        return column_chunks(rows, self.key.N, self.chunks, width)
 
 
 def check_config(function: str, config: object) -> None:

@@ -88,7 +88,7 @@ class Call(OpCall):
         if known is None:
             key = check_operands(self.a, self.b, self.ctx, self.full_topk_ids, scaling)
             known = SkewedKey.of("ag_group_gemm", key, self.routing_skew)
-        self.key: RoutedKey = SkewedKey.plain(known)
+        self.key: RoutedKey = SkewedKey.without_skew(known)
         self.scales = OperandScales.of(self.a, self.b, scaling)
         self.output_dtype = scaling.output_dtype(self.a)
         self.shard = self.a

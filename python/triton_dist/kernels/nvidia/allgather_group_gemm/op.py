@@ -72,7 +72,7 @@ def key_fn(
 @op(
     algorithms=ALGORITHMS,
     call=Call,
-    sizes=lambda *args, **kwargs: SkewedKey.plain(key_fn(*args, **kwargs)),
+    sizes=lambda *args, **kwargs: SkewedKey.without_skew(key_fn(*args, **kwargs)),
     key_fn=key_fn,
     key_sizes=("M",),
     agree_fn=lambda a, b, ctx, full_topk_ids, **_: as_text("ids", full_topk_ids),

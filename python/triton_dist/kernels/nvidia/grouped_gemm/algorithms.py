@@ -178,7 +178,7 @@ class Call(OpCall):
                 **scaling._asdict(),
             )  # fmt: skip
             known = SkewedKey.of("grouped_gemm", key, self.routing_skew)
-        self.key: GroupedKey = SkewedKey.plain(known)
+        self.key: GroupedKey = SkewedKey.without_skew(known)
         self.scales = OperandScales.of(self.A, self.B, scaling)
         self.output_dtype = scaling.output_dtype(self.A)
         self.width = self.key.N // (1 if self.activation is None else 2)
