@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from triton_dist._jit import jit
 from triton_dist.kernels.common.scatter.one_launch import (
-    place_of_sub_tile,
+    locate_sub_tile,
     programs_with_work,
     sub_tiles_of_program,
 )
@@ -39,7 +39,7 @@ def kernel_write_sub_tiles(
         )
         tl.device_assert(end - begin <= MOST)
         for sub_tile in range(begin, end):
-            row, end_row, n, number = place_of_sub_tile(
+            row, end_row, n, number = locate_sub_tile(
                 sub_tile, own_begin, own_end, tiles_m, BLOCK_SIZE_M, SUB_TILE_ROWS
             )
             at = wave // NUM_SMS * tl.num_programs(0) + tl.program_id(0)

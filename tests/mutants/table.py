@@ -516,8 +516,8 @@ MUTANTS = (
     Mutant(
         "routing: a block goes behind those of its chunk before it",
         _ROUTING,
-        "count[None, :] + tl.cumsum(found, 0) - found,",
-        "tl.cumsum(found, 0) - found,",
+        "count[None, :] + tl.cumsum(counted, 0) - counted,",
+        "tl.cumsum(counted, 0) - counted,",
         ROUTING,
     ),
     Mutant(

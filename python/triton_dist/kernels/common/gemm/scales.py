@@ -330,7 +330,7 @@ class Scaling(NamedTuple):
     ) -> tuple[Scales, int]:
         """Return the kernels' arguments ``scales`` and SCALING for a checked call.
 
-        ``gathered`` has the scales of all shards of A. Those of each shard have the layout of
+        ``gathered`` has the scales of all shards of A. The scales of a shard have the layout of
         ``A_scale``.
         """
         A_scale, B_scale, recipe = self.A_scale, self.B_scale, self.recipe(A, B)

@@ -20,7 +20,7 @@ class Positions:
     Attributes:
         ends: int32 [E], end of the positions of each expert. Positions from the last end on are
             unused.
-        number: upper bound of the number of used positions; by default that of the worst routing.
+        number: upper bound of the number of used positions.
         rows: int32 [number], row of A of each position; ``None``: A has one row per position.
         tokens: maximum number of tokens of a rank, for the tuning key.
         topk: number of experts per token, for the tuning key.

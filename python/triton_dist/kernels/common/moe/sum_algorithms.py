@@ -1,4 +1,7 @@
-"""Algorithms of ops that end a mixture-of-experts layer: candidates, checks and launches."""
+"""Algorithms of the ops that end a mixture-of-experts layer: the second GEMM and the sums.
+
+``moe/summing.py`` describes the ops. "Choices" are the topk experts of a token.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +34,13 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch
 
 _CHUNKS = (1, 2, 4, 8)
-# Lower tiles are for products that are bound by reading the weights, which leaves no time to hide a
-# transfer. A copy engine takes some us per push, so pushes have a minimum size in bytes.
+# Tiles with fewer rows are for products whose time is the time to read the weights. Such a product
+# is too short to hide a transfer. A copy engine takes some us per push, hence the minimum bytes.
 _MIN_CHUNKED_BLOCK_M, _MIN_PUSH_BYTES = 64, 256 << 10
 
 
 class Product(ABC):
-    """Grouped product of a call, computed in chunks of columns, and its sums over choices."""
+    """The grouped product of a call and the sums over choices, computed in chunks of columns."""
 
     def __init__(self, call: SumCall, block_m: int) -> None:
         self.call = call
@@ -53,12 +56,15 @@ class Product(ABC):
     def queue_products(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Queue the product of columns ``first`` to ``end``.
 
-        Return it, [M * topk, end - first], and the row of each route in it, or ``None`` if rows are
-        in the order of routes. It is valid until the next call.
+        Return (product [M * topk, end - first], row of each route in the product). The second is
+        ``None`` if rows are in the order of routes. The product is valid until the next call.
         """
 
     def queue_sums(self, first: int, end: int, out: torch.Tensor, block_rows: int) -> None:
-        """Queue the sums of columns into ``out``, in the layout of ``topk_sum``."""
+        """Queue the sums over choices of columns ``first`` to ``end`` into ``out``.
+
+        ``topk_sum`` describes the layout of ``out`` with row blocks of ``block_rows`` tokens.
+        """
         products, rows = self.queue_products(first, end)
         self.run(self._sum(products, rows, first, out, block_rows))
 
@@ -80,8 +86,8 @@ class Product(ABC):
         """Compile and load the launches for the first and the last chunk."""
         for launch in self.blocks.launches:
             launch.compile()
-        spans = list(columns)
-        for first, end in dict.fromkeys((spans[0], spans[-1])):
+        chunks = list(columns)
+        for first, end in dict.fromkeys((chunks[0], chunks[-1])):
             for launch in self.launches(first, end, out, columns.rows):
                 launch.compile()
 
@@ -93,7 +99,7 @@ class Product(ABC):
 
 
 class TiledProduct(Product):
-    """Our product, which gathers rows while loading and stores them in the order of routes."""
+    """Our kernel, which gathers rows of x while loading and stores rows in the order of routes."""
 
     def __init__(self, call: SumCall) -> None:
         assert call.tiles is not None
@@ -114,9 +120,9 @@ class TiledProduct(Product):
         yield self._sum(C, None, first, out, block_rows)
 
     def _multiply(self, first: int, end: int) -> tuple[torch.Tensor, Launch]:
-        """Return the product of a chunk and its launch.
+        """Return the memory for the product of a chunk, and the launch that computes it.
 
-        All chunks use the same memory, which is still in the L2 cache.
+        All chunks use one memory, so that it stays in the L2 cache.
         """
         routes = self.call.chosen_experts.numel()
         elements = routes * (end - first)
@@ -131,9 +137,9 @@ class TiledProduct(Product):
 
 
 class LibraryProduct(Product):
-    """torch's product of rows that are copied in the order of experts.
+    """torch's grouped GEMM of a copy of x whose rows are sorted by expert.
 
-    The sums read the rows in that order.
+    The sums read the rows of the product in this order.
     """
 
     def __init__(self, call: SumCall) -> None:
@@ -145,8 +151,8 @@ class LibraryProduct(Product):
         super().begin()
         self.run(gather_rows(self.x, self._sorted, self.blocks))
         if self.call.scales is not None:
-            self._scales, copy = sorted_scales(self.call.scales, self.blocks)
-            self.run(copy)
+            self._scales, copy_scales = sorted_scales(self.call.scales, self.blocks)
+            self.run(copy_scales)
 
     def queue_products(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         scales = None if self._scales is None else self._scales.columns(first, end)
@@ -165,19 +171,19 @@ class LibraryProduct(Product):
 
 
 class SumAlgorithm(Algorithm[SumCall, SumSizes]):
-    """An algorithm of an op that ends a mixture-of-experts layer."""
+    """Base class of these algorithms, whose first tunable is the tile config (not ``Library``)."""
 
     product: ClassVar[type[TiledProduct] | type[LibraryProduct]] = TiledProduct
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         if self.product is LibraryProduct:
-            yield from ((each,) for each in self.sums() if has_fast_library())
+            yield from ((each,) for each in self.values_of_second_tunable() if has_fast_library())
         else:
-            yield from itertools.product(grouped_tiles(), self.sums())
+            yield from itertools.product(grouped_tiles(), self.values_of_second_tunable())
 
     @abstractmethod
-    def sums(self) -> tuple[Any, ...]:
-        """Return the values of the second tunable on this device, the simplest first."""
+    def values_of_second_tunable(self) -> tuple[Any, ...]:
+        """Return the values of the last tunable to try on this device, the simplest first."""
 
     def fits(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
         key = sizes.key
@@ -185,7 +191,7 @@ class SumAlgorithm(Algorithm[SumCall, SumSizes]):
             if sizes.config or not is_library_candidate(key):
                 return False
         elif sizes.config is not None:
-            # The first tiles represent the config that the caller passes.
+            # If the caller passes a config, try one candidate, whose tiles are not used.
             if not _has_first_tiles(config):
                 return False
         elif not fits_grouped(config, key.dtype, key.E, key.N, key.M, key.topk, key):
@@ -194,7 +200,7 @@ class SumAlgorithm(Algorithm[SumCall, SumSizes]):
 
     @abstractmethod
     def fits_reduction(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
-        """Return whether the reduction of a config is worth trying."""
+        """Return whether the value of the last tunable in a config is worth trying."""
 
     def check(self, call: SumCall) -> None:
         function = call.ctx_type.function
@@ -207,23 +213,23 @@ class SumAlgorithm(Algorithm[SumCall, SumSizes]):
 
 
 class Chunks(SumAlgorithm):
-    """Algorithm that pushes each chunk of columns by copy engine while the next is multiplied.
+    """Algorithm that sends each chunk of columns by copy engine while the next is multiplied.
 
-    A chunk goes to the ranks that add its rows.
+    The rows of a chunk are sent to the ranks that add them.
     """
 
     name, tunables = "chunks", ("gemm_config", "num_chunks")
 
-    def sums(self) -> tuple[Any, ...]:
+    def values_of_second_tunable(self) -> tuple[Any, ...]:
         return _CHUNKS[:2] if current_device().interprets else _CHUNKS
 
     def fits_reduction(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
         key, num_chunks = sizes.key, config["num_chunks"]
         if sizes.n_chunks is not None:
-            return bool(num_chunks == 1)  # represents the number that the caller passes
+            return bool(num_chunks == 1)  # one candidate: the caller's number is used instead
         if num_chunks == 1 or num_chunks > key.n_chunks_max:
             return bool(num_chunks == 1)
-        if current_device().interprets:  # A single config suffices for tests.
+        if current_device().interprets:  # One config is sufficient for tests.
             return key.num_ranks > 1 and _has_first_tiles(config)
         has_low_tiles = config["gemm_config"].kwargs["BLOCK_SIZE_M"] < _MIN_CHUNKED_BLOCK_M
         pushed_bytes = sizes.nbytes // key.num_ranks // num_chunks
@@ -265,7 +271,7 @@ class Chunks(SumAlgorithm):
 
 
 class Serial(SumAlgorithm):
-    """Algorithm that runs the full product, then sums over choices, then sums over ranks."""
+    """Algorithm that computes the full product, then the sums over choices, then over ranks."""
 
     name: str = "serial"
     tunables: ClassVar[tuple[str, ...]] = ("gemm_config", "reduction")
@@ -274,7 +280,7 @@ class Serial(SumAlgorithm):
     def __init__(self, ctx_type: type[MoESumContext]) -> None:
         self.ctx_type = ctx_type
 
-    def sums(self) -> tuple[Any, ...]:
+    def values_of_second_tunable(self) -> tuple[Any, ...]:
         reductions, device = self.ctx_type.reductions, current_device()
         if device.interprets:
             return reductions[:1]
@@ -283,7 +289,7 @@ class Serial(SumAlgorithm):
     def fits_reduction(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
         if sizes.key.num_ranks == 1 or (sizes.n_chunks or 1) > 1:
             return False
-        if current_device().interprets:  # A single config suffices for tests.
+        if current_device().interprets:  # One config is sufficient for tests.
             return _has_first_tiles(config)
         reduction = config["reduction"]
         return reduction == COLLECTIVE or self.ctx_type.fits_sum(reduction, sizes.nbytes)
@@ -332,14 +338,14 @@ class Serial(SumAlgorithm):
 
 
 class Library(Serial):
-    """The same as ``Serial``, with torch's grouped product."""
+    """Algorithm like ``Serial``, with torch's grouped GEMM."""
 
     name, tunables = "library", ("reduction",)
     product, is_fallback = LibraryProduct, True
 
 
 def algorithms_of(ctx_type: type[MoESumContext]) -> tuple[SumAlgorithm, ...]:
-    """Return the algorithms of the op with contexts of class ``ctx_type``, the default first."""
+    """Return the algorithms of the op whose contexts are ``ctx_type``, the default first."""
     return Chunks(), Serial(ctx_type), Library(ctx_type)
 
 
@@ -353,7 +359,7 @@ def _sums(call: SumCall, products: torch.Tensor, rows: torch.Tensor | None) -> R
 
 
 def sum_all_columns(product: Product) -> torch.Tensor:
-    """Return all columns of this rank's sums over choices, [M, N]."""
+    """Return this rank's sums over choices, [M, N]."""
     call = product.call
     total = call.empty(call.key.M, call.key.N)
     product.begin()

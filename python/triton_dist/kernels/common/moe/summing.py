@@ -1,7 +1,8 @@
-"""Contexts and calls of ops that end a mixture-of-experts layer.
+"""Contexts and calls of the ops that end a mixture-of-experts layer.
 
-The ops compute ``sum over ranks and choices of weight * (x @ expert)``, and differ in the rows of
-the sum that each rank gets.
+The ops compute ``sum over ranks and choices of weight * (x @ expert)``. Choices are the topk
+experts of a token; a route is a pair of token and choice. The ops differ in the rows of the sum
+that each rank gets.
 """
 
 from __future__ import annotations
@@ -59,15 +60,15 @@ from triton_dist.kernels.common.op import Algorithms, OpCall
 from triton_dist.runtime.ranks import Group, process_group_of
 
 COLLECTIVE = "collective"
-"""Reduction by the group's collective: NCCL, or gloo on CPU ranks."""
+"""Name of the reduction by ``torch.distributed``: NCCL, or gloo on CPU ranks."""
 MAX_COLUMN_CHUNKS = 64
 _LIBRARY_COLUMNS = 128
 _OPERANDS = ("x", "weights", "chosen_experts", "expert_weight", "ctx")
-_FIXED_BY_CALLER = ("n_chunks", "persistent", "config")
+_CALLER_OPTIONS = ("n_chunks", "persistent", "config")
 
 
 class RoutedProductLimits(NamedTuple):
-    """Products that a context serves on the ranks of ``group``."""
+    """Largest sizes that a context supports, and the ranks that use it."""
 
     max_tokens: int
     N: int
@@ -83,9 +84,9 @@ class MoESumContext(GEMMContext[PushedColumns], ABC):
     """Context manager that owns the symmetric memory of an op.
 
     Attributes:
-        max_routes, max_tokens: limits of a call.
+        max_routes, max_tokens: maximum number of routes and of tokens of a call.
         N: columns of the result.
-        E, topk: number of experts, and choices per token.
+        E, topk: number of experts, and number of experts per token.
         dtype: dtype of the result, and of x and weights unless they are fp8.
         n_chunks_max: maximum number of chunks of columns.
     """
@@ -94,9 +95,9 @@ class MoESumContext(GEMMContext[PushedColumns], ABC):
     creator: ClassVar[str]
     """Names of the op and of the function that creates its contexts, for errors."""
     reductions: ClassVar[tuple[str, ...]]
-    """Reductions other than ``COLLECTIVE``, the most general first."""
+    """Names of the reductions except ``COLLECTIVE``, the most general first."""
     has_all_rows: ClassVar[bool]
-    """True if each rank gets all rows of the sum, instead of the rows that it owns."""
+    """True if each rank gets all rows of the sum, False if it gets its share of the rows."""
     exchange: ExchangeBuffer
 
     def __init__(self, products: RoutedProductLimits) -> None:
@@ -111,16 +112,16 @@ class MoESumContext(GEMMContext[PushedColumns], ABC):
     @staticmethod
     @abstractmethod
     def tokens_check(argument: str, tokens: int, num_ranks: int) -> Check:
-        """Return the check of a number of tokens, of a context or of a call."""
+        """Return the check of the number of tokens of a context or of a call."""
 
     @classmethod
     @abstractmethod
     def fits(cls, reduction: str, nbytes: int) -> bool:
-        """Return whether a reduction of sums over choices is worth trying for ``nbytes``."""
+        """Return whether a reduction over ranks is worth trying for an addend of ``nbytes``."""
 
     @classmethod
     def fits_sum(cls, reduction: str, nbytes: int) -> bool:
-        """Return whether any reduction, also ``TOPK_EXCHANGE``, is worth trying for ``nbytes``."""
+        """Return the result of ``fits``, which here also accepts ``TOPK_EXCHANGE``."""
         if reduction == TOPK_EXCHANGE:
             return nbytes <= TOPK_EXCHANGE_BYTES
         return cls.fits(reduction, nbytes)
@@ -163,7 +164,7 @@ def create(
 ) -> _Context:
     """Create a context of class ``ctx_type``. Collective over ``group``.
 
-    Raises the errors of ``agree_to_create`` and of the allocation.
+    Raise the errors of ``agree_to_create`` and of the allocation.
     """
     members = process_group_of(group)
 
@@ -200,10 +201,10 @@ def create(
 
 
 class SumKey(NamedTuple):
-    """Key of a tuning, without the values that the caller fixes."""
+    """Tuning key, without the options that the caller fixes."""
 
     M: int
-    """Tokens. The tuner rounds it up, because a tuning serves a range."""
+    """Number of tokens. The tuner rounds it up, because one tuning serves a range of M."""
     N: int
     K: int
     E: int
@@ -215,7 +216,7 @@ class SumKey(NamedTuple):
 
 
 class SumSizes(NamedTuple):
-    """Sizes of a key, and the values that the caller fixes; equal for all calls of the key."""
+    """Sizes of a key, and the options that the caller fixes. They are equal for calls of a key."""
 
     key: SumKey
     n_chunks: int | None
@@ -236,7 +237,7 @@ def route_checks(
     E: int,
     topk: int | None,
 ) -> Iterator[Check]:
-    """Yield checks of operands that need no context; ``topk`` is ``None`` if any value is valid."""
+    """Yield the checks of operands that need no context. ``topk=None`` accepts any topk."""
     yield from tensor_checks(
         x=x, weights=weights, chosen_experts=chosen_experts, expert_weight=expert_weight
     )
@@ -271,9 +272,9 @@ def route_checks(
     yield gradient_check("expert_weight", expert_weight)
 
 
-@dataclass(eq=False, repr=False)  # Not frozen: it is made at each call, and freezing takes 1 us.
+@dataclass(eq=False, repr=False)  # Not frozen, because that would take 1 us more per call.
 class SumCall(OpCall):
-    """Parameters of one call; a subclass per op sets its context class and algorithms."""
+    """Arguments of one call. Each op has a subclass with its context class and algorithms."""
 
     x: torch.Tensor
     weights: torch.Tensor
@@ -297,7 +298,7 @@ class SumCall(OpCall):
     algorithms: ClassVar[Algorithms[Any, Any]]
 
     def __post_init__(self) -> None:
-        known = self.accepted_key  # includes the values that the caller fixes
+        known = self.accepted_key  # includes the options that the caller fixes
         scaling = scaling_of(self.A_scale, self.B_scale, None, None, self.use_fast_accum)
         if known is None:
             known = self.key_fn(
@@ -309,7 +310,7 @@ class SumCall(OpCall):
         self.key: Any = known if isinstance(known, SumKey | ScaledKey) else known[0]
         self.scales = OperandScales.of(self.x, self.weights, scaling)
         self.tiles = self.config or self.gemm_config
-        """Tiles of our product; ``None`` for the library's."""
+        """Tile config of our grouped GEMM; ``None`` for the library."""
         num_chunks = self.num_chunks if self.n_chunks is None else self.n_chunks
         self.chunks = 1 if num_chunks is None else num_chunks
         self.chosen = self.algorithms[self.algorithm or next(iter(self.algorithms))]
@@ -330,9 +331,9 @@ class SumCall(OpCall):
         ctx: MoESumContext,
         scaling: Scaling = NO_SCALING,
     ) -> SumKey:
-        """Check the operands; return their key, one object per signature.
+        """Check the operands and return their key. Equal operands get one key object.
 
-        It is a ``ScaledKey`` for fp8 operands.
+        For fp8 operands the key is a ``ScaledKey``.
         """
         function = cls.ctx_type.function
         device = checked_buffer(
@@ -357,8 +358,10 @@ class SumCall(OpCall):
         def key() -> SumKey:
             (M, topk), (E, K, N) = chosen_experts.shape, weights.shape
             layout = weights_layout(weights)
-            plain = SumKey(M, N, K, E, topk, x.dtype, layout, ctx.num_ranks, ctx.n_chunks_max)
-            key: SumKey = scaling._replace(out_dtype=ctx.dtype).key_of(plain, x, weights)
+            unscaled_key = SumKey(
+                M, N, K, E, topk, x.dtype, layout, ctx.num_ranks, ctx.n_chunks_max
+            )
+            key: SumKey = scaling._replace(out_dtype=ctx.dtype).key_of(unscaled_key, x, weights)
             return key
 
         signature = operand_signature(weights, x, weights, *routing)
@@ -380,7 +383,7 @@ class SumCall(OpCall):
         routing_skew: str | None = None,
         **options: Any,
     ) -> Any:
-        """Return the tuning key; it includes the values that the caller fixes."""
+        """Return the tuning key, which includes the options that the caller fixes."""
         scaling = scaling_of(**options)
         key: Any = cls.check_operands(x, weights, chosen_experts, expert_weight, ctx, scaling)
         if n_chunks is None and config is None:
@@ -396,18 +399,18 @@ class SumCall(OpCall):
     @classmethod
     def sizes(cls, *args: Any, **kwargs: Any) -> SumSizes:
         """Return the sizes that determine which configs are worth trying for a call."""
-        arguments = dict(zip(_OPERANDS + _FIXED_BY_CALLER, args, strict=False)) | kwargs
+        arguments = dict(zip(_OPERANDS + _CALLER_OPTIONS, args, strict=False)) | kwargs
         x, weights, ids, choices, ctx = (arguments[name] for name in _OPERANDS)
         key = cls.check_operands(x, weights, ids, choices, ctx, scaling_of(**arguments))
         return SumSizes(key, arguments.get("n_chunks"), arguments.get("config"))
 
     def empty(self, *shape: int) -> torch.Tensor:
-        """Return memory for results, in the dtype of the context."""
+        """Return uninitialised memory with the dtype of the context."""
         return self.x.new_empty(shape, dtype=self.ctx.dtype)
 
     @property
     def columns(self) -> ColumnChunks:
-        """Chunks of the call, whose width is a multiple of the tile width."""
+        """Chunks of columns of this call. Their width is a multiple of the tile width."""
         width = _LIBRARY_COLUMNS if self.tiles is None else self.tiles.kwargs["BLOCK_SIZE_N"]
         if self.scales is not None and self.scales.is_block:
             width = max(width, BLOCK_ELEMENTS)  # both are powers of two
@@ -434,8 +437,10 @@ def ids_to_agree(
     *_: Any,
     **__: Any,
 ) -> str:
-    """Return the text of the ids, which ranks compare at the first call of a key (``agree_fn``).
-    Waits once for the device."""
+    """Return a text with a digest of the ids, for the tuner's comparison of ranks (``agree_fn``).
+
+    Waits for the device.
+    """
     return as_text("ids", chosen_experts)
 
 
@@ -447,7 +452,7 @@ def id_variants(
     routing_skew: str | None = None,
     **__: Any,
 ) -> list[dict[str, torch.Tensor]]:
-    """Return calls with other batches of ids (``input_variants_fn``)."""
+    """Return the arguments of calls with other expert ids (``input_variants_fn``)."""
     batches = other_batches(chosen_experts, len(weights), routing_skew)
     return [{"chosen_experts": ids} for ids in batches]
 
@@ -462,10 +467,10 @@ def sum_routes(
     config: triton.Config | None,
     **scales: torch.Tensor,
 ) -> torch.Tensor:
-    """Return one rank's addend [M, N], without a context.
+    """Return this rank's sum over choices [M, N], without a context.
 
-    ``multiply`` is ``grouped_gemm``, which is called with ``scales``; ``function`` is the name of
-    the caller, for errors.
+    ``multiply`` is the function ``grouped_gemm``, which gets ``scales``. ``function`` is the name
+    of the caller, for errors.
     """
     E = len(weights) if isinstance(weights, torch.Tensor) and weights.ndim else 0
     raise_first_error(function, route_checks(x, weights, chosen_experts, expert_weight, E, None))

@@ -1,11 +1,10 @@
 """Sum over choices (the topk experts of a token) and over ranks in one launch, for few tokens.
 
-The serial algorithm stores the sums over choices, launches the exchange, and loads them again. For
-few tokens the second launch dominates. Here the sending loop adds the choices, in the order and
-with the rounding of ``topk_sum.py``, so the result is bitwise equal to the serial algorithm.
-Flags and slots follow ``exchange/protocol.py``; the data is a single chunk. A block is a range of
-columns of one token, so each block loads the ids and weights of its token once. A *route* is a pair
-of token and choice.
+The serial algorithm stores the sums over choices, and a second launch exchanges them. For few
+tokens the second launch takes most of the time. Here the loop that sends also adds the choices. It
+uses the order and the rounding of ``topk_sum.py``, so the result is bitwise equal to the serial
+algorithm. Flags and slots follow ``exchange/protocol.py``, with a single chunk. A block is a range
+of columns of one token. A *route* is a pair of token and choice.
 """
 
 from __future__ import annotations
@@ -36,16 +35,19 @@ from triton_dist.kernels.common.peers import target_at
 from triton_dist.runtime.launch import Launch
 
 TOPK_EXCHANGE = "topk_exchange"
-"""Name of this reduction."""
+"""Name of this reduction in configs."""
 TOPK_EXCHANGE_BYTES = 4 << 20
-"""Maximum bytes of a sum over choices. Above, the time of a second launch is negligible."""
+"""Maximum bytes of the sums of a rank. For more, the time of a second launch is negligible."""
 
 
 @jit
 def token_sum(
     products_ptr, weights_ptr, ids_ptr, rows_ptr, token, column, N, E, dtype, TOPK: tl.constexpr
 ):
-    """Return columns of the sum of a token's choices, added in order in fp32, as ``dtype``."""
+    """Return columns of the sum over a token's choices as ``dtype``.
+
+    The choices are added in fp32 in order.
+    """
     total = tl.zeros(column.shape, tl.float32)
     for choice in tl.static_range(TOPK):
         route = token * TOPK + choice
@@ -55,7 +57,7 @@ def token_sum(
         row = route
         if rows_ptr is not None:
             row = tl.load(rows_ptr + route)
-        # Select a bound instead of branching, so that the loads of all choices are in flight
+        # Select a mask instead of branching, so that the loads of all choices are in flight
         # together.
         product = tl.load(
             products_ptr + row.to(tl.int64) * N + column,
@@ -85,9 +87,9 @@ def kernel_topk_exchange(
     ALL_ROWS: tl.constexpr,
     plan: tl.constexpr,
 ):
-    """Sum over choices and ranks into out [rows, N]. Grid: (up to ``MAX_CTAS``,).
+    """Store the sum over choices and ranks in out [rows, N]. Grid: (up to ``MAX_CTAS``,).
 
-    Without ``ALL_ROWS``, out has the ``rows`` tokens of this rank. With ``ALL_ROWS``, it has all
+    Without ``ALL_ROWS``, out has the ``rows`` tokens of this rank. With ``ALL_ROWS``, out has all
     tokens, and every rank sends its sums of all tokens to every rank.
     """
     call = begin(slots, peers, call_tag, rank, plan)
@@ -124,19 +126,20 @@ def kernel_topk_exchange(
         total = tl.full((plan.BLOCK,), 0.0, tl.float32)
         for source in tl.static_range(NUM_RANKS):
             addend = shards + source * shard_stride.to(tl.int64)
-            # Select a pointer instead of branching. Load from L2, which has the stores of peers.
+            # Select a pointer instead of branching. The load bypasses L1, which may hold stale
+            # data.
             addend = tl.where(rank == source, out_ptr, addend)
             loaded = tl.load(addend + index, mask=column < N, cache_modifier=".cg")
             total += loaded.to(tl.float32)
-        # This rank's addend is in out: all threads must load it before it is overwritten.
+        # This rank's addend is in out. All threads must have loaded it before it is overwritten.
         tl.debug_barrier()
         tl.store(out_ptr + index, total.to(dtype), mask=column < N)
 
 
 class RoutedSums(NamedTuple):
-    """Products [M * topk, N] that are summed over choices and ranks.
+    """Products [M * topk, N] that are to be summed over choices and ranks.
 
-    ``rows`` contains the row of products of each route; ``None``: route r has row r.
+    ``rows`` contains, for each route, its row in ``products``. ``None``: route r has row r.
     """
 
     products: torch.Tensor
@@ -146,7 +149,7 @@ class RoutedSums(NamedTuple):
     E: int
 
     def run(self, buffer: ExchangeBuffer, all_rows: bool) -> torch.Tensor:
-        """Launch and return this rank's tokens of the sum, or with ``all_rows`` all tokens."""
+        """Return the sum of this rank's tokens, or with ``all_rows`` of all tokens."""
         out = self._out(buffer, all_rows)
         tensors = {
             "products_ptr": self.products, "weights_ptr": self.expert_weight,
@@ -174,7 +177,7 @@ class RoutedSums(NamedTuple):
 
     @staticmethod
     def _launch_params(out: torch.Tensor) -> LaunchParams:
-        """Return the first of ``SMALL_PARAMS`` that has a program for each block, else the last."""
+        """Return the first of ``SMALL_PARAMS`` with a program for each block, or else the last."""
         rows, N = out.shape
 
         def blocks(params: LaunchParams) -> int:

@@ -1,7 +1,8 @@
-"""Weighted sum over a token's choices: products of routes become rows of tokens.
+"""Weighted sum over a token's choices (its topk experts).
 
-Sums are fp32, in the order of choices, and rounded once. Padding routes add nothing, whatever their
-rows and weights contain. Ranks thus exchange one row per token instead of one per route.
+The input has one row per route, a pair of token and choice; the output has one row per token. Ranks
+then exchange fewer rows. Sums are fp32, in the order of choices, and rounded once. Padding (routes
+without an expert) adds nothing, even if its rows or weights contain NaN.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ def kernel_topk_sum(
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_N: tl.constexpr,
 ):
-    """Sum columns ``first`` to ``first + width`` of N for M tokens.
+    """Sum columns ``first`` to ``first + width`` of N for M tokens. Grid (token, column blocks).
 
-    Grid (token blocks, column blocks). products: [M * TOPK, width]; the row of a route is
-    ``rows[route]``, or the route itself without ``rows``. out: row blocks of ``block_rows`` tokens,
-    [block_rows, N] elements each. Inside a row block the columns of one call are contiguous,
-    [block_rows, width] from ``block_rows * first`` on.
+    products: [M * TOPK, width]; the row of a route is ``rows[route]``, or the route itself without
+    ``rows``. out: row blocks of ``block_rows`` tokens, with block_rows * N elements each. Inside a
+    row block the columns of this launch are contiguous, [block_rows, width], and begin at element
+    ``block_rows * first``.
     """
     token = tl.program_id(0) * BLOCK_SIZE_M + tl.arange(0, BLOCK_SIZE_M)
     column = tl.program_id(1) * BLOCK_SIZE_N + tl.arange(0, BLOCK_SIZE_N)
@@ -47,7 +48,7 @@ def kernel_topk_sum(
     total = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), tl.float32)
     for choice in tl.static_range(TOPK):
         route = token * TOPK + choice
-        # Padding reads neither weight nor row: they may contain NaN.
+        # Do not read weight and row of padding, because they may contain NaN.
         expert = tl.load(ids_ptr + route, mask=valid, other=-1)
         has_expert = valid & (expert >= 0) & (expert < E)
         weight = tl.load(weights_ptr + route, mask=has_expert, other=0.0).to(tl.float32)
@@ -55,7 +56,7 @@ def kernel_topk_sum(
         if rows_ptr is not None:
             row = tl.load(rows_ptr + route, mask=has_expert, other=0)
         products = products_ptr + row.to(tl.int64) * width
-        # Triton cannot know the alignment of a row.
+        # Triton cannot derive the alignment of a row.
         if ALIGNED:
             products = tl.multiple_of(products, 16)
         product = tl.load(
@@ -64,7 +65,7 @@ def kernel_topk_sum(
             other=0.0,
         )
         total += weight[:, None] * product.to(tl.float32)
-    # Place of the token in its row block, see above.
+    # Address of the token's columns in its row block; see the docstring.
     block = (token // block_rows).to(tl.int64)
     in_block = (token % block_rows).to(tl.int64)
     out = out_ptr + block * block_rows * N + block_rows.to(tl.int64) * first + in_block * width
@@ -89,17 +90,18 @@ def topk_sum(
     first: int,
     N: int,
 ) -> Launch:
-    """Return the launch that sums columns of products [R, width], from column ``first`` of N on.
+    """Return the launch that sums the products of some columns over choices.
 
     Args:
-        products: contiguous.
+        products: [M * topk, width], contiguous: columns ``first`` to ``first + width`` of N.
         expert_weight: [M, topk], contiguous, of any floating dtype.
         topk_ids: [M, topk]; ids that are not in 0 to E - 1 add nothing.
         rows: row of each route in ``products``; ``None`` if rows are in the order of routes.
-        out: whole row blocks in the layout of the kernel; with all columns in one call, [M, N].
+        out: row blocks in the layout of ``kernel_topk_sum``. If ``width`` is N and ``block_rows``
+            is M, this is [M, N].
         E: number of experts.
-        block_rows: tokens of a row block.
-        first, N: first column of the call, and total number of columns.
+        block_rows: number of tokens of a row block.
+        first, N: first column, and total number of columns.
     """
     (M, topk), width = topk_ids.shape, products.shape[1]
     block_n = min(_MAX_BLOCK_N, triton.next_power_of_2(width))

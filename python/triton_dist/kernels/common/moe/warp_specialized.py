@@ -1,8 +1,9 @@
-"""Warp-specialized ``kernel_grouped_gemm`` for Hopper, in Gluon: same arguments, same order.
+"""Warp-specialized version of ``kernel_grouped_gemm`` for Hopper, in Gluon.
 
+It has the arguments of ``kernel_grouped_gemm`` and processes tiles in the same order.
 ``gemm/warp_specialized.py`` describes the ring and the consumers. Here the producer has four warps.
-They gather the rows of A by ``cp.async``, and one of them loads the weights by TMA. No launch
-copies rows. CPU ranks run the ordinary kernel.
+They gather the rows of A by ``cp.async``, so no separate launch copies rows. One of them loads the
+weights by TMA. CPU ranks run ``kernel_grouped_gemm``.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ def _gather(
     BLOCK_SIZE_K: gl.constexpr = a_ring.shape[2]
     HALF_N: gl.constexpr = b_ring.shape[1] // 2
     COLUMNS: gl.constexpr = HALF_N if grouped_plan.SILU_MUL else 2 * HALF_N
-    # 16 bytes per thread.
+    # Each thread copies 16 bytes at a time.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    # Experts are stacked along the columns. Columns after the last column of an expert are those
-    # of the next expert: their products are not stored.
+    # The experts' columns are stacked in one descriptor. A tile may thus load columns of the next
+    # expert, but their products are not stored.
     columns_of_expert = (weight_strides.be // weight_strides.bn).to(gl.int32)
     b_desc = tma.make_tensor_descriptor(
         b_ptr, [(E - 1) * columns_of_expert + N, K], [weight_strides.bn, 1],
@@ -92,7 +93,7 @@ def _gather(
 
 @gluon.jit
 def _store_block(c_rows, inside, block, column, width):
-    """Store a block at the addresses of its rows."""
+    """Store the columns of ``block`` at ``column`` of the rows at the addresses ``c_rows``."""
     LAYOUT: gl.constexpr = c_rows.type.layout.parent
     columns = column + gl.arange(0, block.shape[1], layout=gl.SliceLayout(0, LAYOUT))
     block = gl.convert_layout(block.to(c_rows.dtype.element_ty), LAYOUT)
@@ -106,10 +107,11 @@ def _tile_and_scales(
     shard_rows, grouped_plan: gl.constexpr, BLOCK_SIZE_M: gl.constexpr, GROUP_SIZE_M: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Return (expert, first row, end of rows, column tile) of a group's half of a work item, and
-    the addresses of its scales of A. After the last work item, return the last.
+    """Return (expert, first row, end row of the run, column tile, addresses of the scales of A) of
+    a group's half of a work item.
 
-    Without work items, the record is uninitialised: the addresses stay in the arrays.
+    A number beyond the last work item is treated as the last. If there are no work items, the
+    record is uninitialised; addresses are then limited to row 0.
     """
     HALF_M: gl.constexpr = BLOCK_SIZE_M // 2
     work_item = gl.maximum(gl.minimum(work_item, work_items - 1), 0)
@@ -141,7 +143,8 @@ def _consume(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF_N, 32]
     )
-    # Store 16 bytes per thread. The product's layout has whole sectors of 32 bytes if C is fp32.
+    # Each thread stores 16 bytes. If C is fp32, the layout of the product already fills sectors of
+    # 32 bytes.
     IN_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HALF_N, HALF_N // 8], [4, 1], [1, 0])
     STORE: gl.constexpr = LAYOUT if c_ptr.dtype.element_ty == gl.float32 else IN_ROWS
     right = width if grouped_plan.SILU_MUL else HALF_N
@@ -165,10 +168,11 @@ def _consume(
         )  # fmt: skip
         if grouped_plan.NUM_SOURCES > 1:  # noqa: SIM102  # constexpr conditions stay apart
             if steps > 0:
-                # Scales of a gathered row arrive before the row, for which the producer waits.
+                # Scales of a gathered row arrive before the row. Only the producer waits for rows,
+                # so wait here until it has loaded the first stage.
                 mbarrier.wait(full.index(stage), phase)
         with dl.mark("mma"):
-            # A group without rows only frees the stages.
+            # If this group's half has no rows, the group only frees the stages.
             own_steps = gl.where(row < end, steps, 0)
             left, up, stage, phase = multiply_promoted(
                 GROUP, a_ring, b_ring, full, empty, stage, phase, own_steps, block_scales, LAYOUT,
@@ -185,7 +189,7 @@ def _consume(
         c_rows = c_ptr + rows.to(gl.int64) * width
         if grouped_plan.C_ALIGNED:
             c_rows = gl.multiple_of(c_rows, 16)
-        # Load what the next tile needs before the store, which hides the latency.
+        # Load the next tile's record and scales before the store, which hides their latency.
         expert, row, end, n, a_scale_ptr = _tile_and_scales(
             GROUP, work_item + gl.num_programs(0), work_items, blocks, scales, tiles_n,
             routes_of_row, rank, shard_rows, grouped_plan, BLOCK_SIZE_M, GROUP_SIZE_M, LAYOUT,
@@ -205,9 +209,9 @@ def kernel_grouped_gemm_warp_specialized(
     BLOCK_SIZE_K: gl.constexpr, GROUP_SIZE_M: gl.constexpr, sources=None, rank=0, shard_rows=1,
     scales=None,
 ):  # fmt: skip
-    """Multiply like ``kernel_grouped_gemm``, where ``grouped_product`` finds that the operands fit.
+    """Compute C like ``kernel_grouped_gemm``, for fp8 operands with BLOCK scales.
 
-    Launch with 4 warps.
+    ``grouped_product`` checks the other requirements. Launch with 4 warps.
     """
     NUM_STAGES: gl.constexpr = grouped_plan.NUM_STAGES
     operand: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8)

@@ -1,4 +1,4 @@
-"""Base classes of algorithms for ``sum over ranks of A @ B``, plus ``bias``, and their launches."""
+"""Base classes of algorithms that compute ``sum over ranks of A @ B`` plus ``bias``."""
 
 from __future__ import annotations
 
@@ -23,33 +23,35 @@ from triton_dist.runtime.launch import Launch
 
 
 def outputs(C: torch.Tensor, bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Return the tensors whose addresses change between calls, by kernel argument."""
+    """Return the output and the bias by kernel argument. Their addresses change between calls."""
     return {"out.c": C} if bias is None else {"out.c": C, "out.bias": bias}
 
 
 def inputs(call: SummingCall) -> dict[str, torch.Tensor]:
-    """Return the operands and their scales, by kernel argument."""
+    """Return the operands and their scales by kernel argument."""
     tensors = {"a_ptr": call.A, "b_ptr": call.B}
     if call.A_scale is not None and call.B_scale is not None:
         tensors |= {"scales.a_scale": call.A_scale, "scales.b_scale": call.B_scale}
     return tensors
 
 
-@dataclass  # Not frozen: it is made at each call, and freezing takes 1 us.
+@dataclass  # Not frozen, because that would take 1 us more per call.
 class ScatteredLaunches:
-    """Launches of a call that sends tiles to the slot in ``scattering`` and sums them into C (see
-    ``scattered_gemm``)."""
+    """Launches of a call that sends tiles to the ranks that own their rows, and sums them in C.
+
+    ``scattering`` is the memory in which tiles arrive. ``scattered_gemm`` is the main launch.
+    """
 
     kernel: ClassVar[Any]
-    """The persistent kernel."""
+    """The persistent GEMM kernel."""
     call: SummingCall
     C: torch.Tensor
     scattering: Scattering
 
     def __post_init__(self) -> None:
         self.key = self._key()
-        """Key of the launches: everything but the addresses of tensors."""
-        # The key contains the ids of these objects.
+        """Key of the launches: all their properties except the addresses of tensors."""
+        # The key contains the id() of these objects, so they must stay alive.
         self._keep_alive = self.scattering, self.call.gemm_config
 
     def run(self) -> None:
@@ -57,11 +59,14 @@ class ScatteredLaunches:
         self.add_deferred()
 
     def multiply(self) -> None:
-        """Launch the GEMM after loading all kernels that follow it."""
+        """Load all kernels that follow the GEMM, then launch the GEMM."""
         self._launch(self.key, self._gemm, inputs(self.call) | self._output_tensors())
 
     def add_deferred(self) -> None:
-        """Launch the kernel that adds deferred tiles, if the GEMM can defer any."""
+        """Launch the kernel that adds the tiles that the GEMM left to it, if the GEMM can do so.
+
+        ``scatter/tiles.py`` describes deferred tiles.
+        """
         if self._may_defer():
             self._launch(("deferred", *self.key), self._deferred, self._output_tensors())
 
@@ -102,13 +107,13 @@ class ScatteredLaunches:
         )  # fmt: skip
 
 
-@dataclass  # Not frozen: it is made at each call, and freezing takes 1 us.
+@dataclass  # Not frozen, because that would take 1 us more per call.
 class ExchangeLaunch:
     """The single launch of a call that multiplies, sends, waits and adds.
 
-    Without ``to_owners`` every rank adds all M rows. With ``to_owners`` each rank adds and returns
-    its M / num_ranks rows. ``broadcasts_sums`` requires ``to_owners``: each rank also sends its
-    sums to all ranks, which return all M rows.
+    Without ``to_owners``, every rank adds and returns all M rows. With ``to_owners``, each rank
+    adds and returns its M / num_ranks rows. With ``to_owners`` and ``broadcasts_sums``, each rank
+    adds its rows and sends the sums to all ranks, so that every rank returns all M rows.
     """
 
     call: SummingCall
@@ -139,7 +144,7 @@ class ExchangeLaunch:
         self.gemm(self._output()).compile()
 
     def phases(self) -> int:
-        """Return how many times a program waits for its peers' flags."""
+        """Return how often a program waits for flags of its peers."""
         return 2 if self.broadcasts_sums else 1
 
     def gemm(self, C: torch.Tensor) -> Launch:
@@ -164,21 +169,21 @@ C = TypeVar("C", bound=SummingCall)
 
 
 class SummingAlgorithm(SelectableAlgorithm[C, SummingSizes]):
-    """An algorithm of an op that sums products over ranks."""
+    """Base class of algorithms of ops that sum products over ranks."""
 
-    supports_any_call: ClassVar[bool] = False
-    """True if it also supports one rank, and calls with ``SummingSizes.adds_on_arrival``."""
+    supports_all_calls: ClassVar[bool] = False
+    """True if the algorithm also supports a single rank and ``SummingSizes.adds_on_arrival``."""
 
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        fits_sizes = self.supports_any_call or (sizes.num_ranks > 1 and not sizes.adds_on_arrival)
+        fits_sizes = self.supports_all_calls or (sizes.num_ranks > 1 and not sizes.adds_on_arrival)
         return fits_sizes and super().fits(config, sizes)
 
 
 class OverlappedAlgorithm(SummingAlgorithm[C], Generic[C]):
-    """Algorithm that sends tiles while the next ones are multiplied."""
+    """Algorithm that sends tiles while the next tiles are multiplied."""
 
-    copied: ClassVar[bool] = False
-    """True if copy engines send the tiles."""
+    uses_copy_engines: ClassVar[bool] = False
+    """True if copy engines, not the GEMM kernel, send the tiles."""
 
     def check(self, call: C) -> None:
         call.check_tiles()
@@ -188,7 +193,7 @@ class OverlappedAlgorithm(SummingAlgorithm[C], Generic[C]):
 
     def run(self, call: C) -> torch.Tensor:
         ctx, work_items, awaited = call.ctx, self.work_items(call), False
-        ctx.buffer.slots.take(call.A.shape[0], copied=self.copied)
+        ctx.buffer.slots.take(call.A.shape[0], copied=self.uses_copy_engines)
         try:
             ctx.sleep(call.straggler_option)
             scattered = self.scattered(call)
@@ -199,7 +204,7 @@ class OverlappedAlgorithm(SummingAlgorithm[C], Generic[C]):
         return scattered.C
 
     def work_items(self, call: C) -> int:
-        """Return the number of work items of a row block: its tiles, which have one flag each."""
+        """Return the number of flags of a row block: by default one per tile."""
         rows = call.ctx.rows_of_rank(call.A.shape[0])
         return tiles_of_row_block(call.gemm_config, rows, call.ctx.N)
 
@@ -209,13 +214,13 @@ class OverlappedAlgorithm(SummingAlgorithm[C], Generic[C]):
 
 
 class OneLaunchAlgorithm(SummingAlgorithm[C], Generic[C]):
-    """Algorithm with one launch that multiplies, sends, waits and adds."""
+    """Algorithm with a single launch that multiplies, sends, waits and adds."""
 
     tunables = ("gemm_config", "persistent")
     launches: ClassVar[type[ExchangeLaunch]] = ExchangeLaunch
     to_owners: ClassVar[bool] = False
     broadcasts_sums: ClassVar[bool] = False
-    """See ``ExchangeLaunch``."""
+    """``ExchangeLaunch`` describes ``to_owners`` and ``broadcasts_sums``."""
 
     def compile(self, call: C) -> None:
         self.exchanged(call).compile()
@@ -232,7 +237,7 @@ class OneLaunchAlgorithm(SummingAlgorithm[C], Generic[C]):
 class UnfusedAlgorithm(SummingAlgorithm[C], Generic[C]):
     """Algorithm that computes the product with ``torch.matmul`` or ``scaled_mm``, then sums it.
 
-    The bias is added to the rounded sum.
+    The bias is added after the sum is rounded to the output's dtype.
     """
 
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
@@ -255,7 +260,7 @@ class UnfusedAlgorithm(SummingAlgorithm[C], Generic[C]):
         return C if call.bias is None else C.add_(call.bias.detach())
 
     def multiply(self, call: C, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        """Return this rank's result of the sum of ``A @ B`` over several ranks."""
+        """Return this rank's result of the sum of ``A @ B`` over ranks, for several ranks."""
         return self.sum(call, library_matmul(A, B, call.scaling))
 
     @abstractmethod

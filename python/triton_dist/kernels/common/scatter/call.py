@@ -1,4 +1,4 @@
-"""Calls of ops that compute ``sum over ranks of A @ B``, plus ``bias``: checks and tuning keys."""
+"""Calls of ops that compute ``sum over ranks of A @ B`` plus ``bias``: checks and tuning keys."""
 
 from __future__ import annotations
 
@@ -43,18 +43,21 @@ from triton_dist.runtime.launch import dot_precision
 _CHUNKS = range(1, MAX_CHUNKS + 1)
 
 
-@dataclass(eq=False, repr=False)  # Not frozen: it is made at each call, and freezing takes 1 us.
+@dataclass(eq=False, repr=False)  # Not frozen, because that would take 1 us more per call.
 class SummingCall(OpCall):
-    """Common parameters of these ops.
+    """Arguments of one call, common to these ops.
 
     Attributes:
         A: [M, K_per_rank].
         B: [K_per_rank, N].
         bias: [N] or ``None``.
-        method: deprecated keyword for the algorithm.
-        num_ctas, block_bytes: launch of a separate sum.
-        A_scale, B_scale, use_fast_accum: scales of fp8 operands, and their accumulation.
-        scaling: these and the output's dtype. The bias is added to the sum, not to this product.
+        method: deprecated keyword that selects the algorithm.
+        num_ctas, block_bytes: launch parameters of the sum, for algorithms that sum in a separate
+            launch.
+        A_scale, B_scale: scales of fp8 operands.
+        operands: tuning key of the operands.
+        scaling: the scales, ``use_fast_accum`` and the output's dtype, without the bias, which is
+            added to the sum over ranks.
     """
 
     ctx_type: ClassVar[type[SummingContext[Any]]]
@@ -79,7 +82,7 @@ class SummingCall(OpCall):
 
     def __post_init__(self) -> None:
         self.scaling = self.scaling_of(self.ctx, self.A_scale, self.B_scale, self.use_fast_accum)
-        # The tuner passes the key if it has checked the operands.
+        # If the tuner has already checked the operands, it passes their key.
         known = self.accepted_key
         if known is None:
             self.operands = self.check_operands(self.A, self.B, self.bias, self.ctx, self.scaling)
@@ -92,7 +95,7 @@ class SummingCall(OpCall):
             raise InvalidArgument(self.ctx_type.function, "num_chunks", self.num_chunks, expected)
 
     def layouts(self) -> tuple[object, ...]:
-        """Return everything but the addresses of the operands that determines their launches."""
+        """Return the properties of the operands, except addresses, that determine the launches."""
         A, B = self.A, self.B
         return self.operands, A.stride(), B.stride(), self.bias is None, dot_precision(A.dtype)
 
@@ -104,7 +107,7 @@ class SummingCall(OpCall):
         use_fast_accum: bool = False,
         **_: Any,
     ) -> Scaling:
-        """Return the scaling of a call's keywords, without a bias."""
+        """Return the ``Scaling`` of a call's keywords, without the bias."""
         has_scales = A_scale is not None or B_scale is not None
         out_dtype = getattr(ctx, "output_dtype", None) if has_scales else None
         return scaling_of(A_scale, B_scale, None, out_dtype, use_fast_accum)
@@ -117,11 +120,11 @@ class SummingCall(OpCall):
     @staticmethod
     @abstractmethod
     def options_in_key(ctx: Any) -> bool:
-        """Return the options of the op that are part of the tuning key."""
+        """Return whether the option of the op that is part of the tuning key is set."""
 
     @staticmethod
     def sums_on_arrival(ctx: Any, **_: Any) -> bool:
-        """Return whether tiles are added to one sum on their owner as they arrive."""
+        """Return whether tiles are added to a single sum on the owner rank as they arrive."""
         return False
 
     @classmethod
@@ -134,7 +137,7 @@ class SummingCall(OpCall):
         bias: torch.Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Return the tuning key. A deprecated keyword for an algorithm is part of the key."""
+        """Return the tuning key, which includes the algorithm that a deprecated keyword selects."""
         scaling = cls.scaling_of(ctx, **options)
         key = (cls.check_operands(A, B, bias, ctx, scaling), cls.options_in_key(ctx, **options))
         requested = cls.requested(**options) if options else None
@@ -161,7 +164,7 @@ class SummingCall(OpCall):
         ctx: SummingContext[Any],
         scaling: Scaling = NO_SCALING,
     ) -> ProductKey:
-        """Check the operands; return their key, one object per signature."""
+        """Check the operands and return their key. Equal operands get one key object."""
         function = cls.ctx_type.function
         device = checked_buffer(
             ctx, cls.ctx_type, function, cls.ctx_type.creator
@@ -204,7 +207,7 @@ class SummingCall(OpCall):
         check_tiles(self.ctx_type.function, self.gemm_config, self.chosen.name)
 
     def check_rows(self, max_rows: int) -> None:
-        """Raise ``InvalidArgument`` if A has more rows than the memory of the algorithm holds."""
+        """Raise ``InvalidArgument`` if A has more rows than fit in the algorithm's memory."""
         if self.A.shape[0] > max_rows and self.ctx.num_ranks > 1:
             expected = f"another algorithm for M above {max_rows}"
             raise InvalidArgument(self.ctx_type.function, "algorithm", self.chosen.name, expected)
@@ -212,15 +215,16 @@ class SummingCall(OpCall):
 
 @dataclass(frozen=True)
 class SummingSizes:
-    """Sizes that determine which configs are worth trying, for the largest M of the key.
+    """Sizes that determine which configs are worth trying for all calls of a key.
 
     Attributes:
-        A, B: operands [M, K_per_rank] and [K_per_rank, N] of the call, for their other properties.
-        M: number of rows in the key.
+        A, B: operands of one call. All calls of the key have operands with equal properties, except
+            M.
+        M: maximum number of rows over the calls of the key.
         requested: algorithm that deprecated keywords of the call select.
         scaling: scales of fp8 operands, and the output's dtype.
-        adds_on_arrival: tiles are added to one sum on their owner. This excludes algorithms that
-            store them separately.
+        adds_on_arrival: tiles are added to a single sum on the owner rank. This excludes algorithms
+            that store the tiles of each rank separately.
     """
 
     A: torch.Tensor
@@ -241,14 +245,14 @@ class SummingSizes:
         return self.M * self.B.shape[1] * self.item_bytes
 
     def tiles_fit(self, config: Mapping[str, Any], rows: int) -> bool:
-        """Return whether the tiles of a config are worth trying for ``rows`` rows."""
+        """Return whether a config fits the device and is worth trying for ``rows`` rows."""
         return fits_rows(config["gemm_config"], rows) and self.kernel_fits(config)
 
     def kernel_fits(self, config: Mapping[str, Any]) -> bool:
         return fits_gemm(config, self.A, self.B, **self.scaling._asdict())
 
     def has_chunks(self, config: Mapping[str, Any], rows: int) -> bool:
-        """Return whether ``rows`` rows can be cut into the config's number of chunks."""
+        """Return whether ``rows`` rows can be divided into the config's number of chunks."""
         number: int = config["num_chunks"]
         chunks = chunks_of_row_block(config["gemm_config"], rows, self.B.shape[1], number)
         return len(chunks.rows) == number

@@ -1,40 +1,43 @@
 """GEMM whose tiles are sent to the ranks that own their rows, and the sum of the received tiles.
 
 ``A[M, K] @ B[K, N]`` is this rank's addend. M consists of ``NUM_RANKS`` row blocks of ``rows``
-rows, one per owner; the last ones may be short or empty. A tile belongs to one row block. It is
-rounded to the output's dtype and stored as this rank's partial in the owner's slot:
+rows. Rank r owns row block r: it adds the row block over all ranks. The last row blocks may be
+short or empty. A tile belongs to one row block. It is rounded to the output's dtype and stored in
+the owner's slot as this rank's partial, its addend of the sum:
 
     partials of a slot, on each rank: [source rank, max_rows, N], ``slot.stride`` elements a rank
 
-``slot.targets[s]`` is the address for tiles of row block s, and ``slot.flags[s]`` the address of
-the flags that report their arrival. ``SCATTER`` selects one of four modes:
+``slot.targets[s]`` is the address to which tiles of row block s are stored. ``slot.flags[s]`` is
+the address of the flags that report their arrival. ``SCATTER`` selects one of four modes:
 
-``"tile"``       Target: the owner's slot. Flag ``[tile * NUM_RANKS + rank]`` on the owner is set to
-                 the epoch.
-``"row_block"``  Target: memory of this rank, from which a copy engine pushes. Each chunk of a row
-                 block, ``chunk_tiles_m`` rows of tiles, has a local counter of finished tiles. When
-                 all are finished, the copy engine pushes the chunk and sets flag ``[chunk *
-                 NUM_RANKS + rank]`` on the owner.
-``"add"``        Target: one fp32 sum on the owner, to which tiles are added by atomics. Flags as
-                 for ``"tile"``. The program that finishes an own tile waits, rounds, and stores
-                 zeros.
-``"all"``        All-reduce: as ``"tile"``, and C is [M, N]. The program that has added an own tile
-                 stores the sum to C and to address ``out.sums[p]`` of each peer p, then sets flag
+``"tile"``       Tiles are stored in the owner's slot. Flag ``[tile * NUM_RANKS + rank]`` on the
+                 owner is set to the epoch.
+``"row_block"``  Tiles are stored in memory of this rank, from which a copy engine pushes. A chunk
+of
+                 a row block has ``chunk_tiles_m`` rows of tiles and a local counter of finished
+                 tiles. When all its tiles are finished, the copy engine pushes the chunk and sets
+                 flag ``[chunk * NUM_RANKS + rank]`` on the owner.
+``"add"``        Tiles are added by atomics to a single fp32 sum on the owner. Flags are set as
+                 with ``"tile"``. The owner's program for a tile waits for all flags of the tile,
+                 rounds the sum, and resets it to zeros.
+``"all"``        All-reduce: like ``"tile"``, and C is [M, N]. The owner's program for a tile stores
+                 the sum to C and to address ``out.sums[p]`` of each peer p. Then it sets flag
                  ``[tile * NUM_RANKS + rank]`` at ``out.sum_flags[p]``. ``scatter/to_all.py`` copies
                  the received sums to C.
 
-The own row block comes last. A program that has computed an own tile waits for the same tile, or
-its chunk, of every peer, and adds all of them in fp32 in rank order. Results are therefore
-deterministic, except with ``"add"``, which adds in the order of arrival. With ``"all"`` the row
-blocks are cut into chunks (``tile_in_scatter_order``), and the own row block comes last in each
-chunk. Sums then travel while later chunks are multiplied.
+Each rank multiplies its own row block last. When a program has multiplied a tile of the own row
+block, it waits for the partials of this tile (or of its chunk) from every peer, and adds all
+partials in fp32 in the order of ranks. Results are therefore deterministic, except with ``"add"``,
+which adds in the order of arrival. With ``"all"`` the row blocks are divided into chunks
+(``tile_in_scatter_order``). In each chunk the own row block comes last, so sums are sent while
+later chunks are multiplied.
 
-*No deadlock.* A program waits for tiles that peers have at earlier positions of the order. It has
-announced its own tiles of earlier positions, and only these waits delay its next tile. Among all
-waiting programs, the one at the earliest position could therefore only wait for programs that have
-not begun. With one tile per program these come later in the order. A persistent program only waits
-if all programs have begun; otherwise it leaves its own tiles to a later kernel
-(``scatter/tiles.py``).
+*No deadlock.* ``tile_in_scatter_order`` defines the order of tiles. A program waits only for tiles
+that peers have at earlier positions of their order, and before it waits, it has announced its tiles
+of earlier positions. The waiting program at the earliest position therefore waits only for programs
+that have not begun. If each program has one tile, programs begin in the order of positions, so
+these programs will begin. A persistent program waits only if all programs of its launch have begun;
+otherwise it leaves its tiles of the own row block to a later kernel (``scatter/tiles.py``).
 
 Kernel arguments; the rules of tuples are in ``docs/how-to/wait-for-a-peer.md``:
 
@@ -47,7 +50,7 @@ slot.targets    int64      [NUM_RANKS], addresses by owner          host, once
 slot.flags      int64      [NUM_RANKS], addresses of flags or       host, once
                            counters
 slot.arrivals   int64      [work item, NUM_RANKS], by source rank   as ``partials``
-slot.epoch      int64      the line of the slot                     kernels of this rank
+slot.epoch      int64      control words (``slots/epochs.py``)      kernels of this rank
 slot.deferred   int32      [programs]                               kernels of this rank
 out.c           of C       [rows, N]; of an all-reduce [M, N]       this kernel
 out.bias        of C       [N], or ``None``                         caller
@@ -55,7 +58,8 @@ scales          fp32       ``gemm.scales.Scales`` of fp8 operands   caller
 out.sums        int64      [NUM_RANKS], addresses of [M, N];        host, once
                            ``None`` without an all-reduce
 out.sum_flags   int64      [NUM_RANKS], addresses of their flags    host, once
-M, rows         int        of A, of a row block; not specialised    host
+M, rows         int        rows of A, of a row block; not           host
+                           specialised
 tile, summing   constants  ``Tile``, ``Summing``                    host
 ==============  =========  =======================================  ============================
 """
@@ -90,16 +94,16 @@ from triton_dist.kernels.common.scatter.tiles import (
 )
 from triton_dist.runtime.launch import Launch, fits_descriptor, normalise_strides
 
-# From this number of waves per row block, announcing a chunk without delay is worth a wait.
+# From this number of waves per row block on, chunks are announced with a delay (ANNOUNCE_LATER).
 _MANY_WAVES = 2
 
 
 @jit
 def describe_targets(slot, rows, N, tile: tl.constexpr, NUM_RANKS: tl.constexpr):
-    """Return a descriptor of this rank's partial in each owner's slot.
+    """Return a tuple of descriptors: this rank's partial in the slot of each owner.
 
-    Descriptors created inside the loop would share one location, which a pending store may still
-    read.
+    Descriptors created inside the loop over tiles would share one memory location, which a pending
+    store may still read.
     """
     STORE_N: tl.constexpr = tile.N // 2 if tile.SUBTILE else tile.N
     descs = tl.tuple([])
@@ -152,7 +156,7 @@ def kernel_gemm_scatter_non_persistent(
     tile: tl.constexpr,
     summing: tl.constexpr,
 ):
-    """Compute one tile per program on pointers, for any strides of A and B. Grid (tiles,)."""
+    """Compute one tile per program through pointers, for any strides of A and B. Grid (tiles,)."""
     NUM_RANKS: tl.constexpr = summing.NUM_RANKS
     PRECISION: tl.constexpr = tile.PRECISION
     SCALING: tl.constexpr = tile.SCALING
@@ -199,19 +203,19 @@ def scattered_gemm(
     num_chunks: int = 1,
     scales: tuple[Scales, int] = (NO_SCALES, 0),
 ) -> Launch:
-    """Return the launch that computes ``A @ B``, scatters its tiles, and adds up this rank's rows
-    in C.
+    """Return the launch that computes ``A @ B``, sends its tiles to their owners, and stores the
+    sum of this rank's row block in C.
 
     Args:
-        C: [M / num_ranks, N], this rank's rows of the sum; for ``"all"`` [M, N], of which these
-            rows are written. Contiguous.
+        C: contiguous. [M / num_ranks, N], this rank's rows of the sum; for ``"all"`` [M, N], of
+            which this launch writes only this rank's rows.
         bias: [N], added to the sum; contiguous.
-        config, num_sms, persistent: as for ``sharded_gemm``. An A that is not contiguous uses the
-            pointer kernel, too.
+        config, num_sms, persistent: see ``sharded_gemm``. If A is not contiguous, the pointer
+            kernel is used.
         scattering: memory to which tiles are sent and in which they arrive.
-        kernel: the persistent kernel on descriptors.
-        num_chunks: chunks of a row block. They are pushed separately, or with ``"all"`` alternate
-            with chunks of the other row blocks.
+        kernel: the persistent kernel, which uses descriptors.
+        num_chunks: number of chunks of a row block. With ``"row_block"`` chunks are pushed
+            separately. With ``"all"`` the first chunk of all row blocks precedes the second, etc.
         scales: result of ``Scaling.kernel_argument`` without a bias.
     """
     A = normalise_strides(A)
@@ -226,8 +230,7 @@ def scattered_gemm(
     # Partials of a row block have the layout of C, so TMA can write them if it can write C.
     by_descriptor = persistent and tile.PRECISION != "ieee" and A.is_contiguous()
     if by_descriptor and fits_descriptor(A, B, C):
-        # A chunk is pushed after its last tile. Announce this tile without delay if there are few
-        # waves.
+        # A chunk is pushed after its last tile. With few waves, announce this tile without delay.
         announce_later = (
             scattering.scatter in ("tile", "all") or tiles_per_row_block >= _MANY_WAVES * num_sms
         )
@@ -238,7 +241,7 @@ def scattered_gemm(
             (A, B, max(B.stride()), *memory, scales[0], *sizes),
             {**options, "NUM_SMS": num_sms, "tile": tile, "summing": summing},
         )
-    # The pointer kernel ignores these constants: avoid further compilations.
+    # Reset constants that the pointer kernel does not read, to avoid needless compilations.
     tile = tile._replace(SUBTILE=False, B_COLUMN_MAJOR=False)
     return Launch(
         kernel_gemm_scatter_non_persistent,

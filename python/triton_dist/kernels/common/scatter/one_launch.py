@@ -5,44 +5,45 @@ received tiles. ``A[M, K] @ B[K, N]`` is this rank's addend. Two constants decid
 row:
 
 * neither ``TO_OWNERS`` nor ``BROADCASTS_SUMS``: all ranks, an all-reduce in one shot.
-* ``TO_OWNERS``: its owner, with M / NUM_RANKS rows each, a reduce-scatter.
-* both: its owner, which sends the sum to all ranks, an all-reduce in two shots. The last owners may
-  have fewer rows, or none.
+* ``TO_OWNERS``: the rank that owns the row, a reduce-scatter. Each rank owns M / NUM_RANKS rows.
+* both: the owner, which sends the sum to all ranks, an all-reduce in two shots. M / NUM_RANKS is
+  rounded up, so the last owners may have fewer rows or no rows.
 
-A program stores each of its tiles, rounded to the output's dtype, as this rank's partial in the
-slot of the adding rank. A slot is [source rank, rows, N] with ``shard_elements`` elements per
-source. After its last tile the program sets its flag at the programs of the same number on all
-ranks, including its own. The rows that a rank adds are then distributed over all its programs in
-sub-tiles of ``SUB_TILE_ROWS`` rows. A program waits for the program of each rank that multiplied
-the sub-tile, and adds the partials in fp32 in rank order. Results are deterministic and equal on
-all ranks. With ``BROADCASTS_SUMS`` the sums go to [M, N] after the partials in each rank's slot. A
-program sets a flag after its last sub-tile, and the program of the same number on each peer copies
-its sub-tiles to C.
+A program rounds each of its tiles to the output's dtype and stores it in the slot of the adding
+rank, as this rank's partial. A slot is [source rank, rows, N] with ``shard_elements`` elements per
+source. After its last tile the program sets its flag on all ranks, including its own rank. The rows
+that a rank adds are then distributed over all its programs, in sub-tiles of ``SUB_TILE_ROWS`` rows.
+A program waits, on each rank, for the program that multiplied the sub-tile. It adds the partials in
+fp32 in the order of ranks. Results are deterministic and equal on all ranks. With
+``BROADCASTS_SUMS`` each rank's slot also has memory for the sums [M, N], after the partials. A
+program sends the sums of its sub-tiles and sets a flag after the last. The program of the same
+number on each peer copies these sums to C.
 
-Tiles cover the whole product, independent of owners, so that B is read once per BLOCK_SIZE_M rows
-instead of once per rank. They are traversed down the columns, so that data flows to all ranks at
-all times. Tiles are written by ordinary stores, which a release orders. A TMA store would need a
-wait and a descriptor per peer.
+Tiles are cut from the whole product, not from the rows of each owner, so that B is read once per
+BLOCK_SIZE_M rows instead of once per rank. They are traversed down the columns, so that data is
+sent to all ranks at all times. Tiles are written by ordinary stores, which a release orders. A TMA
+store would need a wait and a descriptor per peer.
 
-This is an exchange with the memory and the call counter of ``exchange/protocol.py``. Every call
-waits for every peer, so a slot is free without a peer check, and nothing must be reported after the
-kernel.
+The kernel uses the memory and the call counter of ``exchange/protocol.py``. Every call waits for
+every peer. A slot is therefore free without a check of the peers, and no report follows the kernel.
 
-*Sub-tiles.* Tiles are numbered down the columns, and program p multiplies one tile of each *wave*:
-p, p + NUM_SMS, …. The rows that a rank adds are in ``own_tiles`` of the ``tiles_m`` tiles of each
-column. An own tile is cut into sub-tiles. The sub-tiles of a column are distributed evenly over
-``tiles_m`` programs, beginning with the program that multiplied the first of them:
+*Sub-tiles.* Tiles are numbered down the columns. Program p multiplies the tiles p, p + NUM_SMS, …,
+one of each *wave*. In each column, the rows that this rank adds are in ``own_tiles`` of the
+``tiles_m`` tiles. These tiles are divided into sub-tiles. The sub-tiles of a column are distributed
+evenly over ``tiles_m`` programs, beginning with the program that multiplied the first of them:
 
     tiles_m = 4, own tile 2, 4 sub-tiles       program 0   1   2   3   4   5   6   7   8   9
                                             sub-tile           0   1   2   3   4   5   6   7
                                             of tile         2   2   2   2   6   6   6   6
 
-So all programs add, and the program that adds a sub-tile has an equal or larger number than the
-program that multiplied it. Sub-tiles of a wave's last column go to the programs that exist.
+Thus all programs add. The program that adds a sub-tile has an equal or larger number than the
+program that multiplied it. For a wave's last column, fewer than ``tiles_m`` programs may exist;
+they share its sub-tiles.
 
-*No deadlock*, however few SMs a launch gets. All programs send before they wait, and wait for
-programs with equal or smaller numbers. Among the waiting programs, those with the smallest number
-have peers that run or will run, and smaller ones have ended.
+*No deadlock*, even if a launch gets few SMs. All programs send before they wait, and wait only for
+programs with equal or smaller numbers. Consider the waiting programs with the smallest number.
+Programs with smaller numbers have ended, and programs with this number run or will run on every
+peer.
 
 ==============  =========  ========================================  ==================
 argument        dtype      shape                                     written by
@@ -112,13 +113,13 @@ def _sub_tiles_before(number, first, own_tiles, tiles_m, SUB_TILES: tl.constexpr
 def _first_sub_tile(
     program, wave, begin, end, first, own_tiles, tiles_m, num_programs, SUB_TILES: tl.constexpr
 ):
-    """Return the first sub-tile of ``begin`` to ``end`` for ``program`` or a later program.
+    """Return the first sub-tile that ``program`` or a program with a larger number adds.
 
-    All of them belong to one wave.
+    ``begin`` to ``end`` are the sub-tiles of one wave.
     """
     of_column = own_tiles * SUB_TILES
     even_begin = tl.cdiv(tl.maximum(wave + program - first, 0) * of_column, tiles_m)
-    # Distribute the sub-tiles of the wave's last column over the programs ``lowest`` and above.
+    # Distribute the sub-tiles of the wave's last column over the programs from ``lowest`` on.
     last = tl.maximum((end - 1) // of_column * of_column, begin)
     tile = last // SUB_TILES
     lowest = tile // own_tiles * tiles_m + first + tile % own_tiles - wave
@@ -139,7 +140,7 @@ def sub_tiles_of_program(
     BLOCK_SIZE_M: tl.constexpr,
     SUB_TILE_ROWS: tl.constexpr,
 ):
-    """Return (first, end) of this program's sub-tiles of the wave that begins at ``wave``."""
+    """Return (first, end) of this program's sub-tiles of the wave whose first tile is ``wave``."""
     SUB_TILES: tl.constexpr = BLOCK_SIZE_M // SUB_TILE_ROWS
     first, own_tiles = own_tiles_of(own_begin, own_end, BLOCK_SIZE_M)
     next_wave = tl.minimum(wave + NUM_SMS, tiles_m * tiles_n)
@@ -158,13 +159,14 @@ def sub_tiles_of_program(
 
 
 @jit
-def place_of_sub_tile(
+def locate_sub_tile(
     sub_tile, own_begin, own_end, tiles_m, BLOCK_SIZE_M: tl.constexpr, SUB_TILE_ROWS: tl.constexpr
 ):
     """Return (row, end, n, number) of a sub-tile.
 
-    It begins at ``row`` of the own rows, ends before ``end`` at the latest, and is in column ``n``
-    of tiles, in tile ``number``. It may be empty if the tile also has rows of other ranks.
+    ``row`` is its first row and ``end`` an upper bound of its end, counted from ``own_begin``, the
+    first row that this rank adds. ``n`` is its column of tiles, ``number`` its tile. The sub-tile
+    may be empty if the tile also has rows of other ranks.
     """
     SUB_TILES: tl.constexpr = BLOCK_SIZE_M // SUB_TILE_ROWS
     first, own_tiles = own_tiles_of(own_begin, own_end, BLOCK_SIZE_M)
@@ -176,10 +178,10 @@ def place_of_sub_tile(
 
 
 def programs_with_work(tiles_m: int, tiles_n: int, last_begin: int, block_m: int) -> int:
-    """Return the number of programs with work if one wave has all tiles.
+    """Return the number of programs that have work if all tiles are in one wave.
 
-    ``last_begin`` is the first row of the rank with the last rows. Its last sub-tiles go to
-    programs without a tile.
+    ``last_begin`` is the first row of the last rank. Programs without a tile add the last sub-tiles
+    of this rank.
     """
     return tiles_m * tiles_n + min(last_begin // block_m, tiles_m - 1)
 
@@ -206,10 +208,10 @@ def kernel_gemm_exchange(
 ):
     """Multiply, exchange and add in one launch.
 
-    ``DESCRIPTORS``: read A and B through tensor descriptors (TMA from sm_90 on), else by pointers
-    with any strides. ``plan.BLOCK``: SUB_TILE_ROWS, a power of two. ``BROADCASTS_SUMS`` applies if
-    there are ``out.sums``. Grid (programs,), at most NUM_SMS; fewer only if no program has to
-    multiply twice.
+    ``DESCRIPTORS``: read A and B through tensor descriptors (TMA from sm_90 on), otherwise by
+    pointers with any strides. ``plan.BLOCK``: SUB_TILE_ROWS, a power of two. ``BROADCASTS_SUMS`` is
+    true if ``out.sums`` is not ``None``. Grid (programs,): NUM_SMS, or fewer if each program has at
+    most one tile.
     """
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     PRECISION: tl.constexpr = tile.PRECISION
@@ -239,7 +241,7 @@ def kernel_gemm_exchange(
         for step in tl.static_range(1, NUM_RANKS + 1):
             adding_rank = (rank + step) % NUM_RANKS
             first_row = row
-            # A tile may extend beyond the rows of the owner: nothing is stored outside of them.
+            # A tile may extend beyond the owner's rows; only the owner's rows are stored.
             if TO_OWNERS:
                 first_row = row - adding_rank * rows
             if (first_row < rows) & (first_row > -tile.M):
@@ -252,7 +254,7 @@ def kernel_gemm_exchange(
     notify_ranks(call, 0, value, plan)
     # Position of sums [M, N] in the slot, with BROADCASTS_SUMS.
     sums_offset = call.offset + NUM_RANKS * shard_elements.to(tl.int64)
-    own_offset = 0  # begin of the own rows in C
+    own_offset = 0  # begin, in C, of the rows that this rank adds
     if BROADCASTS_SUMS:
         own_offset = rank.to(tl.int64) * rows * N
     for wave in range(0, tiles, NUM_SMS):
@@ -260,7 +262,7 @@ def kernel_gemm_exchange(
             wave, own_begin, own_end, tiles_m, tiles_n, NUM_SMS, tile.M, SUB_TILE_ROWS
         )
         for sub_tile in range(begin_sub_tile, end):
-            row, end_row, n, of_tile = place_of_sub_tile(
+            row, end_row, n, of_tile = locate_sub_tile(
                 sub_tile, own_begin, own_end, tiles_m, tile.M, SUB_TILE_ROWS
             )
             if row < end_row:
@@ -299,7 +301,10 @@ def _copy_sub_tiles(
     SUB_TILE_ROWS: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
 ):
-    """Copy the sub-tiles that the program of this number added on the rank that owns these rows."""
+    """Copy the sums of rows ``begin_row`` to ``end_row`` that a program of their owner has sent.
+
+    It is the program with this program's number.
+    """
     if INT64_OFFSETS:
         N = tl.cast(N, tl.int64)
     inside = tl.arange(0, SUB_TILE_ROWS)[:, None] * N + tl.arange(0, BLOCK_SIZE_N)[None, :]
@@ -308,14 +313,14 @@ def _copy_sub_tiles(
             wave, begin_row, end_row, tiles_m, tiles_n, NUM_SMS, BLOCK_SIZE_M, SUB_TILE_ROWS
         )
         for sub_tile in range(begin, end):
-            row, end_of_sub_tile, n, _ = place_of_sub_tile(
+            row, end_of_sub_tile, n, _ = locate_sub_tile(
                 sub_tile, begin_row, end_row, tiles_m, BLOCK_SIZE_M, SUB_TILE_ROWS
             )
             column = n * BLOCK_SIZE_N
             mask = (tl.arange(0, SUB_TILE_ROWS) < end_of_sub_tile - row)[:, None]
             mask &= (tl.arange(0, BLOCK_SIZE_N) < N - column)[None, :]
             block = inside + (row.to(tl.int64) * N + column)
-            # Bypass L1, which may hold data of the previous use.
+            # The load bypasses L1, which may hold stale data.
             values = tl.load(from_ptr + block, mask=mask, cache_modifier=".cg")
             tl.store(to_ptr + block, values, mask=mask)
 
@@ -335,9 +340,12 @@ def one_launch_options(
 ) -> dict[str, Any]:
     """Return the constants of kernels that multiply and sum tiles in one launch."""
     tile, options = tile_constants(config, A, B, scaling=scaling)
-    may = persistent and tile.PRECISION != "ieee" and A.is_contiguous()
-    # Only TMA stores use halves of a tile.
-    constants = {"DESCRIPTORS": may and fits_descriptor(A, B), "tile": tile._replace(SUBTILE=False)}
+    by_descriptor = persistent and tile.PRECISION != "ieee" and A.is_contiguous()
+    # SUBTILE halves the tiles of TMA stores, which these kernels do not use.
+    constants = {
+        "DESCRIPTORS": by_descriptor and fits_descriptor(A, B),
+        "tile": tile._replace(SUBTILE=False),
+    }
     return options | constants
 
 
@@ -358,15 +366,16 @@ def exchanged_gemm(
     broadcasts_sums: bool = False,
     scales: tuple[Scales, int] = (NO_SCALES, 0),
 ) -> Launch:
-    """Return the launch that computes ``A @ B``, exchanges its tiles, and adds them up in C.
+    """Return the launch that computes ``A @ B``, exchanges its tiles, and sums them in C.
 
     Args:
         C: [M, N], contiguous. With ``to_owners`` but not ``broadcasts_sums``, [M / num_ranks, N],
             and M is a multiple of ``num_ranks``.
         bias: [N], added to the sum; contiguous.
-        slots: kernel arguments of an exchange.
-        shard_elements: elements of a partial in a slot.
+        slots: kernel arguments ``slots`` and ``peers`` of an exchange.
+        shard_elements: number of elements of a partial in a slot.
         persistent: read A and B through descriptors if TMA supports their layout.
+        to_owners, broadcasts_sums: the constants that the module describes.
         scales: result of ``Scaling.kernel_argument`` without a bias.
     """
     A = normalise_strides(A)
@@ -380,7 +389,7 @@ def exchanged_gemm(
     options |= {
         "NUM_SMS": min(num_sms, MAX_CTAS.value),
         "TO_OWNERS": to_owners,
-        "tile": options["tile"]._replace(GROUP_M=0),  # all rows of tiles form one group, see above
+        "tile": options["tile"]._replace(GROUP_M=0),  # unused: tiles are numbered down the columns
         "plan": Plan(num_ranks, triton.next_power_of_2(num_ranks), sub_tile_rows, 1),
     }
     arguments = (

@@ -1,20 +1,20 @@
-"""Sum of products over ranks in one launch, for so few rows that tiles travel as packets.
+"""Sum of products over ranks in one launch, for few rows, whose tiles are sent in packets.
 
 This is the one-shot all-reduce of ``scatter/one_launch.py`` without flags. A program sends a tile
-from registers to all peers as packets, words that mark their own arrival (``exchange/packets.py``).
-It adds the tiles of peers in registers and stores only C. Each tile is complete before the program
+from registers to all peers in packets, words that mark their own arrival (``exchange/packets.py``).
+It adds the tiles of peers in registers and stores only C. A program finishes each tile before it
 begins the next tile.
 
-    lines     [M, cdiv(N, line)]    of 4 elements of 16 bits, or 2 of 32 bits, in the order of C;
-                                    the last line of a row may be partly unused
+    lines     [M, cdiv(N, line)]    a line has 4 elements of 16 bits, or 2 of 32 bits, in the order
+                                    of C; the last line of a row may be partly unused
 
-Partials are rounded to the output's dtype, including this rank's, and added in fp32 in rank order.
-The result is bitwise equal to ``exchanged_gemm``.
+The tiles of all ranks are rounded to the output's dtype and added in fp32 in the order of ranks.
+The result is bitwise equal to the result of ``exchanged_gemm``.
 
-*No deadlock.* On all ranks, programs of the same number have the same tiles in the same order, and
-send a tile before they wait for it. Among the waiting programs with the smallest number, take the
-program at the earliest tile. Each of its peers has sent this tile, is running, or has not started.
-A peer that has not started will start, because programs with smaller numbers do not wait.
+*No deadlock.* On all ranks, programs with equal numbers have equal tiles in equal order, and send a
+tile before they wait for it. Among the waiting programs with the smallest number, take the program
+with the earliest tile. The programs with its number on other ranks have sent this tile, are
+running, or have not started. They will start, because programs with smaller numbers do not wait.
 
 ===================  =========  ============================  ====================
 argument             dtype      shape                         written by
@@ -78,8 +78,8 @@ def kernel_gemm_packets(
 ):
     """Multiply, exchange packets and add in one launch. Grid (programs,), at most ``MAX_CTAS``.
 
-    ``DESCRIPTORS``: read A and B through tensor descriptors (TMA from sm_90 on), else by pointers
-    with any strides.
+    ``DESCRIPTORS``: read A and B through tensor descriptors (TMA from sm_90 on), otherwise by
+    pointers with any strides.
     """
     PRECISION: tl.constexpr = tile.PRECISION
     SCALING: tl.constexpr = tile.SCALING
@@ -113,12 +113,12 @@ def kernel_gemm_packets(
         lines_n = tl.cdiv(N, PER_LINE)
         line = line_row * lines_n + line_column
         valid = (line_row < M) & (line_column < lines_n)
-        own = _in_lines(own, valid)
+        own = _to_line_layout(own, valid)
         offset = packet_offset(epoch, rank, packets.shard_words, NUM_RANKS)
         send_lines(targets, offset, own, line, valid, tag)
         payloads = await_lines(packets, epoch, tag, line, valid, rank, NUM_RANKS)
         sums = add_lines(own, payloads, rank, NUM_RANKS, DTYPE)
-        # Keep the layout of lines: the thread that polled a line stores its sums.
+        # Keep the layout of lines, in which the thread that polled a line also stores its sums.
         sums = tl.reshape(sums, [BLOCK_SIZE_M * LINES_N, PER_LINE])
         columns = (line_column * PER_LINE)[:, None] + tl.arange(0, PER_LINE)[None, :]
         mask = valid[:, None] & (columns < N)
@@ -129,17 +129,18 @@ def kernel_gemm_packets(
 
 
 @jit
-def _in_lines(payload, valid):
-    """Return ``payload`` [lines, 2] in the layout of polled payloads: a thread holds full lines.
+def _to_line_layout(payload, valid):
+    """Return ``payload`` [lines, 2] in the register layout of received payloads.
 
-    Converting this rank's payload once avoids converting the payload of each peer.
+    In this layout a thread holds full lines. Converting this rank's payload once avoids converting
+    the payload of each peer.
     """
     first, second = tl.split(payload)
     return tl.join(tl.where(valid, first, 0), tl.where(valid, second, 0))
 
 
 def bytes_of_row(N: int, item_bytes: int) -> int:
-    """Return the bytes of a row of C in packets, without tags."""
+    """Return the bytes of data, without tags, of a row of C in packets."""
     line: int = LINE_BYTES.value
     return -(-N * item_bytes // line) * line
 
@@ -158,11 +159,11 @@ def packet_gemm(
     persistent: bool,
     scales: tuple[Scales, int] = (NO_SCALES, 0),
 ) -> Launch:
-    """Return the launch that computes ``A @ B``, sends it to all ranks as packets, and adds up in
-    C.
+    """Return the launch that computes ``A @ B``, sends it to all ranks in packets, and stores the
+    sum in C.
 
-    The lines of C [M, N] must fit in the packets of one source rank. ``persistent``: read A and B
-    through descriptors if TMA supports their layout.
+    The packet memory of each source rank must hold C [M, N]. ``persistent``: read A and B through
+    descriptors if TMA supports their layout.
     """
     A = normalise_strides(A)
     (M, K), N = A.shape, B.shape[1]
@@ -174,7 +175,7 @@ def packet_gemm(
 
 
 class PacketLaunch(ExchangeLaunch):
-    """The launch of a call in packets: all ranks add, without flags."""
+    """The launch of a call that sends packets. Every rank adds all rows."""
 
     def phases(self) -> int:
         return 0

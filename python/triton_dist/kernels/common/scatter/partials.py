@@ -1,14 +1,15 @@
-"""Memory of ops that sum products over ranks, and the base of their contexts.
+"""Memory of ops that sum products over ranks, and the base class of their contexts.
 
-It defines how row blocks are cut, where tiles go, and the slots for partials from every rank with
-the flags of tiles or chunks. A slot has on each rank:
+M consists of one row block per rank; the rank owns this row block and adds it over all ranks. Calls
+alternate between two slots. On each rank a slot has:
 
-    partials [source rank, slot_stride] of the output's dtype: partial sums of this rank's row block
-        [rows, N], written by the GEMM or copy engines of the source.
-    arrivals int64 [tile or chunk, source rank]: their flags, with the same writers.
-    deferred int32 [SMs]: deferred tiles, written by kernels of this rank.
+    partials [source rank, slot_stride] of the output's dtype: addends of this rank's row block
+        [rows, N], written by the GEMM or the copy engines of the source.
+    arrivals int64 [tile or chunk, source rank]: flags of the partials, written by the source.
+    deferred int32 [SMs]: which programs have deferred tiles (``scatter/tiles.py``), written by
+        kernels of this rank.
 
-The contexts of gemm_rs and gemm_ar add regions.
+The contexts of gemm_rs and gemm_ar add further regions.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ from triton_dist.kernels.common.context import (
 from triton_dist.runtime.ranks import Group, process_group_of
 
 Scatter = Literal["tile", "row_block", "add", "all"]
-# Row blocks of an all-reduce are multiples of this number of rows, the height of the smallest tile.
+# Row blocks of an all-reduce are multiples of this number of rows, the smallest BLOCK_SIZE_M.
 _ROW_BLOCK_ROWS = 16
-# Smallest tile size of tl.dot, which bounds the number of tiles.
+# Smallest tile size of tl.dot, which limits the number of tiles.
 _SMALLEST_TILE = 16
-# Partials are padded to multiples of this number of elements, so that each is aligned for any N.
+# Partials are padded to multiples of this number of elements, so that each partial is aligned.
 _PARTIAL_ALIGNMENT = 128
 MAX_CHUNKS = 16
 """Maximum number of chunks of a row block."""
 
 
 class Slot(NamedTuple):
-    """Kernel argument: memory that receives tiles (see ``scatter/kernel.py``)."""
+    """Kernel argument: memory that receives tiles. ``scatter/kernel.py`` describes the members."""
 
     partials: Any
     stride: Any
@@ -67,8 +68,11 @@ class Out(NamedTuple):
 
 @dataclass(frozen=True)
 class Scattering:
-    """Memory to which tiles are sent and in which they arrive. ``sums`` and ``sum_flags``: for
-    ``"all"`` only."""
+    """Memory to which this rank sends tiles, and in which tiles of peers arrive.
+
+    ``scatter`` is the mode that ``scatter/kernel.py`` describes. ``sums`` and ``sum_flags`` are
+    only used in mode ``"all"``.
+    """
 
     scatter: Scatter
     rank: int
@@ -86,29 +90,29 @@ class Scattering:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Chunks of a row block, each of ``tiles_m`` rows of tiles; the last may have fewer.
+    """Chunks of a row block, each of ``tiles_m`` rows of tiles; the last chunk may have fewer.
 
-    ``group_size_m`` is the GROUP_SIZE_M with which chunks are completed in sequence.
+    ``group_size_m`` is the GROUP_SIZE_M with which a chunk is completed before the next begins.
     """
 
     tiles_m: int
     group_size_m: int
     rows: tuple[int, ...]
     tiles: tuple[int, ...]
-    """Rows and tiles of each chunk."""
+    """Number of rows, and number of tiles, of each chunk."""
 
 
 def chunks_of_row_block(config: triton.Config, rows: int, N: int, num_chunks: int) -> Chunks:
-    """Cut [rows, N] into at most ``num_chunks`` chunks.
+    """Divide a row block [rows, N] into at most ``num_chunks`` chunks.
 
-    A chunk is several groups of GROUP_SIZE_M rows of tiles, or one smaller group, because the tiles
-    of a group are completed at the same time.
+    The tiles of a group of GROUP_SIZE_M rows of tiles are completed at the same time. A chunk
+    therefore consists of several groups, or of one group that is smaller.
     """
     tile = config.kwargs
     tiles_m = int(triton.cdiv(rows, tile["BLOCK_SIZE_M"]))
     tiles_n = int(triton.cdiv(N, tile["BLOCK_SIZE_N"]))
     chunk_tiles_m = int(triton.cdiv(tiles_m, num_chunks))
-    # A group must not straddle two chunks: round up to whole groups.
+    # Round up to whole groups, so that no group belongs to two chunks.
     group = min(tile["GROUP_SIZE_M"], chunk_tiles_m)
     chunk_tiles_m = int(triton.cdiv(chunk_tiles_m, group)) * group
     starts = range(0, tiles_m, chunk_tiles_m)
@@ -123,7 +127,7 @@ def chunks_of_row_block(config: triton.Config, rows: int, N: int, num_chunks: in
 
 
 def row_block_rows(M: int, num_ranks: int) -> int:
-    """Return the rows of each row block of an all-reduce; the last ones may be short or empty."""
+    """Return the rows per row block of an all-reduce. The last may be short or empty."""
     return int(triton.cdiv(M, num_ranks * _ROW_BLOCK_ROWS)) * _ROW_BLOCK_ROWS
 
 
@@ -133,13 +137,13 @@ def tiles_of_row_block(config: triton.Config, rows: int, N: int) -> int:
 
 
 def slot_sizes(rows: int, N: int) -> tuple[int, int]:
-    """Return (elements from one partial of [rows, N] to the next, maximum tiles of a partial)."""
+    """Return (elements from one partial [rows, N] to the next, maximum tiles of a partial)."""
     stride = -(-rows * N // _PARTIAL_ALIGNMENT) * _PARTIAL_ALIGNMENT
     return stride, -(-rows // _SMALLEST_TILE) * -(-N // _SMALLEST_TILE)
 
 
 class ProductLimits(NamedTuple):
-    """Products that a context serves on the ranks of ``group``."""
+    """Largest product that a context supports, and the ranks that use it."""
 
     max_M: int
     N: int
@@ -152,7 +156,8 @@ class SummingContext(GEMMContext[B], ABC):
     """Context manager that owns symmetric memory for products of up to ``max_M`` by ``N``.
 
     Attributes:
-        output_dtype: dtype of A, B, the partials that travel, and the output.
+        output_dtype: dtype of the output and of the partials that are sent, and of A and B unless
+            they are fp8.
     """
 
     function: ClassVar[str]
@@ -168,7 +173,7 @@ class SummingContext(GEMMContext[B], ABC):
     @staticmethod
     @abstractmethod
     def rows_check(argument: str, M: int, num_ranks: int) -> Check:
-        """Return the check of a number of rows of A, of a context or of a call."""
+        """Return the check of the number of rows of A, for a context or a call."""
 
     @staticmethod
     def round_down_rows(M: int, num_ranks: int) -> int:
@@ -177,7 +182,7 @@ class SummingContext(GEMMContext[B], ABC):
 
     @abstractmethod
     def rows_of_rank(self, M: int) -> int:
-        """Return the rows of A that one rank adds if each row is added by one rank."""
+        """Return the number of rows that a rank adds if each row is added by a single rank."""
 
 
 _Context = TypeVar("_Context", bound=SummingContext[Any])
@@ -198,8 +203,7 @@ def create(
     """Create a context of class ``ctx_type``. Collective over ``group``.
 
     ``equal_arguments`` are further arguments that must be equal on all ranks. ``rank_arguments``
-    may differ.
-    Raises the errors of ``agree_to_create`` and of the allocation.
+    may differ. Raise the errors of ``agree_to_create`` and of the allocation.
     """
     members, extra_arguments = process_group_of(group), dict(equal_arguments or {})
 

@@ -1,18 +1,19 @@
 """Device functions for a tile of the scattered GEMM: order, store, flags, wait and sum.
 
-A tile is stored and announced to the owner of its rows. The owner waits for it and adds it, in the
-GEMM or in a later launch; in an all-reduce it sends the sum to all ranks. ``scatter/kernel.py``
-describes the kernel arguments. A *work item* here has one flag: it is a tile, or a chunk of a row
-block.
+A tile is stored and announced to the rank that owns its rows. The owner waits for the tile and adds
+it, in the GEMM or in a later launch. In an all-reduce the owner then sends the sum to all ranks.
+"Own" rows or tiles are those that this rank owns. ``scatter/kernel.py`` describes the kernel
+arguments. A *work item* here is the unit that has one flag: a tile, or a chunk of a row block.
 
-*Deferred tiles.* A persistent program must not wait for peers while later programs of its launch
-have not begun. Kernels of other streams can hold SMs. If one of them waits for peers, as
-collectives do, each of two ranks may not begin what the other waits for: a deadlock. A program
-therefore waits only if all programs of its launch have begun, because this rank then sends all its
-tiles. Otherwise it defers its own tiles to a later kernel on the stream, and ends. That kernel can
-wait safely: the programs of each peer have either all begun, or do not wait.
+*Deferred tiles.* A persistent program must not wait for peers before all programs of its launch
+have begun. Kernels on other streams, such as collectives, can occupy SMs and wait for peers. On
+each of two ranks, such a kernel could then keep programs from beginning for which the other rank
+waits: a deadlock. A program therefore waits only if all programs of its launch have begun, because
+this rank then sends all its tiles. Otherwise the program defers its own tiles to a later kernel on
+the stream, and ends. The later kernel can wait safely: on each peer, either all programs have
+begun, or no program waits.
 
-    epoch_ptr + BEGUN    programs that have begun in this use of the slot
+    epoch_ptr + BEGUN    number of programs that have begun in this use of the slot
     deferred [program]   whether a program has deferred its own tiles
 """
 
@@ -36,18 +37,20 @@ from triton_dist.kernels.common.scatter.partials import (
 )
 from triton_dist.runtime.launch import Launch, dot_precision
 
-# Elements of all partials that are loaded per step: with 8 warps and 2 bytes, 64 registers a
-# thread.
+# Number of elements of all partials that are loaded per step. With 8 warps and 2 bytes per element,
+# they take 64 registers per thread.
 _ELEMENTS_PER_STEP = 32768
-# Index of a word of a slot's line, after the words of ``slots/epochs.py``.
+# Index of a control word of a slot, after the words of ``slots/epochs.py``.
 BEGUN = tl.constexpr(12)
 # Decision of a program whether it may wait.
 MAY_WAIT, MUST_DEFER = tl.constexpr(1), tl.constexpr(-1)
 
 
 class Tile(NamedTuple):
-    """Constants of a tile. INT64_OFFSETS: offsets within the tile exceed 32 bits. SCALING: see
-    ``gemm.scales.Scales``."""
+    """Constants of a tile: BLOCK_SIZE_M, _N and _K, GROUP_SIZE_M, EPILOGUE_SUBTILE, and others.
+
+    INT64_OFFSETS: offsets within the tile exceed 32 bits. SCALING: see ``gemm.scales.Scales``.
+    """
 
     M: Any
     N: Any
@@ -63,8 +66,8 @@ class Tile(NamedTuple):
 class Summing(NamedTuple):
     """Constants of the sum.
 
-    SCATTER: see ``scatter/kernel.py``. ANNOUNCE_LATER: announce a tile after the next tile has been
-    multiplied. ROWS: rows of a tile that are summed per step.
+    SCATTER: see ``scatter/kernel.py``. ANNOUNCE_LATER: a tile is announced after the next tile has
+    been multiplied. ROWS: number of rows of a tile that are summed at a time.
     """
 
     NUM_RANKS: Any
@@ -75,9 +78,10 @@ class Summing(NamedTuple):
 
 @jit
 def row_block_in_scatter_order(position, rank, num_ranks):
-    """Return the ``position``-th row block, from rank + 1 to this rank.
+    """Return the row block at ``position`` in the order from rank + 1 to this rank.
 
-    Every rank then receives from one peer at a time, and has all partials when it reaches its rows.
+    With this order, every rank receives from one peer at a time, and has received all partials when
+    it reaches its own row block.
     """
     return (rank + 1 + position) % num_ranks
 
@@ -86,12 +90,13 @@ def row_block_in_scatter_order(position, rank, num_ranks):
 def tile_in_scatter_order(
     index, rank, num_ranks, tiles_m, tiles_n, chunk_tiles_m, GROUP_SIZE_M: tl.constexpr
 ):
-    """Return (row block, number of the tile in its row block, m, n) of the ``index``-th tile.
+    """Return (row block, number of the tile in its row block, m, n) of tile ``index`` of the order.
 
-    Row blocks have ``tiles_m`` by ``tiles_n`` tiles, and are cut into chunks of ``chunk_tiles_m``
-    rows of tiles; the last may have fewer. The order has the first chunk of all row blocks, in
-    scatter order, then the next chunk. At each position all ranks are in the same chunk, and the
-    owner of a row block reaches it last.
+    Row blocks have ``tiles_m`` by ``tiles_n`` tiles. They are divided into chunks of
+    ``chunk_tiles_m`` rows of tiles; the last chunk may have fewer. The order has the first chunk of
+    all row blocks, from rank + 1 to this rank, then the second chunk of all row blocks, and so on.
+    At each position of the order all ranks are in equal chunks, and the owner of a row block is the
+    last rank that reaches it.
     """
     chunk_tiles = chunk_tiles_m * tiles_n
     chunk = index // (num_ranks * chunk_tiles)
@@ -117,11 +122,11 @@ def announce_tile(slot, M, row_block, work_item, rank, summing: tl.constexpr):
 
 @jit
 def announce_to_all(out, slot, M, work_item, rank, NUM_RANKS: tl.constexpr):
-    """Set this rank's flag of a work item on every rank, including this one, after all stores of
+    """Set this rank's flag of a work item on every rank, including this rank, after all stores of
     the program.
 
-    One thread per rank: releases in sequence would each wait until the previous one has crossed the
-    link.
+    One thread sets the flag of each rank. If one thread set all flags, each release would wait
+    until the previous release has crossed the link.
     """
     peer = tl.arange(0, triton.next_power_of_2(NUM_RANKS))
     valid = peer < NUM_RANKS
@@ -132,7 +137,10 @@ def announce_to_all(out, slot, M, work_item, rank, NUM_RANKS: tl.constexpr):
 
 @jit
 def await_partials(slot, M, work_item, rank, NUM_RANKS: tl.constexpr):
-    """Wait for a work item of every peer, of a product of ``M`` rows. Return a token."""
+    """Wait until a work item has arrived from every peer. Return a token.
+
+    ``M``, the number of rows of A, must be equal on all ranks.
+    """
     value = flag_of(slot.epoch, M)
     token = 0
     for step in range(1, NUM_RANKS):
@@ -164,9 +172,9 @@ def add_partials(
 ):
     """Sum a tile over all ranks and store it in the own rows [rows, N] at ``out.c + own_begin``.
 
-    Sum REDUCE_ROWS rows at a time, so that the partials fit in registers. If there are
-    ``out.sums``, also store the sum at each peer, ``sums_begin`` elements from its address.
-    ``IN_ONE_SUM``: peers have added into a single sum, which is set to 0.
+    REDUCE_ROWS rows are summed at a time, so that the partials fit in registers. If ``out.sums`` is
+    not ``None``, also store the sum on each peer, ``sums_begin`` elements from its address.
+    ``IN_ONE_SUM``: all ranks have already added to a single sum, which is reset to 0.
     """
     if INT64_OFFSETS:
         N = tl.cast(N, tl.int64)
@@ -178,12 +186,12 @@ def add_partials(
         first_row = dl.consume_token(row + first, token)
         mask = (first_row + tl.arange(0, REDUCE_ROWS) < rows)[:, None] & column_mask[None, :]
         begin = first_row.to(tl.int64) * N + column
-        # Bypass L1, which may hold data of the previous use. All loads precede the first addition,
-        # so that they are in flight together.
+        # The loads bypass L1, which may hold stale data. All loads precede the first addition, so
+        # that they are in flight together.
         if IN_ONE_SUM:
             sums = partials_ptr + begin + inside
             total = tl.load(sums, mask=mask, other=0.0, cache_modifier=".cg")
-            # Triton gives the loads and the stores of zeros different layouts: without the barrier,
+            # Triton gives the loads and the stores of zeros different layouts. Without the barrier,
             # a thread may clear an element that another thread has not loaded yet.
             tl.debug_barrier()
             tl.store(sums, tl.zeros_like(total), mask=mask)
@@ -212,7 +220,7 @@ def add_own_tile(
     slot, out, row, column, rows, own_rows, N, token, rank, tile: tl.constexpr,
     summing: tl.constexpr,
 ):  # fmt: skip
-    """Sum a tile of the own row block. The last blocks may have ``own_rows`` below ``rows``."""
+    """Sum a tile of the own row block, which has ``own_rows`` of at most ``rows`` rows."""
     own_begin = 0  # begin of the own rows in C
     if out.sums is not None:
         own_begin = rank.to(tl.int64) * rows * N
@@ -236,14 +244,16 @@ def store_tile_by_pointers(
     BLOCK_SIZE_N: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
 ):
-    """Store or add the part of a tile that lies inside [rows, N] at ``target_ptr``. ``row`` may be
-    negative."""
+    """Store or add the part of a tile that lies inside [rows, N] at ``target_ptr``.
+
+    ``row`` may be negative: the tile then begins before the target's first row.
+    """
     if INT64_OFFSETS:
         N = tl.cast(N, tl.int64)
     local_row, local_column = tl.arange(0, BLOCK_SIZE_M), tl.arange(0, BLOCK_SIZE_N)
     inside = (local_row >= -row) & (local_row < rows - row)
     mask = inside[:, None] & (local_column < N - column)[None, :]
-    # Only the base needs 64 bits: 64-bit offsets of each element would cost registers.
+    # Only the base needs 64 bits. 64-bit offsets of each element would take more registers.
     tile_ptr = target_ptr + (row.to(tl.int64) * N + column)
     block = tile_ptr + (local_row[:, None] * N + local_column[None, :])
     with dl.mark("store"):
@@ -251,7 +261,7 @@ def store_tile_by_pointers(
             tl.atomic_add(block, accumulator, mask=mask, sem="relaxed", scope="sys")
         else:
             tl.store(block, accumulator.to(target_ptr.dtype.element_ty), mask=mask)
-    tl.debug_barrier()  # Other threads read an own tile back.
+    tl.debug_barrier()  # Other threads of this program may read the tile later.
 
 
 @jit
@@ -263,11 +273,11 @@ def count_begun_program(epoch_ptr):
 def decide_whether_to_wait(epoch_ptr, deferred_ptr):
     """Return ``MAY_WAIT`` if all programs of this launch have begun, else ``MUST_DEFER``.
 
-    With ``MUST_DEFER``, this program's own tiles from this one on are deferred to the next kernel.
+    With ``MUST_DEFER``, all own tiles of this program are deferred to the next kernel.
     """
     decision = MAY_WAIT
     if _count_of_begun_programs(epoch_ptr) < tl.num_programs(0):
-        # Let other programs begin in the interpreter, then check again.
+        # In the interpreter, let other programs begin, then check again.
         dl.give_turn()
         if _count_of_begun_programs(epoch_ptr) < tl.num_programs(0):
             tl.store(deferred_ptr + tl.program_id(0), 1)
@@ -295,12 +305,12 @@ def kernel_add_deferred(
 ):
     """Add the own tiles that programs of the GEMM have deferred. Grid: the grid of the GEMM.
 
-    Each tile is added by the program of the same number.
+    Each program adds the tiles that the GEMM program with its number has deferred.
     """
     if tl.program_id(0) == 0:
         tl.store(slot.epoch + BEGUN, 0)
     has_deferred = tl.load(slot.deferred + tl.program_id(0)) != 0
-    tl.debug_barrier()  # All warps must have loaded the flag before one clears it.
+    tl.debug_barrier()  # All warps must have loaded the flag before a warp clears it.
     if has_deferred:
         tl.store(slot.deferred + tl.program_id(0), 0)
         tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
@@ -343,9 +353,9 @@ def tile_constants(
 def sum_constants(
     C: torch.Tensor, config: triton.Config, scattering: Scattering, rows: int, num_chunks: int
 ) -> tuple[Summing, int, int]:
-    """Return the sum constants, the rows of tiles of a chunk, and GROUP_SIZE_M.
+    """Return (constants of the sum, rows of tiles per chunk, GROUP_SIZE_M).
 
-    With this GROUP_SIZE_M chunks are completed in sequence.
+    With this GROUP_SIZE_M, each chunk is completed before the next begins.
     """
     tile = config.kwargs
     chunk_tiles_m, group_size_m = 1, tile["GROUP_SIZE_M"]
@@ -368,20 +378,26 @@ def add_deferred(
     num_sms: int,
     num_chunks: int = 1,
 ) -> Launch:
-    """Return the launch that adds the tiles that a persistent ``scattered_gemm`` has deferred. A
-    has M rows."""
+    """Return the launch that adds the tiles that a persistent ``scattered_gemm`` has deferred.
+
+    M is the number of rows of A.
+    """
     rows, N = scattering.rows(M), C.shape[1]
     summing, chunk_tiles_m, group_size_m = sum_constants(C, config, scattering, rows, num_chunks)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
     tiles = scattering.num_ranks * tiles_of_row_block(config, rows, N)
     arguments = (*scattering.regions(C, bias), N, M, rows, chunk_tiles_m, scattering.rank)
-    # No multiplication: tiles of the same area share one kernel.
+    # The kernel does not multiply. Constants that it does not read are fixed, so that configs with
+    # equal tile sizes share one compiled kernel.
     tile = Tile(block_m, block_n, 0, group_size_m, False, False, "tf32", block_m * N >= 2**31)
     options = {"NUM_SMS": num_sms, "tile": tile, "summing": summing, "num_warps": 8}
     return Launch(kernel_add_deferred, (min(num_sms, tiles),), arguments, options)
 
 
 def rows_per_step(block_m: int, block_n: int, bytes_of_partials: int) -> int:
-    """Return the number of rows of a tile that are summed at a time, a power of two."""
+    """Return the number of rows of a tile to sum at a time, a power of two.
+
+    ``bytes_of_partials`` are the bytes of one element of the partials of all ranks together.
+    """
     max_rows = 2 * _ELEMENTS_PER_STEP // bytes_of_partials // block_n
     return max(1, min(block_m, 1 << max_rows.bit_length() - 1 if max_rows else 1))

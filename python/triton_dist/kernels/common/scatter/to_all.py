@@ -1,8 +1,8 @@
 """GEMM-AllReduce: the scattered GEMM, and the kernel that copies the received sums to C.
 
-``scatter/kernel.py`` describes the algorithm and the arguments. The copy is a separate launch:
-inside the GEMM it would begin no earlier, because every program multiplies to the end, and one
-program per SM copies at half the speed of many.
+``scatter/kernel.py`` describes the algorithm and the arguments. The copy is a separate launch.
+Inside the GEMM the copy could not begin earlier, because every program multiplies until the end. It
+would also be slower: one program per SM copies at half the speed of several programs per SM.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from triton_dist.kernels.common.scatter.tiles import (
 )
 from triton_dist.runtime.launch import Launch
 
-# Elements that a program copies at a time: with 2 bytes and 8 warps, 64 bytes per thread.
+# Number of elements that a program copies at a time: with 2-byte elements and 8 warps, 64 bytes per
+# thread.
 _COPY_ELEMENTS = 8192
 
 
@@ -64,13 +65,14 @@ def kernel_gemm_all_reduce_persistent(
     tile: tl.constexpr,
     summing: tl.constexpr,
 ):
-    """Multiply and scatter on tensor descriptors (TMA from sm_90 on). Grid (min(NUM_SMS, tiles),).
+    """Multiply and send tiles through tensor descriptors. Grid (min(NUM_SMS, tiles),).
 
-    Sums of a chunk are sent while the next chunks are multiplied. A tile for another rank is
-    announced after its program has multiplied the next tile, as in a reduce-scatter. A tile of the
-    own row block is added after the next tile has been stored, and its sum is announced after the
-    tile after that. The delay is needed because the own row block comes in the middle of the work,
-    when the partials of peers have just been announced.
+    Descriptors use TMA from sm_90 on. Sums of a chunk are sent while the next chunks are
+    multiplied. A tile for another rank is announced after its program has multiplied the next tile,
+    as in a reduce-scatter. A tile of this rank's row block is added after the next tile has been
+    stored. Its sum is announced after one further tile. Without this delay, a program would wait:
+    its tile of this rank's row block comes between other tiles, when peers have just announced
+    their partials.
     """
     NUM_RANKS: tl.constexpr = summing.NUM_RANKS
     decision = MAY_WAIT  # or MUST_DEFER; 0 before the first check
@@ -84,9 +86,9 @@ def kernel_gemm_all_reduce_persistent(
     )  # fmt: skip
     target_descs = describe_targets(slot, rows, N, tile, NUM_RANKS)
     own_rows = min(rows, M - rank * rows)
-    # The tile to announce next. A tile of the own row block needs no announcement.
+    # The tile to announce next. ``rank``: none, because a tile of this rank is not announced.
     stored_row_block, stored_tile = rank, 0
-    # An own tile that is to be added, and a tile whose sum is to be announced.
+    # A tile of this rank that is to be added, and a tile whose sum is to be announced; -1: none.
     own_tile, own_row, own_column, unannounced = -1, 0, 0, -1
     for index in range(tl.program_id(0), NUM_RANKS * tiles_m * tiles_n, NUM_SMS):
         row_block, number, m, n = tile_in_scatter_order(
@@ -148,10 +150,10 @@ def kernel_copy_sums(
     COPY_ROWS: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
 ):
-    """Wait for the sum of a tile and with ``COPY`` copy it from ``sums_ptr`` [M, N] to C [M, N].
+    """Wait for the sum of a tile and, with ``COPY``, copy it from ``sums_ptr`` [M, N] to C [M, N].
 
-    One tile per program, in the order of the GEMM. Grid (tiles of all row blocks,); programs of the
-    own row block have no work.
+    Each program has one tile, in the order of the GEMM. Grid (tiles of all row blocks,). Programs
+    of this rank's row block have no work.
     """
     row_block, tile, m, n = tile_in_scatter_order(
         tl.program_id(0), rank, NUM_RANKS, tl.cdiv(rows, BLOCK_SIZE_M), tl.cdiv(N, BLOCK_SIZE_N),
@@ -171,7 +173,7 @@ def kernel_copy_sums(
                 inside = local_row[:, None] * N + column[None, :]
                 if INT64_OFFSETS:
                     inside = local_row[:, None].to(tl.int64) * N + column[None, :]
-                # Bypass L1, which may hold data of the previous use.
+                # The load bypasses L1, which may hold stale data.
                 block = tl.load(
                     sums_ptr + begin + inside, mask=mask, other=0.0, cache_modifier=".cg"
                 )
@@ -191,9 +193,9 @@ def copy_sums(
     """Return the launch that copies the sums of peers to C [M, N] as they arrive.
 
     Args:
-        sums: [M, N], to which peers send.
+        sums: [M, N], memory to which peers send sums.
         arrivals: int64 [tile, rank], flags of the sums.
-        copy: ``False`` if C is ``sums``: the launch then only waits for all sums.
+        copy: ``False`` if C is ``sums``; the launch then only waits for all sums.
     """
     M, N = C.shape
     rows = row_block_rows(M, scattering.num_ranks)
@@ -217,7 +219,7 @@ def copy_sums(
     )
 
 
-@dataclass  # Not frozen: it is made at each call, and freezing takes 1 us.
+@dataclass  # Not frozen, because that would take 1 us more per call.
 class TwoShotLaunches(ScatteredLaunches):
     """Launches that send tiles to the owners of their rows, which send the sums to all ranks.
 

@@ -1,4 +1,4 @@
-"""The scattered GEMM of a reduce-scatter, and the sum of row blocks that copy engines push.
+"""GEMM-ReduceScatter: the scattered GEMM, and the sum of row blocks that copy engines push.
 
 ``scatter/kernel.py`` describes the algorithm and the arguments.
 """
@@ -52,12 +52,13 @@ def kernel_gemm_scatter_persistent(
     tile: tl.constexpr,
     summing: tl.constexpr,
 ):
-    """Multiply and scatter on tensor descriptors (TMA from sm_90 on). Grid (min(NUM_SMS, tiles),).
+    """Multiply and send tiles through tensor descriptors. Grid (min(NUM_SMS, tiles),).
 
-    A single loop visits the tiles of all row blocks: between loops with TMA stores, Triton would
-    wait for the stores, and each row block would end with a partial wave. ``ANNOUNCE_LATER``: a
-    tile is announced after its program has multiplied the next tile. Its TMA store, which takes 10
-    us or more over NVLink, is complete by then, so no thread waits for it.
+    Descriptors use TMA from sm_90 on. A single loop processes the tiles of all row blocks. With a
+    loop per row block, Triton would wait for the TMA stores between loops, and each row block would
+    end with a partial wave. ``ANNOUNCE_LATER``: a tile is announced after its program has
+    multiplied the next tile. The TMA store of the tile, which takes 10 us or more over NVLink, is
+    then already complete, so no thread waits for it.
     """
     NUM_RANKS: tl.constexpr = summing.NUM_RANKS
     decision = MAY_WAIT  # or MUST_DEFER; 0 before the first check
@@ -72,7 +73,7 @@ def kernel_gemm_scatter_persistent(
     target_descs = tl.tuple([])
     if summing.SCATTER != "add":
         target_descs = describe_targets(slot, rows, N, tile, NUM_RANKS)
-    # The tile to announce next. A tile of the own row block needs no announcement.
+    # The tile to announce next. ``rank``: none, because a tile of this rank is not announced.
     stored_row_block, stored_work_item = rank, 0
     awaited = -1
     for index in range(tl.program_id(0), NUM_RANKS * tiles_m * tiles_n, NUM_SMS):
@@ -122,7 +123,7 @@ def kernel_gemm_scatter_persistent(
 
 
 class ReduceScatterLaunches(ScatteredLaunches):
-    """Launches that send tiles to the owners of their rows, which add them."""
+    """Launches that send tiles to the ranks that own their rows. The owners add the tiles."""
 
     kernel = kernel_gemm_scatter_persistent
 
@@ -131,7 +132,10 @@ class ReduceScatterLaunches(ScatteredLaunches):
 def kernel_add_row_block(
     slot, out, N, M, rows, chunk_tiles_m, rank, tile: tl.constexpr, summing: tl.constexpr
 ):
-    """Add an own tile when its chunk has arrived from every peer. Grid (own tiles,)."""
+    """Sum a tile of this rank's row block when its chunk has arrived from every peer.
+
+    Grid (tiles of a row block,).
+    """
     m, n = tl.program_id(0) // tl.cdiv(N, tile.N), tl.program_id(0) % tl.cdiv(N, tile.N)
     token = await_partials(slot, M, m // chunk_tiles_m, rank, summing.NUM_RANKS)
     add_own_tile(slot, out, m * tile.M, n * tile.N, rows, rows, N, token, rank, tile, summing)
@@ -141,7 +145,7 @@ def add_row_block(
     C: torch.Tensor, bias: torch.Tensor | None, config: triton.Config, scattering: Scattering,
     M: int, num_chunks: int,
 ) -> Launch:  # fmt: skip
-    """Return the launch that waits for the own row block of every peer and adds all in C."""
+    """Return the launch that waits for this rank's row block from every peer, and sums it in C."""
     launch = add_deferred(C, bias, config, scattering, M=M, num_sms=1, num_chunks=num_chunks)
     del launch.options["NUM_SMS"]
     grid = (tiles_of_row_block(config, *C.shape),)

@@ -251,7 +251,7 @@ class Collective(UnfusedAlgorithm[Call]):
     With one rank, only the product.
     """
 
-    name, supports_any_call, is_fallback = "collective", True, True
+    name, supports_all_calls, is_fallback = "collective", True, True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         yield ()

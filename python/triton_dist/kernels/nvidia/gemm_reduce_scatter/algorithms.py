@@ -123,7 +123,7 @@ class Fused(_OverlappedReduceScatter):
     """The program that computed a tile stores it into the owner's memory, or adds it there."""
 
     name, tunables = "fused", ("gemm_config", "persistent")
-    scatter, supports_any_call = "tile", True
+    scatter, supports_all_calls = "tile", True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         return spaces.tiles_with_persistent(spaces.get_config_space)
@@ -179,7 +179,7 @@ class CopyEngine(_OverlappedReduceScatter):
     """Tiles are stored locally; a copy engine pushes each peer's rows in chunks when complete."""
 
     name, tunables = "copy_engine", ("gemm_config", "persistent", "num_chunks")
-    scatter, launches, copied = "row_block", _Pushed, True
+    scatter, launches, uses_copy_engines = "row_block", _Pushed, True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         persistent = current_device().prefers_descriptors
@@ -250,7 +250,7 @@ class RowBlocks(_OverlappedReduceScatter):
     """
 
     name, tunables = "row_blocks", ("num_chunks",)
-    scatter, launches, copied = "row_block", _Products, True
+    scatter, launches, uses_copy_engines = "row_block", _Products, True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         return ((num_chunks,) for num_chunks in _FEW_CHUNKS)
