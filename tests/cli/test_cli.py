@@ -215,7 +215,7 @@ def test_a_closed_output_is_said(monkeypatch, capsys):
         ("compare f --cache /not/there", "--cache: '/not/there': no such folder"),
         ("debug interp", "a command is needed: debug MODE -- COMMAND"),
         ("debug attach", "attach needs a RANK: debug attach RANK"),
-        ("profile show a.json b", "unexpected 'b'; the program to run follows --"),
+        ("profile show a.json b", "unexpected 'b': write -- before the program to run"),
         ("list -- python a.py", "list takes no program after --"),
     ],
 )

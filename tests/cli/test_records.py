@@ -40,7 +40,7 @@ from triton_dist._tuning.values.analysis import Analysis, Changes, parameters
 from triton_dist.cli import status, text
 from triton_dist.cli.page import record_page
 from triton_dist.cli.plots import figures
-from triton_dist.cli.report_data import Subject
+from triton_dist.cli.report_data import ReportedRecord
 from triton_dist.testing.replay import RecordedSpace
 from triton_dist.tune import autotune
 
@@ -595,7 +595,7 @@ def test_a_report_in_one_file_against_an_older_record(run, plotly, tmp_path):
     assert "2 records match, but exactly one is required" in err
 
 
-def big() -> Subject:
+def big() -> ReportedRecord:
     """12,800 configs, each with ten samples, of which one in a hundred failed."""
     failed, measured = Failure("launch", "<i>misaligned"), lambda n: timed(*[1.0 + n / 100] * 10)
     trials = tuple(
@@ -606,7 +606,7 @@ def big() -> Subject:
         )
         for n in range(12800)
     )
-    return Subject(StoredRecord(dataclasses.replace(record(), trials=trials), "memory"))
+    return ReportedRecord(StoredRecord(dataclasses.replace(record(), trials=trials), "memory"))
 
 
 def test_a_page_has_every_config_of_a_large_space():
@@ -624,7 +624,7 @@ def test_a_page_has_every_config_of_a_large_space():
 def test_the_default_config_is_found_only_if_it_was_measured():
     def default(*trials: Trial, **parts: object) -> str | None:
         found = dataclasses.replace(record(), trials=trials, **parts)
-        subject = Subject(StoredRecord(found, "memory"))
+        subject = ReportedRecord(StoredRecord(found, "memory"))
         return None if subject.default is None else subject.default.trial.digest
 
     slow, fast = Trial("a", {"x": 1}, timed(2.0)), Trial("b", {"x": 2}, timed(1.0))
@@ -640,7 +640,7 @@ def test_no_axis_of_times_or_ratios_is_negative():
     scattered = timed(0.05, 1.1, 1.1, 9.0, 40.0)
     space = [({"x": 1}, timed(1.0)), ({"x": 2}, scattered), ({"x": 3}, timed(0.0, 1.2, 3.9))]
     one = StoredRecord(record(space), "memory")
-    drawn = {each.title: each.layout for each in figures(Subject(one, one))}
+    drawn = {each.title: each.layout for each in figures(ReportedRecord(one, one))}
     assert len(drawn) == 5
     assert drawn["The fastest: all samples"]["xaxis"]["range"][0] == 0
     for layout in drawn.values():
@@ -654,7 +654,7 @@ def test_plotly_knows_every_property_of_the_figures(tmp_path):
     (file,) = kept(record())
     log_of(file, (1.5, Config(SPACE[1][0])), (1.0, Config(SPACE[0][0])))
     stored = StoredRecord(record(), file)
-    drawn = [*figures(Subject(stored, stored))]
+    drawn = [*figures(ReportedRecord(stored, stored))]
     assert len(drawn) == 8
     for each in drawn:
         graph_objects.Figure(each.data, each.layout)  # raises ValueError for an unknown property

@@ -1,4 +1,4 @@
-"""Find tuning records and interrupted tunings by the arguments of a subcommand."""
+"""Find the tuning records and interrupted tunings that the arguments of a subcommand select."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from triton_dist.errors import NewerSchema, NoSuchRecord
 
 
 def user_store() -> ReadOnlyStore:
-    """Return the user's own records, read-only: a subcommand does not rename damaged files.
+    """Return the store of the user's own records, read-only. (A tuner renames damaged files.)
 
     Raises:
         InvalidKnob: ``TRITON_DIST_CACHE_DIR`` is a file. (A tuner would continue without a cache.)
@@ -36,12 +36,12 @@ def folders_of_records() -> list[ReadOnlyStore]:
 
 
 def with_packs() -> list[Store]:
-    """Return :func:`folders_of_records`, followed by the shipped packs."""
+    """Return the stores that a tuner searches: :func:`folders_of_records`, then packs."""
     return [*folders_of_records(), *map(PackStore, pack_places())]
 
 
 def records_of(stores: Sequence[Store], function: str | None) -> Iterator[StoredRecord]:
-    """Yield the records of all functions named ``function``; ``None`` yields all records.
+    """Yield the records of all functions named ``function`` (``None``: all records).
 
     ``function`` is a bare name, a qualified name, or a name with its module.
     """
@@ -51,13 +51,13 @@ def records_of(stores: Sequence[Store], function: str | None) -> Iterator[Stored
             yield stored
 
 
-def add_choice(parser: argparse.ArgumentParser, metavar: str = "", about: str = "") -> None:
+def add_selection(parser: argparse.ArgumentParser, metavar: str = "", help: str = "") -> None:
     """Add ``--key`` and ``--on``, which select records (:func:`select`).
 
-    With ``metavar``, also add the positional argument that names the function.
+    With ``metavar``, also add the positional argument that names the function, with ``help``.
     """
     if metavar:
-        add_function(parser, metavar=metavar, help=about)
+        add_function(parser, metavar=metavar, help=help)
     parser.add_argument("--key", metavar="TEXT", help="only records whose key contains TEXT")
     parser.add_argument(
         "--on", metavar="TEXT", help="only records whose hardware or settings contain TEXT"
@@ -70,7 +70,8 @@ def add_function(parser: Any, **options: Any) -> None:
 
 
 def _functions_with_records(**_: object) -> set[str]:
-    """Return the names of folders and packs of records, because reading records takes seconds."""
+    """Return the names of functions that have records: the names of folders and of packs. Reading
+    the records would take seconds."""
     roots = (store.root for store in folders_of_records())
     names = {path.name for root in roots if root.is_dir() for path in root.iterdir()}
     packs = (path for place in pack_places() for path in files_in(place, (RECORDS_SUFFIX,)))
@@ -88,14 +89,14 @@ def select(function: str, arguments: argparse.Namespace) -> list[StoredRecord]:
         NoSuchRecord: the file ``function`` does not contain a record.
     """
     if function.endswith(".json"):
-        return [in_file(Path(function))]
+        return [record_in_file(Path(function))]
     return matching(records_of(with_packs(), function), arguments)
 
 
 def matching(records: Iterable[StoredRecord], arguments: argparse.Namespace) -> list[StoredRecord]:
     """Return the records that match ``--key`` and ``--on``; see :func:`select`."""
-    found = [each for each in records if (arguments.on or "") in made_on(each.record)]
-    found = [each for each in found if made_on(each.record) == arguments.on] or found
+    found = [each for each in records if (arguments.on or "") in hardware_text(each.record)]
+    found = [each for each in found if hardware_text(each.record) == arguments.on] or found
     if arguments.key is None:
         return found
     whole = [each for each in found if str(each.record.key) == arguments.key]
@@ -106,14 +107,15 @@ def best_ms(record: TuningRecord) -> float:
     return record.best.outcome.median  # type: ignore[union-attr]  # the best was measured
 
 
-def made_on(record: TuningRecord) -> str:
-    """Return the record's hardware, and its settings: records of one key may differ in them."""
+def hardware_text(record: TuningRecord) -> str:
+    """Return the record's hardware and its settings (such as a debug mode) as text. Records of one
+    key may differ in both."""
     settings = "" if record.shipped else record.fingerprint.settings
     return record.key.hardware + f", under {settings}" * bool(settings)
 
 
 def single(name: str, found: Sequence[StoredRecord]) -> StoredRecord:
-    """Return the only record of ``found``, which is not empty.
+    """Return the only record in ``found``, which must not be empty.
 
     Raises:
         NoSuchRecord: ``found`` has several records; the message lists up to 5.
@@ -121,7 +123,7 @@ def single(name: str, found: Sequence[StoredRecord]) -> StoredRecord:
     if len(found) == 1:
         return found[0]
     some = "".join(
-        f"\n  {each.record.key}\n    on {made_on(each.record)}\n    {each.location}"
+        f"\n  {each.record.key}\n    on {hardware_text(each.record)}\n    {each.location}"
         for each in found[:_MAX_SUGGESTIONS]
     )
     more = f"\n  and {len(found) - _MAX_SUGGESTIONS} more" if len(found) > _MAX_SUGGESTIONS else ""
@@ -137,16 +139,16 @@ _MAX_SUGGESTIONS = 5
 
 def print_no_record(function: str, arguments: argparse.Namespace) -> int:
     """Print that no record matches, and return exit status 1."""
-    that = "".join(
+    conditions = "".join(
         f", {option} {text!r}"
         for option, text in (("--key", arguments.key), ("--on", arguments.on))
         if text is not None
     )
-    print(f"No record of {function}{that} in {folders()}. All records: triton-dist list")
+    print(f"No record of {function}{conditions} in {folders()}. All records: triton-dist list")
     return 1
 
 
-def in_file(path: Path) -> StoredRecord:
+def record_in_file(path: Path) -> StoredRecord:
     """Return the record in a file; raise ``NoSuchRecord`` if the file does not contain one."""
     try:
         return StoredRecord(read(path), str(path))
@@ -160,7 +162,8 @@ def in_file(path: Path) -> StoredRecord:
 
 
 def interrupted_of(store: ReadOnlyStore, function: str | None) -> list[Interrupted]:
-    """Return the tunings that started but have no record yet; names as in :func:`records_of`."""
+    """Return the tunings of ``function`` that have started but have no record yet. See
+    :func:`records_of` for the name."""
     return [
         each
         for each in interrupted(store.root)
@@ -174,5 +177,5 @@ def has_name(key: Key, function: str) -> bool:
 
 
 def folders() -> str:
-    """Return the searched folders as text, for the message that nothing was found."""
+    """Return the searched folders as text, for messages."""
     return ", ".join(map(str, [knobs.cache_dir.get(), *knobs.autotune_readonly_dirs.get()]))

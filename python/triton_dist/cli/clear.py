@@ -11,7 +11,7 @@ from triton_dist._tuning.store import is_in_use, places, removable
 from triton_dist._tuning.values import StoredRecord
 from triton_dist.cli import cache, text
 from triton_dist.cli.subcommand import add_subcommand, counted
-from triton_dist.cli.validator import imported, is_ours, verdict
+from triton_dist.cli.validator import is_ours, verdict, verdicts_by_import
 
 _NAMES_BY_KIND = {"record": "record", "journal": "interrupted tuning", "log": "log"}
 
@@ -23,9 +23,9 @@ def add_to(subcommands: Any) -> None:
         _run,
         help="remove the records of a function",
         description="Removes the user's records of FUNCTION, their logs, and the measurements of "
-        "interrupted tunings. The next call tunes FUNCTION again. --stale, --logs and "
-        "--interrupted restrict the removal to these. Read-only folders and running tunings are "
-        "not changed.",
+        "interrupted tunings. The next call tunes FUNCTION again. With --stale, --logs or "
+        "--interrupted, removes only stale records with their logs, only logs, or only interrupted "
+        "tunings. Read-only folders and running tunings are not changed.",
         examples=[
             "clear matmul",
             "clear mypackage.ops.matmul --logs --interrupted",
@@ -39,15 +39,15 @@ def add_to(subcommands: Any) -> None:
     parser.add_argument(
         "--stale",
         action="store_true",
-        help="remove records, and their logs, that would not be used with the present hardware, "
-        "versions and source files",
+        help="remove only records that would not be used with the present hardware, versions and "
+        "source files, and the logs of these records",
     )
     parser.add_argument(
         "--import",
         action="store_true",
         dest="imports",
-        help="with --stale: also compare config spaces and constants; this imports, and so runs, "
-        "the modules of the functions",
+        help="with --stale: also compare config spaces and constants. To do this, the modules of "
+        "the functions are imported, so their code runs",
     )
     parser.add_argument("--logs", action="store_true", help="remove logs, keep records")
     parser.add_argument(
@@ -63,7 +63,7 @@ def _run(arguments: argparse.Namespace) -> int:
     journals = [each.path for each in cache.interrupted_of(store, name)]
     found = {path.with_suffix("") for path in (*(Path(r.location) for r in records), *journals)}
     known = places(store.root) if arguments.all else found
-    left = {
+    kept = {
         str(journal): "the tuning is running"
         for journal in (place.with_suffix(".journal") for place in sorted(known))
         if is_in_use(journal)
@@ -72,24 +72,25 @@ def _run(arguments: argparse.Namespace) -> int:
     kinds |= {"journal"} if arguments.interrupted else set()
     if not (kinds or arguments.stale):
         kinds = set(_NAMES_BY_KIND)
-    gone = {path: kind for path, kind in removable(known).items() if kind in kinds}
+    removed = {path: kind for path, kind in removable(known).items() if kind in kinds}
     if arguments.stale:
         stale, unknown = _stale(records, arguments.imports)
-        left |= unknown
-        gone |= {path: kind for path, kind in removable(stale).items() if kind != "journal"}
+        kept |= unknown
+        removed |= {path: kind for path, kind in removable(stale).items() if kind != "journal"}
     if not arguments.dry_run:
-        for path in gone:
+        for path in removed:
             path.unlink(missing_ok=True)
     if arguments.json:
-        _print_json(arguments, dict(sorted(gone.items())), left)
+        _print_json(arguments, dict(sorted(removed.items())), kept)
     else:
         settings = {Path(where): record.fingerprint.settings for record, where in records}
-        _print(arguments, dict(sorted(gone.items())), left, settings)
-    return 0 if gone or arguments.all else 1
+        _print(arguments, dict(sorted(removed.items())), kept, settings)
+    return 0 if removed or arguments.all else 1
 
 
 def _stale(records: list[StoredRecord], imports: bool) -> tuple[set[Path], dict[str, str]]:
-    """Return the stale records (paths without suffix), and why others could not be compared."""
+    """Return the paths, without suffix, of stale records, and the reason for each record that could
+    not be compared."""
     verdicts = [verdict(record, {}, any_settings=True) for record, _ in records]
     modules: dict[str, list[int]] = {}
     for number, each in enumerate(verdicts):
@@ -99,8 +100,8 @@ def _stale(records: list[StoredRecord], imports: bool) -> tuple[set[Path], dict[
     for module, numbers in modules.items():
         chosen = [records[number].record for number in numbers]
         pairs = [(record.key.function, record) for record in chosen]
-        found = imported(module, pairs, {}, any_settings=True)
-        for number, each in zip(numbers, found, strict=True):
+        by_import = verdicts_by_import(module, pairs, {}, any_settings=True)
+        for number, each in zip(numbers, by_import, strict=True):
             verdicts[number] = each
     stale: set[Path] = set()
     unknown: dict[str, str] = {}
@@ -114,16 +115,16 @@ def _stale(records: list[StoredRecord], imports: bool) -> tuple[set[Path], dict[
 
 def _print(
     arguments: argparse.Namespace,
-    gone: dict[Path, Any],
-    left: dict[str, str],
+    removed: dict[Path, Any],
+    kept: dict[str, str],
     settings: Mapping[Path, str],
 ) -> None:
-    for file, why in left.items():
+    for file, why in kept.items():
         text.print_lines(f"{file}: kept, {why}")
-    for path in (path for path, kind in gone.items() if kind != "log"):
+    for path in (path for path, kind in removed.items() if kind != "log"):
         under = settings.get(path)
         text.print_lines(f"{path}, tuned under {under}" if under else str(path))
-    counts = {kind: list(gone.values()).count(kind) for kind in _NAMES_BY_KIND}
+    counts = {kind: list(removed.values()).count(kind) for kind in _NAMES_BY_KIND}
     parts = [
         counted(n, _NAMES_BY_KIND[kind]) for kind, n in counts.items() if n or kind != "journal"
     ]
@@ -131,7 +132,12 @@ def _print(
     print(f"{done} {', '.join(parts)} of {arguments.function or 'all functions'}")
 
 
-def _print_json(arguments: argparse.Namespace, gone: dict[Path, Any], left: dict[str, str]) -> None:
-    removed = [{"file": str(path), "kind": kind} for path, kind in gone.items()]
-    kept = [{"file": file, "why": why} for file, why in left.items()]
-    text.print_json({"dry_run": arguments.dry_run, "removed": removed, "left_alone": kept})
+def _print_json(
+    arguments: argparse.Namespace, removed: dict[Path, Any], kept: dict[str, str]
+) -> None:
+    tree = {
+        "dry_run": arguments.dry_run,
+        "removed": [{"file": str(path), "kind": kind} for path, kind in removed.items()],
+        "left_alone": [{"file": file, "why": why} for file, why in kept.items()],
+    }
+    text.print_json(tree)

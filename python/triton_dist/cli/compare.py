@@ -1,6 +1,6 @@
-"""``diff``: what changed between two records; ``compare``: all records of one key.
+"""``diff``: what changed between two records. ``compare``: compare all records of each key.
 
-The records that ``compare`` prints differ in hardware, number of ranks or versions.
+A key has several records if it was tuned with different hardware, numbers of ranks or versions.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ def add_to(subcommands: Any) -> None:
         "compare",
         _run,
         help="compare the records of one key across GPUs, numbers of ranks and versions",
-        description="For each key of FUNCTION with several records (different GPUs, numbers of "
-        "ranks or versions), prints the winners and their times. A table shows how much slower "
-        "the winner of one record is under the conditions of each other record, if it was measured "
-        "there.",
+        description="For each key of FUNCTION that has several records (of different GPUs, numbers "
+        "of ranks or versions), prints the winners and their times. A table shows, for the winner "
+        "of each record, how much slower than the fastest config it is in each other record, if "
+        "that record contains it.",
         examples=[
             "compare matmul --key 8192 --cache /shared/cache",
             "compare gemm_rs --ranks --key 7168",
         ],
     )
-    cache.add_choice(parser, "FUNCTION", "function name, optionally with its module")
+    cache.add_selection(parser, "FUNCTION", "function name, optionally with its module")
     parser.add_argument(
         "--cache", type=folder, action="append", default=[], metavar="DIR",
         help="another folder of records to search; may be given several times",
@@ -42,8 +42,8 @@ def add_to(subcommands: Any) -> None:
     parser.add_argument(
         "--ranks",
         action="store_true",
-        help="compare keys that differ only in the number of ranks: ignore the last number in a "
-        "key that equals the size of its group",
+        help="also compare keys that differ only in the number of ranks: in each key, ignore the "
+        "last number that equals the number of ranks of the record",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser = add_subcommand(
@@ -52,27 +52,27 @@ def add_to(subcommands: Any) -> None:
         _diff,
         help="what changed from one record to another",
         description="Prints what changed from record OLD to record NEW: facts that the results "
-        "depend on, the winner, and medians of configs that both measured. OLD and NEW are files "
-        "of records, or functions for which --key and --on select one record. Exits with status 1 "
-        "if the facts, the configs or the winner differ.",
+        "depend on (such as versions), the winner, and the median times of configs that both "
+        "records contain. OLD and NEW are files of records, or functions for which --key and --on "
+        "select one record. The exit status is 1 if the facts, the configs or the winner differ.",
         examples=["diff old.json new.json", "diff ~/backup/1f0c-2a.json matmul --key 8192"],
     )
     parser.add_argument("old", metavar="OLD", help="a record's file, or a function")
     parser.add_argument("new", metavar="NEW", help="a record's file, or a function")
-    cache.add_choice(parser)
+    cache.add_selection(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _run(arguments: argparse.Namespace) -> int:
     found = cache.select(arguments.function, arguments)
-    for place in arguments.cache:
+    for path in arguments.cache:
         known = {stored.location for stored in found}
-        more = cache.records_of([ReadOnlyStore(place)], arguments.function)
+        more = cache.records_of([ReadOnlyStore(path)], arguments.function)
         found += [each for each in cache.matching(more, arguments) if each.location not in known]
     keys: dict[str, list[StoredRecord]] = {}
     for stored in found:
         keys.setdefault(_group_text(stored, arguments.ranks), []).append(stored)
-    several = [sorted(group, key=_order) for _, group in sorted(keys.items()) if len(group) > 1]
+    several = [sorted(group, key=_sort_key) for _, group in sorted(keys.items()) if len(group) > 1]
     if arguments.json:
         text.print_json({"keys": [_tree(group) for group in several]})
         return 0 if several else 1
@@ -88,7 +88,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _group_text(stored: StoredRecord, ignores_ranks: bool) -> str:
-    """Return the text by which records are grouped for comparison."""
+    """Return a text that is equal for the records that are compared with each other."""
     key, ranks = stored.record.key, stored.record.fingerprint.topology.get("world_size", "")
     text = key.text
     if ignores_ranks and (found := [*re.finditer(rf"\b{re.escape(ranks)}\b", text)]) and ranks:
@@ -96,8 +96,8 @@ def _group_text(stored: StoredRecord, ignores_ranks: bool) -> str:
     return f"{key.function} {text}"
 
 
-def _order(stored: StoredRecord) -> str:
-    """Return a sort key: by hardware, 2 ranks before 16, then by age."""
+def _sort_key(stored: StoredRecord) -> str:
+    """Return a key that sorts by hardware (2 ranks before 16), then by date."""
     return text.natural_order(f"{stored.record.key.hardware} {stored.record.timestamp}")
 
 
@@ -143,7 +143,7 @@ def _tree(group: Sequence[StoredRecord]) -> dict[str, Any]:
 def _conditions(stored: StoredRecord) -> str:
     record = stored.record
     triton = record.fingerprint.software.get("triton")
-    parts = [cache.made_on(record), *([f"triton {triton}"] if triton else [])]
+    parts = [cache.hardware_text(record), *([f"triton {triton}"] if triton else [])]
     parts += [f"version {record.fingerprint.version}"] if record.fingerprint.version else []
     return "; ".join([*parts, "shipped" if record.shipped else record.timestamp])
 
@@ -190,7 +190,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def lines_of_changes(changes: Changes) -> Iterator[str]:
-    """Yield the lines of text that describe ``changes``."""
+    """Yield lines of text that describe ``changes``."""
     before, after = changes.before, changes.after
     yield from (
         f"  {sentence}" for sentence in changes.changed_dependencies or ["facts: no difference"]
@@ -208,13 +208,13 @@ def lines_of_changes(changes: Changes) -> Iterator[str]:
     order = changes.correlation
     alike = "" if order is None else f", rank correlation of their times {order:.2f}"
     yield f"  {counted(len(changes.common), 'config')} in both{alike}"
-    moved = sorted(changes.common, key=lambda pair: -abs(_change(pair[0].ms, pair[1].ms)))
-    for old, new in moved[:_MAX_CHANGED_CONFIGS]:
+    largest_first = sorted(changes.common, key=lambda pair: -abs(_change(pair[0].ms, pair[1].ms)))
+    for old, new in largest_first[:_MAX_CHANGED_CONFIGS]:
         change = _change(old.ms, new.ms)
         yield f"  {old.ms:10.4f} -> {new.ms:.4f} ms {change:+7.1%}  {new.trial}"
-    for what, trials in (("old", changes.only_before), ("new", changes.only_after)):
+    for record, trials in (("old", changes.only_before), ("new", changes.only_after)):
         if trials:
-            yield f"  {counted(len(trials), 'config')} only in {what}, such as {trials[0]}"
+            yield f"  {counted(len(trials), 'config')} only in {record}, such as {trials[0]}"
 
 
 def _change(old: float, new: float) -> float:

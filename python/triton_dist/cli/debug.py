@@ -30,11 +30,11 @@ def add_to(subcommands: Any) -> None:
         "needs. On CPU ranks: interp, or some of its checks, such as interp:bounds,interp:waits. "
         "On GPUs: assert, a mode of Triton (consan, iisan, fpsan), or a tool of compute-sanitizer "
         "(memcheck, initcheck, racecheck, synccheck) with one report per process. On both: agree, "
-        "which compares the arguments of all ranks at each call. A mode that cannot find anything "
-        "on this machine is refused; the message names the nearest mode that can. The modes "
-        "attach and where make COMMAND inspectable from another terminal: there, `attach RANK` "
-        "opens pdb on a rank that has stopped at a dl.breakpoint or waits in a dl.wait; `where` "
-        "prints what each rank waits for.",
+        "which checks that ranks pass equal expert ids and layer inputs. A mode that cannot find "
+        "anything on this machine is refused, with a message that names a similar mode. If COMMAND "
+        "runs in the modes attach or where, it can be inspected from another terminal: `debug "
+        "attach RANK` opens pdb on a rank that has stopped at a dl.breakpoint or waits in a "
+        "dl.wait, and `debug where` prints what each rank waits for.",
         examples=[
             "debug interp -- torchrun --nproc-per-node=2 script.py",
             "debug memcheck -- bash scripts/launch.sh test_ag_gemm.py",
@@ -44,11 +44,13 @@ def add_to(subcommands: Any) -> None:
         ],
     )
     parser.add_argument("mode", metavar="MODE", help="one or more modes, separated by commas")
-    parser.add_argument("rank", nargs="?", type=int, help="attach: global rank")
-    parser.add_argument("--job", help="attach and where, if several jobs run: the job's port")
+    parser.add_argument("rank", nargs="?", type=int, help="with attach: the global rank")
+    parser.add_argument(
+        "--job", help="with attach and where: MASTER_PORT of the job, if several jobs run"
+    )
     parser.add_argument(
         "--wait", type=float, default=60.0,
-        help="attach: seconds to wait until the rank stops; default: 60",
+        help="with attach: seconds to wait until the rank stops; default: 60",
     )  # fmt: skip
     parser.add_argument("--reports", type=Path, help="folder for the reports of compute-sanitizer")
     add_command(parser)
@@ -70,7 +72,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if not arguments.command or not words:
         arguments.fail("a command is needed: debug MODE -- COMMAND")
     variables = {knobs.debug.variable: ",".join(words)}
-    before: list[str] = []
+    prefix: list[str] = []
     tools = [word for word in words if word in modes.MODES and modes.MODES[word].tool]
     if modes.checks_of(words) or "attach" in words:
         modes.check(words, modes.Environment(triton_version(), modes.INTERPRETER))
@@ -84,9 +86,8 @@ def _run(arguments: argparse.Namespace) -> int:
             reason = sanitizer.not_found_message().rstrip(".")
             raise DebugModeRefused(tools[0], reason, modes.nearest_of(tools[0], modes.GPU))
         variables[knobs.debug_tool.variable] = tools[0]
-        variables["CUDA_LAUNCH_BLOCKING"] = (
-            "1"  # launches block under the tool, and some algorithms must avoid blocking launches
-        )
+        # Launches block under the tool. With this variable, ops exclude algorithms that would hang.
+        variables["CUDA_LAUNCH_BLOCKING"] = "1"
         variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # one allocation per tensor
         for limit in (knobs.autotune_timeout, knobs.compile_timeout):
             variables[limit.variable] = str(_SANITIZER_SLOWDOWN * limit.get())
@@ -96,8 +97,8 @@ def _run(arguments: argparse.Namespace) -> int:
             python = sanitizer.write_rank_python(program, tools[0], reports.resolve())
             variables["PYTHON_EXEC"] = str(python)
         else:
-            before = sanitizer.command_with_children(program, tools[0], reports)
-    ran = subprocess.run([*before, *arguments.command], env=knobs.environment() | variables)
+            prefix = sanitizer.command_with_children(program, tools[0], reports)
+    ran = subprocess.run([*prefix, *arguments.command], env=knobs.environment() | variables)
     if tools:
         found = {
             path.stem: sanitizer.report_of(path.read_text(encoding="utf-8", errors="replace"))
@@ -154,14 +155,15 @@ def attach(rank: int, job: str | None, seconds: float) -> int:
             return 0
 
 
-def _talk(connection: socket.socket, typed: BinaryIO, shown: BinaryIO) -> None:
-    """Forward input to the rank and its output to the user until the rank continues."""
+def _talk(connection: socket.socket, user_input: BinaryIO, user_output: BinaryIO) -> None:
+    """Forward the user's input to the rank, and the rank's output to the user, until the rank
+    continues."""
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
-        with suppress(OSError):  # epoll refuses regular files; the code below reads them completely
-            selector.register(typed, selectors.EVENT_READ)
-        if len(selector.get_map()) == 1:
-            connection.sendall(typed.read())
+        with suppress(OSError):  # epoll does not support regular files
+            selector.register(user_input, selectors.EVENT_READ)
+        if len(selector.get_map()) == 1:  # a regular file: send all of it
+            connection.sendall(user_input.read())
             connection.shutdown(socket.SHUT_WR)
         while True:
             for key, _ in selector.select():
@@ -169,12 +171,12 @@ def _talk(connection: socket.socket, typed: BinaryIO, shown: BinaryIO) -> None:
                     output = connection.recv(1 << 16)
                     if not output:
                         return
-                    shown.write(output)
-                    shown.flush()
-                elif line := os.read(typed.fileno(), 1 << 16):
+                    user_output.write(output)
+                    user_output.flush()
+                elif line := os.read(user_input.fileno(), 1 << 16):
                     connection.sendall(line)
                 else:
-                    selector.unregister(typed)
+                    selector.unregister(user_input)
                     connection.shutdown(socket.SHUT_WR)
 
 

@@ -1,4 +1,4 @@
-"""``dump``: export the kernels of a program at every compilation level; compare two kernels."""
+"""``dump``: export the kernels of a program at every compilation level, or compare two kernels."""
 
 from __future__ import annotations
 
@@ -25,26 +25,29 @@ def add_to(subcommands: Any) -> None:
         subcommands,
         "dump",
         _run,
-        help="run a program and export every kernel that it uses; compare two kernels",
-        description="Runs COMMAND and exports each Triton or Gluon kernel that it compiles or "
-        "loads from Triton's cache, including kernels of libraries. COMMAND needs no change. Each "
-        "kernel gets a folder in DIR with <kernel>.ttir to <kernel>.cubin, the machine code "
-        "<kernel>.sass, and <kernel>.json, which describes target, signature and options. Exits "
-        "with the status of COMMAND. --diff compares two of these folders: registers, stack, "
+        help="run a program and export every kernel that it uses, or compare two kernels",
+        description="--to runs COMMAND and exports each Triton or Gluon kernel that COMMAND "
+        "compiles or loads from Triton's cache, including kernels of libraries. Each kernel gets a "
+        "folder in DIR with <kernel>.ttir to <kernel>.cubin, the machine code <kernel>.sass, and "
+        "<kernel>.json, which describes target, signature and options. The exit status is the "
+        "status of COMMAND. --diff compares the kernels in two such folders: registers, stack, "
         "shared memory, and the operations of TTGIR, PTX and machine code in each loop and "
-        "outside of loops. Exits with status 1 if they differ.",
+        "outside of loops. The exit status is 1 if the kernels differ.",
         examples=[
             "dump --to kernels -- python train.py",
             "dump --to k --levels ptx -- torchrun t.py",
             "dump --diff kernels/product-0a1b2c kernels/product-1b2c3d",
         ],
     )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--to", type=Path, metavar="DIR")
-    what.add_argument("--diff", type=Path, nargs=2, metavar=("OLD", "NEW"))
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--to", type=Path, metavar="DIR", help="run COMMAND and export to DIR")
+    action.add_argument(
+        "--diff", type=Path, nargs=2, metavar=("OLD", "NEW"), help="compare two kernels' folders"
+    )
     parser.add_argument(
         "--levels", metavar="LEVELS",
-        help="some of ttir,ttgir,llir,ptx,cubin,sass; cubin is always written (default: all)",
+        help="levels to export: some of ttir,ttgir,llir,ptx,cubin,sass; cubin is always exported; "
+        "default: all",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="with --diff: print JSON")
     add_command(parser)
@@ -67,13 +70,13 @@ def _run(arguments: argparse.Namespace) -> int:
         interpret: knobs.environment().get(interpret) or "0",
     }
     status = site.run(arguments.command, variables)
-    sides = sorted(folder.glob("*/*.json"))
-    rows = [_row(side, _SASS in wanted) for side in sides]
+    descriptions = sorted(folder.glob("*/*.json"))
+    rows = [_row(each, _SASS in wanted) for each in descriptions]
     if rows:
         print(*text.table(_COLUMNS, rows, left=("kernel",)), sep="\n", file=sys.stderr)
-    new = len(set(sides) - before)
-    print(f"{folder}: {counted(len(sides), 'kernel')}, {new} new", file=sys.stderr)
-    return 128 - status if status < 0 else status or int(not sides)
+    new = len(set(descriptions) - before)
+    print(f"{folder}: {counted(len(descriptions), 'kernel')}, {new} new", file=sys.stderr)
+    return 128 - status if status < 0 else status or int(not descriptions)
 
 
 def _levels(raw: str) -> tuple[str, ...]:
@@ -83,18 +86,19 @@ def _levels(raw: str) -> tuple[str, ...]:
         raise InvalidArgument("dump", "--levels", raw, knobs.dump_levels.expected) from error
 
 
-def _row(side: Path, with_sass: bool) -> list[str]:
-    """Return the table columns of one kernel, and write its machine code if ``with_sass``."""
+def _row(description: Path, with_sass: bool) -> list[str]:
+    """Return the table row of the kernel that the file ``<kernel>.json`` describes. With
+    ``with_sass``, also write the kernel's machine code."""
     from triton_dist.runner import files
     from triton_dist.runtime.compiling import facts
 
-    artefact = files.load(side.parent, side.stem)
+    artefact = files.load(description.parent, description.stem)
     if with_sass:
-        _files.write(side.with_suffix(f".{_SASS}"), facts.sass(artefact.data).encode())
+        _files.write(description.with_suffix(f".{_SASS}"), facts.sass(artefact.data).encode())
     options, launch = artefact.about.options, artefact.about.launch
     launched = (options.get("num_warps"), options.get("num_stages"))
     used = (*facts.resource_usage(artefact.data), launch.get("shared"))
-    return [side.parent.name, f"sm_{artefact.about.arch}", *map(str, (*launched, *used))]
+    return [description.parent.name, f"sm_{artefact.about.arch}", *map(str, (*launched, *used))]
 
 
 _MAX_LINES = 12
@@ -102,7 +106,8 @@ _COUNTED_OPTIONS = ("num_warps", "num_stages")
 
 
 def diff(old: Path, new: Path, as_json: bool) -> int:
-    """Print how the kernel in ``new`` differs from the kernel in ``old``; return 1 if it does.
+    """Print how the kernel in ``new`` differs from the kernel in ``old``. Return exit status 1 if
+    they differ.
 
     Raises:
         InvalidArgument: a folder contains no kernel, or several kernels.
@@ -117,18 +122,19 @@ def diff(old: Path, new: Path, as_json: bool) -> int:
 def compared(old: Path, new: Path) -> dict[str, Any]:
     """Return the comparison of two kernels as a JSON tree.
 
-    ``facts`` maps a name to the old and the new value. ``levels`` maps each level that both have
-    and each part (a loop, or the code outside of loops) to the instruction counts and to the
-    operations whose counts differ. ``missing`` maps each other level to the reason.
+    ``facts`` has the old and the new value of registers, options and constants, by name. ``levels``
+    has the comparison of each level (such as PTX) that both kernels have, by its parts: each loop,
+    and the code outside of loops. ``missing`` has the reason for each level that is not compared.
     """
     from triton_dist.runner.sections import LEVELS_WITH_SECTIONS, Section, sections
 
-    (side, one), (other_side, other) = _facts(_side(old)), _facts(_side(new))
+    old_file, new_file = _description_in(old), _description_in(new)
+    old_facts, new_facts = _facts(old_file), _facts(new_file)
     levels: dict[str, Any] = {}
     missing: dict[str, str] = {}
     for level in LEVELS_WITH_SECTIONS:
         try:
-            parts, others = (sections(level, _text(each, level)) for each in (side, other_side))
+            parts, others = (sections(level, _text(each, level)) for each in (old_file, new_file))
         except (OSError, RuntimeError, subprocess.CalledProcessError) as failure:
             missing[level] = f"{type(failure).__name__}: {failure}"
             continue
@@ -136,16 +142,16 @@ def compared(old: Path, new: Path) -> dict[str, Any]:
             name: _part(parts.get(name, Section()), others.get(name, Section()))
             for name in [*parts, *(name for name in others if name not in parts)]
         }
-    names = [*one, *(name for name in other if name not in one)]
-    facts = {name: [one.get(name), other.get(name)] for name in names}
+    names = [*old_facts, *(name for name in new_facts if name not in old_facts)]
+    facts = {name: [old_facts.get(name), new_facts.get(name)] for name in names}
     return {
-        "old": str(side.parent), "new": str(other_side.parent), "facts": facts, "levels": levels,
+        "old": str(old_file.parent), "new": str(new_file.parent), "facts": facts, "levels": levels,
         "missing": missing,
     }  # fmt: skip
 
 
-def _side(folder: Path) -> Path:
-    """Return ``<kernel>.json`` of the only kernel in ``folder`` or one folder below."""
+def _description_in(folder: Path) -> Path:
+    """Return the file ``<kernel>.json`` of the only kernel in ``folder`` or its subfolders."""
     found = sorted(folder.glob("*.json")) or sorted(folder.glob("*/*.json"))
     if len(found) != 1:
         there = ", ".join(str(path.parent.relative_to(folder)) for path in found[:8]) or "none"
@@ -154,11 +160,11 @@ def _side(folder: Path) -> Path:
     return found[0]
 
 
-def _facts(side: Path) -> tuple[Path, dict[str, Any]]:
+def _facts(description: Path) -> dict[str, Any]:
     from triton_dist.runner import files
     from triton_dist.runtime.compiling import facts
 
-    artefact = files.load(side.parent, side.stem)
+    artefact = files.load(description.parent, description.stem)
     about = artefact.about
     found: dict[str, Any] = {"kernel": about.function, "arch": f"sm_{about.arch}"}
     found |= {name: str(value) for name, value in artefact.constants().items()}
@@ -168,18 +174,20 @@ def _facts(side: Path) -> tuple[Path, dict[str, Any]]:
     except RuntimeError as failure:  # cuobjdump is not installed
         found["registers"] = found["stack B"] = f"not known: {failure}"
     found["shared B"] = about.launch.get("shared")
-    return side, found
+    return found
 
 
-def _text(side: Path, level: str) -> str:
+def _text(description: Path, level: str) -> str:
     from triton_dist.runtime.compiling import facts
 
     if level == "sass":
-        return facts.sass(side.with_suffix(".cubin").read_bytes())
-    return side.with_suffix(f".{level}").read_text(encoding="utf-8")
+        return facts.sass(description.with_suffix(".cubin").read_bytes())
+    return description.with_suffix(f".{level}").read_text(encoding="utf-8")
 
 
 def _part(old: Any, new: Any) -> dict[str, Any]:
+    """Compare two sections of code: their numbers of lines, and the operations whose counts
+    differ."""
     before, after = old.operations, new.operations
     changed = sorted(
         (name for name in Counter({**before, **after}) if before[name] != after[name]),

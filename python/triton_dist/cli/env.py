@@ -25,7 +25,7 @@ from triton_dist.cli.subcommand import add_subcommand
 _DISTRIBUTION = "triton-dist-tuner"
 _PACKAGES = ("torch", "triton", "numpy", "filelock", "rich")
 _PREFIXES = ("TRITON_", "CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "OMP_")
-_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTHONPATH")
+_OTHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTHONPATH")
 _OUR_PREFIX = "TRITON_DIST_"
 _TIMEOUT_SECONDS = 20
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
@@ -48,7 +48,7 @@ def _run(arguments: argparse.Namespace) -> int:
     known = {each.variable: each for each in vars(knobs).values() if isinstance(each, knobs.Knob)}
     shown = {}
     for name, value in sorted(knobs.environment().items()):
-        if not (name in known or name in _LAUNCHERS or name.startswith(_PREFIXES)):
+        if not (name in known or name in _OTHER_VARIABLES or name.startswith(_PREFIXES)):
             continue
         if name == knobs.autotune_remote.variable:
             value = without_secrets(value, value)
@@ -84,10 +84,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _result_or_error(function: Callable[[], Any]) -> Any:
-    """Return the result of ``function()``, or its error as text.
-
-    A broken installation needs the report most, so an error must not end the report.
-    """
+    """Return the result of ``function()``, or its error as text. An error must not end the report,
+    because broken installations need it most."""
     try:
         return function()
     except Exception as error:
@@ -95,9 +93,9 @@ def _result_or_error(function: Callable[[], Any]) -> Any:
 
 
 def _version(package: str) -> str:
-    """Return the version of ``package``, preferably its ``__version__``.
+    """Return the version of ``package``: its ``__version__``, or the version in pip's metadata.
 
-    ``torch.__version__`` names the CUDA build (``+cu130``); pip's metadata may not.
+    ``torch.__version__`` contains the CUDA version (``+cu130``); pip's metadata may not.
     """
     with contextlib.suppress(Exception):
         return str(importlib.import_module(package).__version__)
@@ -112,7 +110,7 @@ def installed_version(package: str) -> str:
 
 
 def _distributions() -> list[str]:
-    """Return the installed distributions that have a package ``triton_dist``."""
+    """Return the installed distributions (as of pip) that contain a package ``triton_dist``."""
     names = set(metadata.packages_distributions().get("triton_dist", []))
     found = [
         f"{each.metadata['Name']} {each.version} in {each.locate_file('')}"
@@ -125,7 +123,7 @@ def _distributions() -> list[str]:
 
 
 def _device() -> dict[str, str]:
-    """Return facts of the device that kernels would run on."""
+    """Return facts about the device on which kernels would run."""
     from triton_dist.runtime.device import current_device, interprets_kernels
     from triton_dist.runtime.triton_compat import software_versions
 
@@ -142,7 +140,7 @@ def _gpus() -> list[str]:
 
 
 def _nvidia_smi(*arguments: str) -> list[str]:
-    """Return the lines that ``nvidia-smi`` prints; empty without a driver."""
+    """Return the lines that ``nvidia-smi`` prints; none if it is not installed."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *arguments],

@@ -1,4 +1,4 @@
-"""``explain``: why each record of a function is or is not used."""
+"""``explain``: print why each record of a function would or would not be used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from triton_dist import knobs
 from triton_dist._tuning.values import Key, StoredRecord, TuningRecord
 from triton_dist.cli import cache, listing, text
 from triton_dist.cli.subcommand import add_subcommand, counted, positive
-from triton_dist.cli.validator import OTHER_FUNCTION_REASON, Verdict, imported, is_ours, verdict
+from triton_dist.cli.validator import (
+    OTHER_FUNCTION_REASON,
+    Verdict,
+    is_ours,
+    verdict,
+    verdicts_by_import,
+)
 from triton_dist.errors import NoSuchFunction
 
 _NOT_FIRST_REASON = "another record of this key is found first and is used"
@@ -22,14 +28,14 @@ def add_to(subcommands: Any) -> None:
         subcommands,
         "explain",
         _run,
-        help="why the records of a function are or are not used",
-        description="Prints whether the records of FUNCTION would be used now, and if not, what "
-        "differs, with the recorded and the present value. Records with the same reasons are "
-        "counted, and the first is printed with key, winner, date and file; --all prints every "
-        "record. Versions, hardware and source files are always compared. --import "
+        help="why the records of a function would or would not be used",
+        description="Prints whether the records of FUNCTION would be used now. If a record would "
+        "not be used, prints what differs, with the recorded and the present value. Of the records "
+        "with equal reasons, prints the number, and key, winner, date and file of the first; --all "
+        "prints every record. Versions, hardware and source files are always compared. --import "
         "also compares the config space and constants. It imports the function's module in a "
-        "separate process; set TRITON_INTERPRET and similar variables as in the run. Exit status: "
-        "0 if a record would or may be used, 1 if not, 2 for an error.",
+        "separate process; set TRITON_INTERPRET and similar variables as in the program. Exit "
+        "status: 0 if a record would or may be used, 1 if not, 2 for an error.",
         examples=[
             "explain matmul --key 8192 --on H200",
             "explain mypackage.ops:matmul --import",
@@ -37,24 +43,27 @@ def add_to(subcommands: Any) -> None:
             "explain matmul --json",
         ],
     )
-    cache.add_choice(
+    cache.add_selection(
         parser, "FUNCTION", "package.module:function, the name as `list` prints it, or a bare name"
     )
     parser.add_argument("--used", action="store_true", help="only records that would be used")
     parser.add_argument("--all", action="store_true", help="print every record")
     parser.add_argument(
-        "--module", help="present module of the function: a dotted name or a .py file; default: "
-        "as recorded",
+        "--module", help="module that contains the function now: a dotted name or a .py file; "
+        "default: the recorded module",
     )  # fmt: skip
     parser.add_argument(
-        "--import", action="store_true", dest="imports", help="import the module, which runs it"
-    )
+        "--import", action="store_true", dest="imports",
+        help="import the module, which runs its code, to compare config space and constants",
+    )  # fmt: skip
     parser.add_argument(
-        "--world-size", type=positive, help="ranks that tune together; default: as recorded"
-    )
+        "--world-size", type=positive,
+        help="number of ranks that would tune together; default: as recorded",
+    )  # fmt: skip
     parser.add_argument(
-        "--local-world-size", type=positive, help="ranks on this host; default: as recorded"
-    )
+        "--local-world-size", type=positive,
+        help="number of these ranks on this host; default: as recorded",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print every record as JSON")
 
 
@@ -106,16 +115,17 @@ class _Explained:
 
 
 def _records(module: str, name: str | None) -> list[tuple[int, StoredRecord]]:
-    """Return the function's records (``None``: all records), each with the index of its store."""
+    """Return the records of function ``name`` (``None``: all records), each with the index of its
+    store. A tuner searches the stores in this order."""
     found = []
-    for layer, store in enumerate(cache.with_packs()):
+    for index, store in enumerate(cache.with_packs()):
         if not (module and name):
-            found += [(layer, each) for each in cache.records_of([store], name)]
+            found += [(index, each) for each in cache.records_of([store], name)]
             continue
-        for function in (name, f"{module}.{name}"):  # records of schema 1 have the module too
+        for function in (name, f"{module}.{name}"):  # in records of schema 1, names have the module
             key = Key(function, "", "", module)
             stored = store.records(key.function_name)
-            found += [(layer, each) for each in stored if each.has_function_of(key)]
+            found += [(index, each) for each in stored if each.has_function_of(key)]
     return found
 
 
@@ -126,40 +136,42 @@ def _explained(
     ranks: Mapping[str, str],
     imports: bool,
 ) -> list[_Explained]:
-    """Return each record with its verdict, by key, in the order in which a tuner reads them."""
+    """Return each record with its verdict. Records of one key follow each other, in the order in
+    which a tuner reads them."""
     groups: dict[str, list[tuple[int, StoredRecord]]] = {}
-    for layer, stored in found:
-        groups.setdefault(module or stored.record.key.module, []).append((layer, stored))
+    for index, stored in found:
+        groups.setdefault(module or stored.record.key.module, []).append((index, stored))
     explained: list[_Explained] = []
     for where, group in groups.items():
         records = [stored.record for _, stored in group]
         if is_ours(where) or (imports and where):
             pairs = [(name if module else record.key.function, record) for record in records]
-            verdicts = imported(where, pairs, ranks)
+            verdicts = verdicts_by_import(where, pairs, ranks)
         else:
             verdicts = [verdict(record, ranks, module=where) for record in records]
         keys: dict[Key, list[tuple[int, _Explained]]] = {}
-        for (layer, stored), each in zip(group, verdicts, strict=True):
-            keys.setdefault(stored.record.key, []).append((layer, _Explained(stored, each)))
-        for same in keys.values():
-            same.sort(key=lambda pair: (pair[0], not pair[1].verdict.is_own))
-            explained += _mark_first_used([each for _, each in same])
+        for (index, stored), each in zip(group, verdicts, strict=True):
+            keys.setdefault(stored.record.key, []).append((index, _Explained(stored, each)))
+        for of_key in keys.values():
+            of_key.sort(key=lambda pair: (pair[0], not pair[1].verdict.is_own))
+            explained += _mark_first_used([each for _, each in of_key])
     return explained
 
 
-def _mark_first_used(same: Sequence[_Explained]) -> Iterator[_Explained]:
-    """Mark only the first usable record of one key as used."""
-    taken = ""
-    for each in same:
-        if each.verdict.used and taken:
-            each = replace(each, verdict=Verdict(False, (f"{_NOT_FIRST_REASON}: {taken}",)))
+def _mark_first_used(records: Sequence[_Explained]) -> Iterator[_Explained]:
+    """Change the verdicts of one key's records: only the first usable record is used."""
+    used_file = ""
+    for each in records:
+        if each.verdict.used and used_file:
+            each = replace(each, verdict=Verdict(False, (f"{_NOT_FIRST_REASON}: {used_file}",)))
         elif each.verdict.used:
-            taken = each.stored.location
+            used_file = each.stored.location
         yield each
 
 
 def _print(found: Sequence[_Explained], ranks: Mapping[str, str], every: bool) -> None:
-    """Print one record of each group with equal verdicts, and the group's size; or every record."""
+    """Print one record of each group with equal verdicts, and the size of the group. If ``every``,
+    print every record."""
     groups: dict[object, list[_Explained]] = {}
     for number, each in enumerate(found):
         groups.setdefault(number if every else _group_key(each), []).append(each)
@@ -167,15 +179,16 @@ def _print(found: Sequence[_Explained], ranks: Mapping[str, str], every: bool) -
     if not every:
         order.sort(key=lambda group: (not group[0].verdict.used, -len(group)))
     for group in order:
-        about = group[0].verdict
+        common = group[0].verdict
         if len(order) < len(found):
             text.print_lines(f"{len(group)} of {counted(len(found), 'record')}, for example:")
         text.print_lines(*_heading(*group[0].stored))
-        how = "not compared" if about.used is None else "not used"
-        text.print_lines(*(f"  {how}: {reason}" for reason in about.reasons))
-        if about.used:
-            text.print_lines("  used" + ", unless prune_fn drops the winner" * about.may_be_dropped)
-        text.print_lines(*(f"  accepted: {difference}" for difference in about.accepted))
+        state = "not compared" if common.used is None else "not used"
+        text.print_lines(*(f"  {state}: {reason}" for reason in common.reasons))
+        if common.used:
+            unless = ", unless prune_fn drops the winner" * common.may_be_dropped
+            text.print_lines(f"  used{unless}")
+        text.print_lines(*(f"  accepted: {difference}" for difference in common.accepted))
     if knobs.autotune_always_tune.get():
         print(f"{knobs.autotune_always_tune.variable} is set: the next call tunes again anyway.")
     given = " ".join(f"{name} {value}" for name, value in ranks.items()) or "as many as recorded"
@@ -190,7 +203,7 @@ def _print(found: Sequence[_Explained], ranks: Mapping[str, str], every: bool) -
 
 
 def _group_key(each: _Explained) -> object:
-    """Return equal values for records of one function with equal verdicts."""
+    """Return a value that is equal for records of one function with equal verdicts."""
     verdict = each.verdict
     reasons = tuple(
         _NOT_FIRST_REASON if r.startswith(_NOT_FIRST_REASON) else r for r in verdict.reasons
@@ -207,7 +220,7 @@ def _heading(record: TuningRecord, where: str) -> list[str]:
         tuned += record.fingerprint.version
     return [
         f"{record.key.full_name}, key {record.key}",
-        f"  on      {cache.made_on(record)}",
+        f"  on      {cache.hardware_text(record)}",
         f"  winner  {record.best}, {cache.best_ms(record):.4f} ms",
         f"  tuned   {tuned}",
         *([f"  how     {record.warm_started_from}"] if record.warm_started_from else []),

@@ -28,7 +28,7 @@ _T4_INVALIDITY = {
     "timeout": "timeout",
     "wrong_result": "correctness",
 }
-"""Map kinds of failures to the T4 format's ``invalidity`` values."""
+"""Values of ``invalidity`` in the T4 format, by the kind of a failure."""
 
 
 def add_to(subcommands: Any) -> None:
@@ -38,18 +38,18 @@ def add_to(subcommands: Any) -> None:
         _run,
         help="write records as CSV, JSON or T4",
         description="Writes the records of FUNCTION, or the record in FILE, to standard output or "
-        "to --out. Formats: csv has a line for each config and a column for each parameter; json "
-        "equals `show --json`; t4 is the format of the autotuning community's benchmark hub, which "
-        "other tuners can replay, and takes one record.",
+        "to --out. Formats: csv has a line for each config and a column for each parameter. json "
+        "equals the output of `show --json`. t4 is the format of the autotuning community's "
+        "benchmark hub, which other tuners can replay; it contains a single record.",
         examples=[
             "export matmul > matmul.csv",
             "export matmul --key 8192 --format t4 --out matmul_T4.json",
         ],
     )
-    cache.add_choice(parser, "FUNCTION|FILE", "function name, or a record's file")
+    cache.add_selection(parser, "FUNCTION|FILE", "function name, or a record's file")
     parser.add_argument("--format", choices=sorted(_FORMATS), default="csv", help="default: csv")
     parser.add_argument(
-        "--json", action="store_const", const="json", dest="format", help="short for --format json"
+        "--json", action="store_const", const="json", dest="format", help="same as --format json"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: standard output")
 
@@ -88,7 +88,11 @@ _LAST_COLUMNS = ("ms", "samples", "failure", "message")
 
 def _row(record: TuningRecord, trial: Trial) -> dict[str, Any]:
     key, outcome = record.key, trial.outcome
-    row = {"function": key.full_name, "key": str(key), "hardware": cache.made_on(record)}
+    row = {
+        "function": key.full_name,
+        "key": str(key),
+        "hardware": cache.hardware_text(record),
+    }
     row |= {
         f"{n}'" if n in (*row, *_LAST_COLUMNS) else n: v
         for n, v in parameters(trial.config).items()
@@ -125,7 +129,7 @@ def _result(trial: Trial) -> dict[str, Any]:
 
 
 def _typed(values: Mapping[str, str]) -> dict[str, Any]:
-    """Convert numbers and booleans from text, because searches of other tuners order values."""
+    """Convert texts of numbers and booleans to values, because other tuners sort by value."""
     typed: dict[str, Any] = dict(values)
     for name, text in values.items():
         with suppress(ValueError):

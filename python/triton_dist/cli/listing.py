@@ -20,8 +20,8 @@ def add_to(subcommands: Any) -> None:
         help="list all records, or the records of one function",
         description="Lists the records in the cache and in the read-only folders, by function and "
         "hardware: time of the winner, age and key. With FUNCTION, also prints the winner and the "
-        "file. Unfinished tunings are listed too; the next call resumes them. Files of other "
-        "programs in the cache folder are counted and not changed.",
+        "record's file. Unfinished tunings are listed too; the next call resumes them. Files of "
+        "other programs in the cache folder are only counted.",
         examples=["list", "list matmul", "list --json | jq '.records[].winner'"],
     )
     cache.add_function(parser, metavar="FUNCTION", nargs="?", help="only this function")
@@ -59,7 +59,7 @@ def _lines(
     groups: dict[str, dict[str, list[StoredRecord | Interrupted]]] = {}
     for stored in records:
         by_hardware = groups.setdefault(stored.record.key.full_name, {})
-        by_hardware.setdefault(cache.made_on(stored.record), []).append(stored)
+        by_hardware.setdefault(cache.hardware_text(stored.record), []).append(stored)
     for each in unfinished:
         name = each.key.full_name if each.key is not None else each.path.parent.name
         hardware = each.key.hardware if each.key is not None else "unknown hardware"
@@ -116,7 +116,7 @@ def _tried(each: Interrupted) -> str:
 
 
 def tree_of(stored: StoredRecord) -> dict[str, Any]:
-    """Return a record as a JSON tree."""
+    """Return the main facts of a record as a JSON tree."""
     record, where = stored
     return {
         "function": record.key.full_name,
@@ -131,7 +131,7 @@ def tree_of(stored: StoredRecord) -> dict[str, Any]:
 
 
 def tree_of_unfinished(each: Interrupted) -> dict[str, Any]:
-    """Return a JSON tree of an interrupted tuning, which has no record yet."""
+    """Return the main facts of an unfinished tuning, which has no record, as a JSON tree."""
     key = each.key
     return {
         "function": key and key.full_name,

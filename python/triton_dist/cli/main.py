@@ -58,8 +58,9 @@ SUBCOMMANDS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments`` (default: ``sys.argv``) and return the exit status.
 
-    0: success. 1: nothing was found. 2: the arguments are wrong, or a required file cannot be
-    loaded or written; standard error has the message.
+    0: success. 1: nothing was found, or a comparison found differences. 2: the arguments are wrong,
+    or a required file cannot be read or written; standard error has the message. Subcommands that
+    run a program return the program's exit status.
     """
     parser = parser_of_all()
     if "_ARGCOMPLETE" in knobs.environment():  # the shell asks for completions
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.stdout is None:
         print("triton-dist: standard output is closed", file=sys.stderr)
         return _USAGE_ERROR
-    for stream in (sys.stdout, sys.stderr):  # keys may contain characters outside the locale
+    for stream in (sys.stdout, sys.stderr):  # keys may contain characters that these cannot encode
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     words, command = list(sys.argv[1:] if arguments is None else arguments), list[str]()
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         at = words.index("--")
         words, command = words[:at], words[at + 1 :]
     parsed, rest = parser.parse_known_args(words)
-    # argparse collects a positional with nargs="*" only once: before an option or after it.
+    # argparse assigns words to an argument with nargs="*" only before or only after an option.
     if rest and ("words" not in parsed or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
@@ -91,10 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.simplefilter("always", CacheWarning)
         warnings.showwarning = _show_warning
         try:
-            with _kernels_decided(parsed):
+            with _with_interpret_variable(parsed):
                 status: int = parsed.run(parsed)
             sys.stdout.flush()
-        except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        except BrokenPipeError:  # the program that reads the pipe, such as `head`, has ended
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         except (TritonDistError, OSError) as error:
@@ -125,10 +126,11 @@ def parser_of_all() -> argparse.ArgumentParser:
     return parser
 
 
-def _kernels_decided(arguments: argparse.Namespace) -> AbstractContextManager[None]:
-    """Set ``TRITON_INTERPRET`` to match the device for subcommands that import kernels.
+def _with_interpret_variable(arguments: argparse.Namespace) -> AbstractContextManager[None]:
+    """Context manager that sets ``TRITON_INTERPRET`` for subcommands that import kernels: 1 if this
+    process has no GPU, else 0.
 
-    Other subcommands start without torch, or compile kernels and set the variable themselves.
+    Other subcommands do not import torch, or set the variable themselves.
     """
     command = arguments.subcommand == "profile" and arguments.command
     if not (command or arguments.subcommand == "explain" or getattr(arguments, "stale", False)):

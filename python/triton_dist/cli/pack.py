@@ -1,4 +1,4 @@
-"""``pack``: create packs of tuning records and kernels; show, compare, merge and install packs."""
+"""``pack``: create, show, compare, merge and install packs of tuning records and kernels."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def add_to(subcommands: Any) -> None:
         "pack",
         _run,
         help="ship records and kernels in one file; show, diff, merge, verify, import such files",
-        description="Writes the winners of each FUNCTION into FILE. If a key has several records "
-        "or versions, the latest is written. A record that was tuned under special settings, such "
-        "as a debug mode, is written only if the key has no other record. --kernels runs COMMAND "
-        "in frozen mode and adds every kernel that its processes load. If the first word is an "
-        "action, the other words are packs. show: list the contents. diff: compare two packs. "
-        "merge: write the contents of all packs into FILE. verify: read each pack and check every "
-        "hash. import: verify each pack and copy it to packs/ in TRITON_DIST_CACHE_DIR, where "
-        "every program of this user finds it.",
+        description="Writes a pack: the file FILE with the winners of each FUNCTION. If a key has "
+        "several records or versions, writes the latest. A record that was tuned under special "
+        "settings, such as a debug mode, is written only if the key has no other record. --kernels "
+        "runs COMMAND without tuning (frozen mode), and adds every kernel that the processes of "
+        "COMMAND load. If the first word is an action, the other words are packs. show: list the "
+        "contents. diff: compare two packs. merge: write the contents of all packs into FILE. "
+        "verify: read each pack and check every hash. import: verify each pack and copy it to "
+        "packs/ in TRITON_DIST_CACHE_DIR, where every program of this user finds it.",
         examples=[
             "pack matmul --out matmul.tdpack",
             "pack matmul --kernels --out model.tdpack -- python warm_up.py",
@@ -52,8 +52,10 @@ def add_to(subcommands: Any) -> None:
     parser.add_argument(
         "--cache", type=Path, help="folder of the records; default: TRITON_DIST_CACHE_DIR"
     )
-    parser.add_argument("--kernels", action="store_true", help="add the kernels COMMAND loads")
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"the name ends in {_NAMES}")
+    parser.add_argument("--kernels", action="store_true", help="add kernels that COMMAND loads")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help=f"file to write; the name ends in {_NAMES}"
+    )
     parser.add_argument("--json", action="store_true", help="show: print JSON")
     add_command(parser)
 
@@ -61,7 +63,7 @@ def add_to(subcommands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     action = _ACTIONS.get(arguments.words[0] if arguments.words else "")
     if bool(arguments.command) != arguments.kernels or (action and arguments.kernels):
-        arguments.fail("--kernels and a command go together: --kernels --out FILE -- COMMAND")
+        arguments.fail("--kernels needs a command, and only then: --kernels --out FILE -- COMMAND")
     if action is None:
         if not (arguments.words or arguments.kernels):
             arguments.fail("expected a FUNCTION, --kernels, or an action: " + ", ".join(_ACTIONS))
@@ -113,15 +115,15 @@ def _write(out: Path, contents: Contents) -> int:
 def _show(arguments: argparse.Namespace) -> int:
     packs = [Pack(path) for path in arguments.files]
     if arguments.json:
-        text.print_json([_facts(packed) for packed in packs])
+        text.print_json([_tree(packed) for packed in packs])
         return 0
     for packed in packs:
         text.print_lines(f"{packed.path}: {_counts(packed)}", *_functions(packed))
         for digest, entry in sorted(packed.kernels.items(), key=lambda each: each[1].name):
-            for_what = ", ".join(
+            built_for = ", ".join(
                 entry.facts[fact] for fact in ("target", "python", "triton") if fact in entry.facts
             )
-            text.print_lines(f"  {digest[:12]}  {entry.name}  ({for_what})")
+            text.print_lines(f"  {digest[:12]}  {entry.name}  ({built_for})")
     return 0
 
 
@@ -136,15 +138,15 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    """Verify all packs and return 1 if one is refused."""
-    refused = 0
+    """Verify all packs. Return exit status 1 if a pack is damaged."""
+    num_damaged = 0
     for path in arguments.files:
         try:
             text.print_lines(f"{path}: good: {_counts(verified(path))}")
         except PackRefused as error:
             text.print_lines(str(error))
-            refused += 1
-    return 1 if refused else 0
+            num_damaged += 1
+    return 1 if num_damaged else 0
 
 
 def _import(arguments: argparse.Namespace) -> int:
@@ -153,16 +155,17 @@ def _import(arguments: argparse.Namespace) -> int:
     for path in arguments.files:
         packed = verified(path)
         contents = packed.contents()
-        there = folder / f"{path.stem}{SUFFIX}"
-        if written.get(there, path) != path:  # two imported packs have the same file name
-            there = folder / f"{path.stem}-{sha256(contents.to_bytes())[:8]}{SUFFIX}"
-        written[there] = path
-        _archive.write(there, contents)
-        text.print_lines(f"{there}: {_counts(packed)}")
+        target = folder / f"{path.stem}{SUFFIX}"
+        if written.get(target, path) != path:  # two of the packs have equal file names
+            target = folder / f"{path.stem}-{sha256(contents.to_bytes())[:8]}{SUFFIX}"
+        written[target] = path
+        _archive.write(target, contents)
+        text.print_lines(f"{target}: {_counts(packed)}")
     return 0
 
 
-def _facts(packed: Pack) -> dict[str, Any]:
+def _tree(packed: Pack) -> dict[str, Any]:
+    """Return the contents of a pack as a JSON tree."""
     records = [
         {"function": r.key.full_name, "key": r.key.text, "hardware": r.key.hardware,
          "version": r.fingerprint.version, "config": r.best.config}
@@ -173,12 +176,14 @@ def _facts(packed: Pack) -> dict[str, Any]:
 
 
 def _functions(packed: Pack) -> list[str]:
-    """Return a line for each function, version and GPU model."""
-    about = [
+    """Return a line with the number of records for each function, version and GPU model."""
+    subjects = [
         f"{r.key.full_name}, version {r.fingerprint.version}, on {r.fingerprint.hardware['gpu']}"
         for r in records_of(packed)
     ]
-    return [f"  {counted(about.count(each), 'record')} of {each}" for each in sorted(set(about))]
+    return [
+        f"  {counted(subjects.count(each), 'record')} of {each}" for each in sorted(set(subjects))
+    ]
 
 
 def _counts(packed: Pack) -> str:

@@ -1,7 +1,7 @@
 """Write the HTML pages of a report: a page for a record, and an index of pages.
 
-A page is a skeleton with JSON, from which ``report.js`` builds tables and plots. Texts of records
-are in the JSON, which the script never interprets as HTML, and escaped in the title. Pages need no
+A page contains its data as JSON, from which ``report.js`` builds tables and plots. The script never
+interprets texts of records as HTML, and the page's title contains them escaped. Pages need no
 network.
 """
 
@@ -19,13 +19,13 @@ from triton_dist._tuning.values import Failure
 from triton_dist._tuning.values.analysis import ABSENT, parameters, show_parameters
 from triton_dist._tuning.values.show import spread
 from triton_dist.cli import cache, compare, plots
-from triton_dist.cli.report_data import Subject
+from triton_dist.cli.report_data import ReportedRecord
 
 PLOTLY = "plotly.min.js"
 
 
-def record_page(subject: Subject, plotly: str | None) -> str:
-    """Return the page of one record; arguments as in :func:`_page`."""
+def record_page(subject: ReportedRecord, plotly: str | None) -> str:
+    """Return the page of one record. ``plotly`` is described at :func:`_page`."""
     key = subject.stored.record.key
     tables = [_configs(subject), _parameters(subject), _history(subject), _by_rank(subject)]
     return _page(
@@ -39,10 +39,10 @@ def record_page(subject: Subject, plotly: str | None) -> str:
     )
 
 
-def index_page(subjects: Sequence[Subject]) -> str:
-    """Return the index of the pages of ``subjects``."""
+def index_page(subjects: Sequence[ReportedRecord]) -> str:
+    """Return the index page, with a row and a link for each of ``subjects``."""
     columns = [
-        _column("function", filter=True, stuck=True), _column("key"), _column("default ms", 4),
+        _column("function", filter=True, sticky=True), _column("key"), _column("default ms", 4),
         _column("speed-up", 2), _column("winner ms", 4), _column("GPU", filter=True),
         _column("ranks", filter=True), _column("configs"), _column("tuned"), _column("tunings"),
         _column("to previous", 3), _column("new winner", filter=True), _column("winner"),
@@ -58,12 +58,12 @@ def index_page(subjects: Sequence[Subject]) -> str:
             _cell(facts.topology.get("world_size", "1")), len(each.analysis.timed),
             record.timestamp, len(past),
             now.ms / before.ms if len(past) > 1 and before.ms else None,
-            "yes" if now.winner != before.winner else "no", str(record.best), cache.made_on(record),
-            record.key.module,
+            "yes" if now.winner != before.winner else "no", str(record.best),
+            cache.hardware_text(record), record.key.module,
         ])  # fmt: skip
     several = [each for each in subjects if len(each.history) > 1]
     note = "to previous: the winner's time divided by the winner's time in the previous tuning"
-    table = _table("Records", columns, rows, note, links=[each.page for each in subjects])
+    table = _table("Records", columns, rows, note, links=[each.page_name for each in subjects])
     figures = [plots.history(several)._asdict()] if several else []
     return _page("Tunings", None, figures=figures, tables=[table])
 
@@ -72,10 +72,11 @@ def _page(title: str, plotly: str | None, **parts: Any) -> str:
     """Return the page that ``report.js`` fills with ``parts``.
 
     Args:
-        plotly: source of plotly.js to embed; ``None`` loads the file ``PLOTLY``, next to the index.
+        plotly: source of plotly.js, to be embedded in the page; ``None``: the page loads the file
+            ``PLOTLY`` from its own folder.
     """
     style, script = (Path(__file__).with_name(f"report.{end}").read_text() for end in ("css", "js"))
-    # Without "<", no text can end the element.
+    # Without "<", a text in the data cannot end the element <script>.
     data = json.dumps({"title": title, **parts}, separators=(",", ":")).replace("<", "\\u003c")
     code = f' src="{PLOTLY}">' if plotly is None else f">{plotly}"
     return f"""<!doctype html>
@@ -90,10 +91,10 @@ def _page(title: str, plotly: str | None, **parts: Any) -> str:
 """
 
 
-def _cards(subject: Subject) -> list[tuple[str, str, str]]:
-    found, default = subject.analysis, subject.default
-    digits = _digits(found.winner.ms)
-    winner = ("winner", f"{found.winner.ms:.{digits}f} ms", str(found.winner.trial))
+def _cards(subject: ReportedRecord) -> list[tuple[str, str, str]]:
+    analysis, default = subject.analysis, subject.default
+    digits = _digits(analysis.winner.ms)
+    winner = ("winner", f"{analysis.winner.ms:.{digits}f} ms", str(analysis.winner.trial))
     if default is None:
         note = "the first config of the space failed, was not tried, or is not recorded"
         return [("default config", "not measured", note), winner]
@@ -104,39 +105,40 @@ def _cards(subject: Subject) -> list[tuple[str, str, str]]:
     ]
 
 
-def _facts(subject: Subject) -> dict[str, str]:
-    (record, where), found = subject.stored, subject.analysis
-    facts, samples = record.fingerprint, [len(each.samples) for each in found.timed]
+def _facts(subject: ReportedRecord) -> dict[str, str]:
+    (record, where), analysis = subject.stored, subject.analysis
+    facts, samples = record.fingerprint, [len(each.samples) for each in analysis.timed]
     software = {name: text for name, text in facts.software.items() if name != "settings"}
     return {
         "GPU": facts.hardware.get("gpu", ""),
         "driver": facts.hardware.get("driver", ""),
         "versions": ", ".join(f"{name} {text}" for name, text in software.items()),
-        "hardware": cache.made_on(record),
+        "hardware": cache.hardware_text(record),
         "tuned": record.timestamp,
         "took": f"{record.seconds:.1f} s" if record.seconds else "",
         "samples": f"{sum(samples)} for {len(samples)} configs, {min(samples)} to {max(samples)} "
         f"each; {len(record.trials) - len(samples)} configs failed or were pruned",
         "policy": ", ".join(f"{name} {value}" for name, value in facts.policy.items()),
         "warm start": record.warm_started_from,
-        "all configs": show_parameters(found.fixed, found.fixed),
+        "all configs": show_parameters(analysis.fixed, analysis.fixed),
         "file": where,
     }
 
 
-def _configs(subject: Subject) -> dict[str, Any]:
-    """Return the table of all trials: measured trials, fastest first, then the others."""
-    found, default, names = subject.analysis, subject.default, subject.analysis.varying
+def _configs(subject: ReportedRecord) -> dict[str, Any]:
+    """Return the table of all configs: first the measured configs, fastest first, then the configs
+    that failed or were pruned."""
+    analysis, default, names = subject.analysis, subject.default, subject.analysis.varying
     columns = [
-        _column("#", stuck=True), _column("ms", _digits(found.winner.ms), stuck=True),
+        _column("#", sticky=True), _column("ms", _digits(analysis.winner.ms), sticky=True),
         _column("to winner", 3), _column("speed-up", 3), _column("spread %", 1), _column("samples"),
         _column("status", filter=True), *(_column(name, filter=True) for name in names),
     ]  # fmt: skip
     rows: list[list[Any]] = []
-    for place, each in enumerate(found.timed, 1):
-        status = [n for n, of in (("default", default), ("winner", found.winner)) if of is each]
+    for place, each in enumerate(analysis.timed, 1):
+        status = [n for n, of in (("default", default), ("winner", analysis.winner)) if of is each]
         rows.append([
-            place, round(each.ms, 6), round(found.ratio(each.ms), 5),
+            place, round(each.ms, 6), round(analysis.ratio(each.ms), 5),
             default and round(default.ms / max(each.ms, 1e-9), 5),
             None if (text := spread(each.samples)) == "-" else float(text[:-1]), len(each.samples),
             ", ".join(status) or "measured",
@@ -147,10 +149,10 @@ def _configs(subject: Subject) -> dict[str, Any]:
             values = parameters(trial.config)
             cells = [_cell(values.get(name, ABSENT)) for name in names]
             rows.append([None, None, None, None, None, 0, trial.outcome.kind, *cells])
-    return _table("Configs", columns, rows, marked=found.timed.index(found.winner))
+    return _table("Configs", columns, rows, marked=analysis.timed.index(analysis.winner))
 
 
-def _parameters(subject: Subject) -> dict[str, Any]:
+def _parameters(subject: ReportedRecord) -> dict[str, Any]:
     rows = [
         [name, 100 * share,
          ", ".join(
@@ -163,14 +165,14 @@ def _parameters(subject: Subject) -> dict[str, Any]:
     return _table("Parameters", columns, rows, note)
 
 
-def _history(subject: Subject) -> dict[str, Any]:
+def _history(subject: ReportedRecord) -> dict[str, Any]:
     columns = [_column("ended"), _column("ms", _digits(subject.analysis.winner.ms)),
                _column("seconds", 1), _column("reason"), _column("winner")]  # fmt: skip
     return _table("Tunings of this key", columns, [[*each] for each in subject.history])
 
 
-def _by_rank(subject: Subject) -> dict[str, Any]:
-    """Return the table of times by rank for the configs with most samples, fastest first."""
+def _by_rank(subject: ReportedRecord) -> dict[str, Any]:
+    """Return the table of times by rank, for the configs whose times by rank are recorded."""
     known, names = subject.analysis.record.by_rank, subject.analysis.varying
     rows = []
     for each in subject.analysis.timed:
@@ -184,21 +186,23 @@ def _by_rank(subject: Subject) -> dict[str, Any]:
     return _table("By rank", columns, rows, note)
 
 
-def _failures(subject: Subject) -> dict[str, Any]:
-    record, found = subject.stored.record, subject.analysis
-    pruned = Counter(reason for _, reason in found.pruned) + Counter(record.dropped)
-    rows = [[each.kind, each.count, each.first[:500]] for each in found.failed]
+def _failures(subject: ReportedRecord) -> dict[str, Any]:
+    record, analysis = subject.stored.record, subject.analysis
+    pruned = Counter(reason for _, reason in analysis.pruned) + Counter(record.dropped)
+    rows = [[each.kind, each.count, each.first[:500]] for each in analysis.failed]
     rows += [["pruned", count, reason] for reason, count in pruned.most_common()]
-    rows += [["always failed", n, f"{name}={value}"] for name, value, n in found.always_failed()]
+    rows += [["always failed", n, f"{name}={value}"] for name, value, n in analysis.always_failed()]
     columns = [_column("kind"), _column("configs"), _column("first message, reason or value")]
     return _table("Not measured", columns, rows)
 
 
 def _column(name: str, digits: int | None = None, **options: bool) -> dict[str, Any]:
-    """Return a column of numbers with ``digits`` decimals, or of any values.
+    """Return a column of a table.
 
     Args:
-        options: ``filter`` by value; ``stuck`` to the left edge.
+        digits: number of decimals of the column's numbers; ``None``: any values.
+        options: ``filter``: rows can be filtered by the column's values. ``sticky``: the column
+            stays at the left edge when the table is scrolled.
     """
     return {"name": name, "digits": digits, **options}
 
@@ -210,10 +214,10 @@ def _table(
 
 
 def _cell(value: str) -> str | int:
-    """Return a value as a number if JavaScript can represent it."""
+    """Return ``value`` as an int if it is an integer that JavaScript represents exactly."""
     return int(value) if value.lstrip("-").isdecimal() and len(value) < 16 else value
 
 
 def _digits(ms: float) -> int:
-    """Return the number of decimals that shows four digits of ``ms``."""
+    """Return the number of decimals with which ``ms`` has four significant digits."""
     return min(6, max(1, 3 - math.floor(math.log10(ms)))) if ms > 0 else 4

@@ -1,4 +1,4 @@
-"""Describe the plots of a report as plotly figures: plain JSON, which plotly.js draws."""
+"""Describe the plots of a report as JSON that plotly.js draws."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from triton_dist._tuning.values.analysis import MeasuredTrial, show_parameters
-from triton_dist.cli.report_data import Subject
+from triton_dist.cli.report_data import ReportedRecord
 
 # Colours.
 _FAINT, _MAIN, _WINNER, _DEFAULT = "#8fa9c4", "#3b7dd8", "#d9542b", "#8a5cc2"
 _GRID = "rgba(128,128,128,.25)"
 _PHASES = ("compile", "measure", "agree", "search", "other")
-_MAX_BARS, _FINALISTS, _MAX_LABEL_LENGTH = 12, 8, 28
+_MAX_BARS, _MAX_FASTEST, _MAX_LABEL_LENGTH = 12, 8, 28
 _MAX_PLOTTED_RATIO = 1.25
-"""Largest ratio to the winner in the plot of the fastest configs, if three are below it."""
+"""The plot of the fastest configs leaves out configs whose time is more than this multiple of the
+winner's time, unless fewer than three configs would remain."""
 _MIN_LOGARITHMIC_RATIO = 4
 """An axis is logarithmic if its largest value exceeds its smallest by this factor."""
 _MIN_WEBGL_POINTS = 2000
@@ -28,26 +29,27 @@ _FEW_SAMPLES = 2
 class Figure(NamedTuple):
     """A plot, in plotly's JSON.
 
-    ``customdata`` of a trace has the table row of each point, for hover texts and filters.
+    ``customdata`` in ``data`` has the row of each point in the table of configs, for hover texts
+    and filters.
     """
 
     title: str
     text: str
-    """The main facts, also for readers that cannot see the plot."""
+    """What the plot shows, and its main result."""
     data: list[dict[str, Any]]
     layout: dict[str, Any]
 
 
-def figures(subject: Subject) -> Iterator[Figure]:
+def figures(subject: ReportedRecord) -> Iterator[Figure]:
     """Yield the figures that have data."""
-    found = subject.analysis
-    several = len(found.timed) > 1
+    analysis = subject.analysis
+    several = len(analysis.timed) > 1
     for draw, wanted in (
         (_sorted_times, several),
         (_convergence, subject.measurements),
         (_fastest_configs, several),
-        (_importance, found.varying),
-        (_cost_of_values, found.varying),
+        (_importance, analysis.varying),
+        (_cost_of_values, analysis.varying),
         (_phases, sum(subject.phases.values()) > 0),
         (_changes_since_older, subject.changes and subject.changes.common),
     ):
@@ -57,29 +59,29 @@ def figures(subject: Subject) -> Iterator[Figure]:
         yield history([subject])
 
 
-def _sorted_times(subject: Subject) -> Figure:
-    found = subject.analysis
-    ratios = [found.ratio(each.ms) for each in found.timed]
+def _sorted_times(subject: ReportedRecord) -> Figure:
+    analysis = subject.analysis
+    ratios = [analysis.ratio(each.ms) for each in analysis.timed]
     data = []
     groups: list[tuple[str, str, str, int, Callable[[MeasuredTrial], bool]]] = [
         (f"{_FEW_SAMPLES} samples or fewer", _FAINT, "circle", 6, _has_few_samples),
         ("more samples", _MAIN, "circle", 6, lambda each: not _has_few_samples(each)),
         ("default", _DEFAULT, "diamond", 12, lambda each: each is subject.default),
-        ("winner", _WINNER, "star", 14, lambda each: each is found.winner),
+        ("winner", _WINNER, "star", 14, lambda each: each is analysis.winner),
     ]
     for name, colour, symbol, size, wanted in groups:
-        among = [row for row, each in enumerate(found.timed) if wanted(each)]
+        among = [row for row, each in enumerate(analysis.timed) if wanted(each)]
         x, y = [row + 1 for row in among], [ratios[row] for row in among]
         if among:
             data.append(_points(x, y, colour, name, among, size, symbol))
     layout = _layout(f"config, of {len(ratios)} measured", "time / winner's time", y=ratios)
     layout["shapes"] = [_line(y0=1.01, y1=1.01, x0=0, x1=1, xref="paper")]
-    near = ", ".join(f"{found.count_within(p / 100)} within {p} %" for p in (1, 5, 10))
+    near = ", ".join(f"{analysis.count_within(p / 100)} within {p} %" for p in (1, 5, 10))
     text = f"{len(ratios)} configs, fastest first; {near} of the winner (dashed: 1 %)."
     return Figure("All configs, sorted", text, data, layout)
 
 
-def _convergence(subject: Subject) -> Figure:
+def _convergence(subject: ReportedRecord) -> Figure:
     measurements = subject.measurements
     row_of = {each.trial.digest: row for row, each in enumerate(subject.analysis.timed)}
     seconds, times = [each.seconds for each in measurements], [each.ms for each in measurements]
@@ -96,20 +98,20 @@ def _convergence(subject: Subject) -> Figure:
     return Figure("Convergence", text, data, layout)
 
 
-def _fastest_configs(subject: Subject) -> Figure:
-    found = subject.analysis
-    near = [each for each in found.timed if found.ratio(each.ms) <= _MAX_PLOTTED_RATIO]
-    best = (near if len(near) > 2 else list(found.timed[:3]))[:_FINALISTS]
+def _fastest_configs(subject: ReportedRecord) -> Figure:
+    analysis = subject.analysis
+    near = [each for each in analysis.timed if analysis.ratio(each.ms) <= _MAX_PLOTTED_RATIO]
+    best = (near if len(near) > 2 else list(analysis.timed[:3]))[:_MAX_FASTEST]
     data: list[dict[str, Any]] = []
     for place, each in enumerate(best, 1):
-        colour = _WINNER if each is found.winner else _FAINT if _has_few_samples(each) else _MAIN
+        colour = _WINNER if each is analysis.winner else _FAINT if _has_few_samples(each) else _MAIN
         data.append({
             "type": "box", "name": f"#{place} {_differences_from_winner(subject, each)}",
-            "x": [round(found.ratio(sample), 5) for sample in each.samples], "boxpoints": "all",
+            "x": [round(analysis.ratio(sample), 5) for sample in each.samples], "boxpoints": "all",
             "jitter": 0.5, "pointpos": 0, "orientation": "h", "line": {"width": 1},
             "marker": {"size": 5, "color": colour}, "hoverinfo": "x",
         })  # fmt: skip
-    last = 1.02 + 2 * (max(found.ratio(each.ms) for each in best) - 1)
+    last = 1.02 + 2 * (max(analysis.ratio(each.ms) for each in best) - 1)
     ratios = [ratio for each in data for ratio in each["x"]]
     beyond = sum(ratio > last for ratio in ratios)
     layout = _layout("sample / winner's median", "") | {"showlegend": False}
@@ -125,50 +127,51 @@ def _has_few_samples(each: MeasuredTrial) -> bool:
     return len(each.samples) <= _FEW_SAMPLES
 
 
-def _differences_from_winner(subject: Subject, each: MeasuredTrial) -> str:
+def _differences_from_winner(subject: ReportedRecord, each: MeasuredTrial) -> str:
     """Return the parameters in which a config differs from the winner."""
     winner = subject.analysis.winner
     differ = [n for n, value in each.parameters.items() if winner.parameters.get(n) != value]
     return "winner" if each is winner else _label(show_parameters(each.parameters, differ))
 
 
-def _importance(subject: Subject) -> Figure:
+def _importance(subject: ReportedRecord) -> Figure:
     ranked = subject.analysis.ranked()[:_MAX_BARS]
-    title = "% of the divergences of all parameters"
+    title = "% of the importance of all parameters"
     figure = _bars([name for name, _ in ranked], [100 * share for _, share in ranked], title)
     first = f"{ranked[0][0]} matters most." if ranked[0][1] else "No parameter stands out."
     text = (
-        f"{first} Method: PED-ANOVA (Watanabe et al., IJCAI 2023). It compares the values of the "
-        "fastest configs with all values; the difference by chance is subtracted."
+        f"{first} Method: PED-ANOVA (Watanabe et al., IJCAI 2023). A parameter is important if its "
+        "values in the fastest configs differ from its values in all configs. The difference that "
+        "chance would cause is subtracted."
     )
     return Figure("Importance of parameters (PED-ANOVA)", text, *figure)
 
 
-def _cost_of_values(subject: Subject) -> Figure:
-    found = subject.analysis
+def _cost_of_values(subject: ReportedRecord) -> Figure:
+    analysis = subject.analysis
     costs = [
         (f"{name}={value}", 100 * cost)
-        for name in found.varying
-        for value, cost in found.slowdown_by_value(name).items()
+        for name in analysis.varying
+        for value, cost in analysis.slowdown_by_value(name).items()
     ]
     most_expensive = sorted(costs, key=lambda each: -each[1])[:_MAX_BARS]
     negligible = sum(cost <= 1 for _, cost in costs)
     text = (
-        "How far the fastest config with a value is behind the winner. "
-        f"{negligible} of {len(costs)} values cost 1 % or less; "
-        f"the {len(most_expensive)} most expensive are shown."
+        "How much slower than the winner the fastest config with this value is. "
+        f"{negligible} of {len(costs)} values cost 1 % or less. "
+        f"The {len(most_expensive)} most expensive values are shown."
     )
     names, values = [name for name, _ in most_expensive], [cost for _, cost in most_expensive]
-    return Figure("Cost of fixing a value", text, *_bars(names, values, "% behind the winner"))
+    return Figure("Cost of fixing a value", text, *_bars(names, values, "% slower than the winner"))
 
 
-def _phases(subject: Subject) -> Figure:
+def _phases(subject: ReportedRecord) -> Figure:
     spent = {name: subject.phases[name] for name in _PHASES if name in subject.phases}
     text = "Seconds: " + ", ".join(f"{name} {value:.3g}" for name, value in spent.items()) + "."
     return Figure("Time spent", text, *_bars([*spent], [*spent.values()], "seconds"))
 
 
-def _changes_since_older(subject: Subject) -> Figure:
+def _changes_since_older(subject: ReportedRecord) -> Figure:
     changes = subject.changes
     assert changes is not None
     row_of = {each.trial.digest: row for row, each in enumerate(subject.analysis.timed)}
@@ -185,11 +188,11 @@ def _changes_since_older(subject: Subject) -> Figure:
     layout = _layout("ms in the older record", "ms now", x=old, y=new)
     first, last = min(*old, *new), max(*old, *new)
     layout["shapes"] = [_line(x0=first, y0=first, x1=last, y1=last)]
-    text = f"{len(old)} configs that both records measured; on the dashed line: equally fast."
+    text = f"{len(old)} configs in both records. On the dashed line, the times are equal."
     return Figure("Since the older record", text, data, layout)
 
 
-def history(subjects: Sequence[Subject]) -> Figure:
+def history(subjects: Sequence[ReportedRecord]) -> Figure:
     """Return the figure of the winners' times over all tunings of each subject."""
     data = []
     for subject in subjects:
@@ -239,7 +242,8 @@ def _bars(
 def _layout(
     x_title: str, y_title: str, x: Sequence[float] = (), y: Sequence[float] = ()
 ) -> dict[str, Any]:
-    """Return a layout; an axis is logarithmic if its values, if given, differ widely."""
+    """Return the layout of a plot. An axis is logarithmic if its values ``x`` or ``y`` are given
+    and differ by more than ``_MIN_LOGARITHMIC_RATIO``."""
     layout: dict[str, Any] = {
         "height": 370, "margin": {"l": 50, "r": 10, "t": 30, "b": 40},
         "paper_bgcolor": _TRANSPARENT, "plot_bgcolor": _TRANSPARENT,
@@ -247,7 +251,7 @@ def _layout(
         "modebar": {"bgcolor": _TRANSPARENT, "color": "#8d8d8d", "activecolor": _MAIN},
     }  # fmt: skip
     for name, title, values in (("xaxis", x_title, x), ("yaxis", y_title, y)):
-        # Times and ratios are positive, and margins of an axis must not suggest otherwise.
+        # Times and ratios are positive, so an axis must not extend below 0.
         layout[name] = {"title": {"text": title}, "gridcolor": _GRID, "zerolinecolor": _GRID,
                         "rangemode": "nonnegative", "automargin": True}  # fmt: skip
         if values and min(values) > 0 and max(values) > _MIN_LOGARITHMIC_RATIO * min(values):
@@ -263,7 +267,7 @@ def _line(**ends: Any) -> dict[str, Any]:
 
 
 def _label(text: str) -> str:
-    """Return the start of a text from a record, without the tags that plotly would interpret."""
+    """Return the start of a text from a record, escaped, because plotly interprets HTML tags."""
     return escape(
         text if len(text) <= _MAX_LABEL_LENGTH else f"{text[: _MAX_LABEL_LENGTH - 3]}...",
         quote=False,

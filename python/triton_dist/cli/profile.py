@@ -30,11 +30,12 @@ def add_to(subcommands: Any) -> None:
         _run,
         help="record a timeline of all ranks of a command, and print the rates of its ops",
         description="Runs COMMAND under torch.profiler and merges the timelines of all ranks into "
-        "one file for Perfetto or chrome://tracing. Each call of a tuned function is a scope; the "
-        "scope of an op has its FLOPs, its bytes, and its bytes over the links to other ranks. "
-        "`show FILE` prints for each op the time of the slowest rank, the rates of a rank, the "
-        "resource that bounds it, and the share of that resource's peak. --png draws a roofline. "
-        "Calls that tune are left out: run COMMAND once before profiling.",
+        "one file for Perfetto or chrome://tracing. Each call of a tuned function is a scope. The "
+        "scope of an op has the op's FLOPs, its bytes of memory traffic, and its bytes over the "
+        "links to other ranks. `show FILE` prints for each op the time of the slowest rank, the "
+        "rates of one rank, the resource that limits the op, and the share of this resource's peak "
+        "that the op reaches. --png draws a roofline plot. Calls that tune are left out of the "
+        "results, so run COMMAND once before profiling.",
         examples=[
             "profile -- torchrun --nproc-per-node=2 script.py",
             "profile --calls 10:20 --out p.json.gz -- python script.py",
@@ -44,7 +45,7 @@ def add_to(subcommands: Any) -> None:
         ],
     )
     parser.add_argument("show", nargs="?", choices=["show"], help="print the ops of a timeline")
-    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="show: the timeline")
+    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="with show: a timeline")
     parser.add_argument(
         "--out",
         type=Path,
@@ -54,17 +55,19 @@ def add_to(subcommands: Any) -> None:
     )
     parser.add_argument(
         "--calls", metavar="FIRST:LAST",
-        help="calls of tuned functions to record, counted from 0 in each process; LAST is excluded "
-        "(default: 1:1001, because call 0 compiles)",
+        help="calls of tuned functions to record, counted from 0 in each process; call LAST is not "
+        "recorded (default: 1:1001, because call 0 compiles)",
     )  # fmt: skip
     parser.add_argument(
         "--marks",
         action="store_true",
-        help="also record the phases of each kernel program: wait, load, multiply, store, push; "
-        "use few calls, because marks are many and slow kernels down",
+        help="also record the phases (marks) of each kernel program: wait, load, multiply, store, "
+        "push; record few calls, because each call makes many marks, which slow kernels down",
     )
-    parser.add_argument("--json", action="store_true", help="show: print JSON")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="show: write a roofline plot")
+    parser.add_argument("--json", action="store_true", help="with show: print JSON")
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help="with show: write a roofline plot to FILE"
+    )
     add_command(parser)
 
 
@@ -95,9 +98,9 @@ def _run(arguments: argparse.Namespace) -> int:
         ]
         if not files:
             first = calls.partition(":")[0]
-            what = f"no process reached call {first} of a tuned function and exited normally"
-            what = "; ".join(failed) or what
-            print(f"triton-dist profile: nothing recorded: {printable(what)}", file=sys.stderr)
+            reason = f"no process reached call {first} of a tuned function and exited normally"
+            reason = "; ".join(failed) or reason
+            print(f"triton-dist profile: nothing recorded: {printable(reason)}", file=sys.stderr)
             return status or 1
         merged = Path(folder, "merged", arguments.out.name)  # --out may be a pipe
         recording.merge_files(files, merged)
@@ -171,7 +174,7 @@ def _row(each: OpSummary) -> list[str]:
 
 
 def _counted(ranks: Sequence[int]) -> str:
-    """Return the number of ranks as text, and of processes if a rank was restarted."""
+    """Return the number of ranks as text. If a rank had several processes, add their number."""
     each = counted(len(set(ranks)), "rank")
     return each if len(set(ranks)) == len(ranks) else f"{each}, {len(ranks)} processes"
 

@@ -1,4 +1,4 @@
-"""``remote``: list, push and pull records of the remote store, and check the store."""
+"""``remote``: list, push and pull records of a store that machines share, and check the store."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from triton_dist._tuning.values import TuningRecord
 from triton_dist.cli import cache, listing, text
 from triton_dist.cli.subcommand import add_subcommand, counted
 
-_SECONDS = 30.0
-"""Time limit of a request. A user's command may wait longer for the store than a tuning."""
+_REQUEST_SECONDS = 30.0
+"""Time limit of a request to the store. It is longer than in a tuning, which must not wait."""
 _LEFT_ALIGNED = ("function", "key")
 
 
@@ -24,12 +24,13 @@ def add_to(subcommands: Any) -> None:
         subcommands,
         "remote",
         _run,
-        help="list and copy the records of a store that machines share; check the store",
-        description=f"Works on the store whose URL is in {knobs.autotune_remote.variable}. list: "
-        "list its records. push: publish the user's records that are newer than the store's. pull: "
-        "copy the store's records that are newer than the user's into TRITON_DIST_CACHE_DIR. "
-        "status: check that the store can be read and written. Exit status: 0 for success, "
-        "1 if there is no record, 2 if the store cannot be used.",
+        help="list and copy the records of a store that machines share, or check the store",
+        description=f"Uses the store whose URL is in {knobs.autotune_remote.variable}. list: list "
+        "the records of the store. push: copy the user's records to the store if they are newer "
+        "than the store's records of the same keys. pull: copy the store's records to "
+        "TRITON_DIST_CACHE_DIR if they are newer than the user's records of the same keys. status: "
+        "check that the store can be read and written. "
+        "Exit status: 0 for success, 1 if there is no record, 2 if the store cannot be used.",
         examples=["remote status", "remote list matmul", "remote push", "remote pull matmul"],
     )
     parser.add_argument("action", choices=("list", "push", "pull", "status"), help="what to do")
@@ -38,7 +39,8 @@ def add_to(subcommands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    store, function, action = configured_remote(_SECONDS), arguments.function, arguments.action
+    function, action = arguments.function, arguments.action
+    store = configured_remote(_REQUEST_SECONDS)
     if store is None:
         arguments.fail(f"set {knobs.autotune_remote.variable} to the URL of the store")
     assert store is not None
@@ -58,19 +60,21 @@ def _run(arguments: argparse.Namespace) -> int:
                 for each in trees]  # fmt: skip
         text.print_lines(*text.table(("time (ms)", "age", "function", "key"), rows, _LEFT_ALIGNED))
     else:
-        done = (_push if action == "push" else _pull)(store, (each.record for each in records))
-        print(f"{action}: {done} of {counted(len(records), 'record')} copied, {store.url}.")
+        num_copied = (_push if action == "push" else _pull)(store, (r.record for r in records))
+        print(f"{action}: {num_copied} of {counted(len(records), 'record')} copied, {store.url}.")
     return 0 if records else 1
 
 
 def _push(store: RemoteStore, records: Iterable[TuningRecord]) -> int:
-    """Publish the records that are newer than the store's; return their number."""
+    """Copy to the store the records that are newer than the store's records. Return their
+    number."""
     names = ((record, entry_name(record.key, record.fingerprint)) for record in records)
     return sum(_is_newer(r, store.read(name)) and store.write(r) for r, name in names)
 
 
 def _pull(store: RemoteStore, records: Iterable[TuningRecord]) -> int:
-    """Store the records that are newer than the user's; return their number."""
+    """Copy to the user's cache the records that are newer than the user's records. Return their
+    number."""
     files, pulled = FileStore(knobs.cache_dir.get()), 0
     for record in records:
         path = str(files.path(record.key))
@@ -84,9 +88,12 @@ def _is_newer(record: TuningRecord, known: TuningRecord | None) -> bool:
 
 
 def _status(store: RemoteStore) -> int:
-    """Read from the store, and write to it unless it is read-only. Print its facts."""
+    """Read from the store, and write to it unless it is read-only. Print the results.
+
+    The write acquires a lease, the lock with which one machine tunes a key while others wait.
+    """
     begin = time.monotonic()
-    probe = f"triton_dist-status-{secrets.token_hex(4)}"  # several commands may run at once
+    probe = f"triton_dist-status-{secrets.token_hex(4)}"  # several commands may run concurrently
     store.request(lambda backend: backend.get(probe, 1))
     milliseconds = 1e3 * (time.monotonic() - begin)
     if not store.read_only:

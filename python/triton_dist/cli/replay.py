@@ -24,27 +24,32 @@ def add_to(subcommands: Any) -> None:
         "replay",
         _run,
         help="run other search algorithms on the recorded times of a tuning",
-        description="Runs search algorithms on the samples of a record (of FUNCTION or in FILE) or "
-        "of a file in the T4 format, several times with the samples in different orders. Prints "
-        "how much slower the chosen config is than the best. Nothing is measured: a config with "
-        "one sample always has the same time.",
+        description="Runs search algorithms on the recorded samples of a tuning, from a record (of "
+        "FUNCTION or in FILE) or from a file in the T4 format of `export`. Each search runs "
+        "several times, with the samples in different orders. Prints how much slower the chosen "
+        "config is than the fastest config. Nothing is measured: a config with a single sample has "
+        "the same time in each run.",
         examples=[
             "replay matmul --key 8192 --search surrogate --tries 50",
             "replay space_T4.json.gz --search racing,surrogate --json",
         ],
     )
-    cache.add_choice(parser, "FUNCTION|FILE", "function name, a record's file, or a T4 file")
+    cache.add_selection(parser, "FUNCTION|FILE", "function name, a record's file, or a T4 file")
     parser.add_argument(
         "--search",
         type=_searches,
         default=_DEFAULT_SEARCHES,
         metavar="NAME,...",
-        help=f"of {', '.join(_SEARCHES)}; default: {','.join(_DEFAULT_SEARCHES)}",
+        help=f"some of {','.join(_SEARCHES)}; default: {','.join(_DEFAULT_SEARCHES)}",
     )
     parser.add_argument(
-        "--tries", type=positive, default=200, metavar="N", help="configs to try; default: 200"
-    )
-    parser.add_argument("--seeds", type=positive, default=8, metavar="N", help="orders; default: 8")
+        "--tries", type=positive, default=200, metavar="N",
+        help="maximum number of configs that a search tries; default: 200",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seeds", type=positive, default=8, metavar="N",
+        help="number of orders of the samples; default: 8",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -66,11 +71,11 @@ def _run(arguments: argparse.Namespace) -> int:
     scores = []
     for name in arguments.search:
         policy = Policy.on("cuda", timing="events", search=name, max_trials=arguments.tries)
-        found = score(
-            space, name, lambda among, how, seed: search_for(among, how), policy,
+        result = score(
+            space, name, lambda configs, policy, seed: search_for(configs, policy), policy,
             range(arguments.seeds),
         )  # fmt: skip
-        scores.append(found)
+        scores.append(result)
     if arguments.json:
         tree = {"space": space.name, "configs": len(space.configs), "seeds": arguments.seeds}
         text.print_json({**tree, "scores": [asdict(each) for each in scores]})
@@ -83,7 +88,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _space(arguments: argparse.Namespace) -> RecordedSpace | None:
-    """Return the times to replay; ``None`` if no record matches."""
+    """Return the recorded samples to replay, or ``None`` if no record matches."""
     from triton_dist.testing.replay import RecordedSpace
 
     path = Path(arguments.function)
@@ -92,7 +97,7 @@ def _space(arguments: argparse.Namespace) -> RecordedSpace | None:
             return RecordedSpace.read(path)
         except ValueError as error:
             if path.suffix == ".gz":
-                remedy = "Name a record, or a file in the T4 format"
+                remedy = "Pass a record, or a file in the T4 format"
                 raise NoSuchRecord(str(path), str(error), remedy) from error
     found = cache.select(arguments.function, arguments)
     if not found:

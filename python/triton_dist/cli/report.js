@@ -31,9 +31,9 @@ function table(spec, filtered) {
     const longest = rows.map(row => shown(row[at], digits)).reduce((a, b) => a.length < b.length ? b : a, "");
     return 22 + Math.min(800, Math.max(ruler.measureText(name).width, ruler.measureText(longest).width));
   });
-  const kinds = columns.map(({ stuck }, at) => (stuck ? "stuck " : "")
+  const kinds = columns.map(({ sticky }, at) => (sticky ? "sticky " : "")
     + (rows.every(row => row[at] === null || typeof row[at] === "number") ? "number" : ""));
-  const lefts = widths.map((_, at) => columns[at].stuck
+  const lefts = widths.map((_, at) => columns[at].sticky
     ? `left: ${widths.slice(0, at).reduce((sum, width) => sum + width, 0)}px` : "");
   const cell = (tag, at, attributes, child) => make(tag, { class: kinds[at], style: lefts[at], ...attributes }, child);
   const space = count => make("tr", { class: "space", "aria-hidden": true, style: `height: ${count * ROW}px` },

@@ -18,10 +18,11 @@ def add_to(subcommands: Any) -> None:
         "report",
         _run,
         help="write HTML pages with plots and tables of tunings",
-        description="Writes a page for each record, and index.html, which lists functions, keys, "
-        "GPUs and the history of their tunings. A page has the default config's time, plots, and "
-        "a table of all configs that can be sorted and filtered. No network is needed. With "
-        "--out FILE.html, one record becomes one file. Requires plotly (the extra `report`).",
+        description="Writes a page for each record, and index.html, which lists all records with "
+        "function, key, GPU and number of tunings. A page has the times of the winner and of the "
+        "default config, plots, and a table of all configs that can be sorted and filtered. No "
+        "network is needed. With --out FILE.html, writes a single record to a single file. "
+        "Requires plotly (the extra `report`).",
         examples=[
             "report --out reports",
             "report matmul --key 8192 --out matmul.html",
@@ -30,11 +31,11 @@ def add_to(subcommands: Any) -> None:
     )
     cache.add_function(
         parser, metavar="FUNCTION|FILE", nargs="?",
-        help="function name, or a record's file; default: all functions, without shipped records",
+        help="function name, or a record's file; default: all records except shipped records",
     )  # fmt: skip
-    cache.add_choice(parser)
+    cache.add_selection(parser)
     parser.add_argument(
-        "--against", type=Path, metavar="FILE", help="file of an older record to compare with"
+        "--against", type=Path, metavar="FILE", help="an older record's file, to compare with"
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR|FILE.html",
@@ -49,7 +50,7 @@ def _run(arguments: argparse.Namespace) -> int:
     except ImportError as error:
         raise MissingExtra("triton-dist report", "plotly", "report") from error
     from triton_dist.cli import page
-    from triton_dist.cli.report_data import Subject
+    from triton_dist.cli.report_data import ReportedRecord
 
     function, out = arguments.function, arguments.out
     if function is None:
@@ -58,12 +59,12 @@ def _run(arguments: argparse.Namespace) -> int:
         found = cache.select(function, arguments)
     if not found:
         return cache.print_no_record(function or "any function", arguments)
-    older = None if arguments.against is None else cache.in_file(arguments.against)
+    older = None if arguments.against is None else cache.record_in_file(arguments.against)
     is_file = out.suffix == ".html"
     if is_file or older is not None:
         found = [cache.single(function or "any function", found)]
-    subjects = sorted((Subject(each, older) for each in found), key=_order)
-    files = [out] if is_file else [out / each.page for each in subjects]
+    subjects = sorted((ReportedRecord(each, older) for each in found), key=_sort_key)
+    files = [out] if is_file else [out / each.page_name for each in subjects]
     pages = {
         file: page.record_page(subject, get_plotlyjs() if is_file else None)
         for file, subject in zip(files, subjects, strict=True)
@@ -80,7 +81,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _order(subject: Any) -> str:
+def _sort_key(subject: Any) -> str:
     key = subject.stored.record.key
     return text.natural_order(f"{key.full_name} {key}")
 

@@ -1,4 +1,4 @@
-"""Collect what a report shows of one record: its analysis, its default config and its logs."""
+"""Collect the data of one record for a report: analysis, default config, and logged events."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class LoggedMeasurement(NamedTuple):
     """One measurement of a tuning."""
 
     seconds: float
-    """Since the start of the tuning."""
+    """Time since the start of the tuning."""
     ms: float
     config: str
-    """Digest."""
+    """Digest of the config."""
 
 
 class PastTuning(NamedTuple):
@@ -39,8 +39,8 @@ class PastTuning(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A record to show, and an older record to compare it with."""
+class ReportedRecord:
+    """A record in a report, and an older record to compare with."""
 
     stored: StoredRecord
     older: StoredRecord | None = None
@@ -54,20 +54,21 @@ class Subject:
         return self.older and Changes.of(self.older.record, self.stored.record)
 
     @property
-    def page(self) -> str:
-        """File name of the page, equal for later tunings of the key."""
+    def page_name(self) -> str:
+        """File name of the record's page. It stays the same when the key is tuned again."""
         key = self.stored.record.key
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", key.function_name)[:80]
         return f"{name}-{codec.digest(key.digest, self.stored.location)[:12]}.html"
 
     @cached_property
     def default(self) -> MeasuredTrial | None:
-        """The first config of the space; ``None`` if it is not known or was not measured."""
+        """The default config, which is the first config of the space; ``None`` if it is not known
+        or was not measured."""
         record, events = self.stored.record, self._events
         digest = events[0].get("default") if events else None
         limited = {"max_seconds", "max_trials", "tries"} & record.fingerprint.policy.keys()
-        partial = limited or record.warm_started_from or record.dropped or self.analysis.pruned
-        if digest is None and not record.shipped and not partial:
+        is_partial = limited or record.warm_started_from or record.dropped or self.analysis.pruned
+        if digest is None and not record.shipped and not is_partial:
             digest = record.trials[0].digest  # every config was tried, in the order of the space
         return next((each for each in self.analysis.timed if each.trial.digest == digest), None)
 
@@ -114,10 +115,11 @@ class Subject:
 
     @cached_property
     def _events(self) -> Sequence[Mapping[str, Any]]:
-        """The events of the record's own tuning; a log may have other tunings of the key."""
+        """The logged events of the tuning that made the record. The log may also contain other
+        tunings of the key."""
         best = self.stored.record.best.digest
-        own = (each for each in reversed(self._tunings) if each[-1].get("config") == best)
-        return next(own, [])
+        matching = (each for each in reversed(self._tunings) if each[-1].get("config") == best)
+        return next(matching, [])
 
 
 def _time(event: Mapping[str, Any]) -> datetime.datetime:

@@ -1,4 +1,4 @@
-"""Draw the roofline of ops: measured time against the limits of arithmetic, memory and links."""
+"""Draw a roofline plot: the time of each op, and its limits by arithmetic, memory and links."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _WIDTH, _ROW_HEIGHT, _MAX_OPS = 9.0, 0.62, 16
 
 
 def png(found: Sequence[OpSummary], peak: Mapping[str, Any], gpu: str) -> bytes:
-    """Return a PNG with a bar for the time of each op and shape.
+    """Return a PNG image with a bar for the time of each op and shape.
 
-    A line marks the time that each resource would take at its peak. The rightmost line is the
-    limit of the op.
+    For each resource, a line marks the time that the op needs if the resource runs at its peak
+    rate. The rightmost line is the lower bound of the op's time.
     """
     drawn = [each for each in found if each.ms and each.bounds_ms][:_MAX_OPS]
     with matplotlib.rc_context(
@@ -43,17 +43,17 @@ def _roofs(axes: Any, drawn: Sequence[OpSummary]) -> None:
         axes.text(0.5, 0.5, "no op with a known cost was recorded", ha="center")
         axes.set_axis_off()
         return
-    places = range(len(drawn))
-    axes.barh(places, [each.ms for each in drawn], height=0.55, color=_BAR, label="measured")
+    positions = range(len(drawn))
+    axes.barh(positions, [each.ms for each in drawn], height=0.55, color=_BAR, label="measured")
     for bound, colour in _COLOURS.items():
-        ends = [(place, (each.bounds_ms or {}).get(bound, 0.0)) for place, each in enumerate(drawn)]
-        shown = [(place, end) for place, end in ends if end > 0]
-        lows, highs = ([place + side for place, _ in shown] for side in (-0.36, 0.36))
-        axes.vlines([end for _, end in shown], lows, highs, colour, linewidth=2.4, label=bound)
-    for place, each in enumerate(drawn):
+        limits = [(row, (each.bounds_ms or {}).get(bound, 0.0)) for row, each in enumerate(drawn)]
+        lines = [(row, ms) for row, ms in limits if ms > 0]
+        lows, highs = ([row + offset for row, _ in lines] for offset in (-0.36, 0.36))
+        axes.vlines([ms for _, ms in lines], lows, highs, colour, linewidth=2.4, label=bound)
+    for row, each in enumerate(drawn):
         note = f" {each.share:.0%} of {each.bound}" if each.share is not None else ""
-        axes.text(each.ms, place, note, va="center", fontsize=8.5, color=_LIMIT)
-    axes.set_yticks(places, [_label(each) for each in drawn])
+        axes.text(each.ms, row, note, va="center", fontsize=8.5, color=_LIMIT)
+    axes.set_yticks(positions, [_label(each) for each in drawn])
     axes.invert_yaxis()
     axes.set_xscale("log")
     low = min(min(filter(None, (each.bounds_ms or {}).values())) for each in drawn)

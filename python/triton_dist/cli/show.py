@@ -23,8 +23,8 @@ def add_to(subcommands: Any) -> None:
         help="print the configs that a tuning measured, as a table",
         description="Prints the records of FUNCTION, or the record in FILE: the fastest configs "
         "and their times, the number of configs near the winner, the importance of each parameter, "
-        "and failures. `to best` is the time divided by the winner's time; `spread` is the "
-        "interquartile range divided by the median.",
+        "and failures. In the table, `to best` is a config's time divided by the winner's time. "
+        "`spread` is the interquartile range of a config's samples divided by their median.",
         examples=[
             "show matmul",
             "show matmul --key 8192 --top 20",
@@ -32,7 +32,7 @@ def add_to(subcommands: Any) -> None:
             "show matmul --json | jq",
         ],
     )
-    cache.add_choice(parser, "FUNCTION|FILE", "function name, or a record's file")
+    cache.add_selection(parser, "FUNCTION|FILE", "function name, or a record's file")
     parser.add_argument(
         "--top",
         type=int,
@@ -54,12 +54,12 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.code:
         # The printed argument gives ``tune.autotune`` a single config, which it does not measure.
         for record in (stored.record for stored in found):
-            where = f"{record.key.full_name}, key {record.key}, {cache.made_on(record)}"
+            where = f"{record.key.full_name}, key {record.key}, {cache.hardware_text(record)}"
             text.print_lines(f"# {where}: {Analysis(record).winner.ms:.4f} ms")
             text.print_lines(f"config_space=[{record.best}],")
         return 0
-    for place, stored in enumerate(found):
-        for line in [*([""] if place else []), *_lines(stored, arguments.top)]:
+    for index, stored in enumerate(found):
+        for line in [*([""] if index else []), *_lines(stored, arguments.top)]:
             print(*text.wrapped(line, indent=4), sep="\n")
     return 0
 
@@ -103,7 +103,7 @@ def _lines(stored: StoredRecord, top: int) -> Iterator[str]:
     found = Analysis(record)
     age = f"{text.age(record.timestamp)} ago, in {record.seconds:.1f} s"
     yield f"{record.key.full_name}, key {record.key}"
-    yield f"  on      {cache.made_on(record)}"
+    yield f"  on      {cache.hardware_text(record)}"
     yield f"  tuned   {record.timestamp}, {'shipped' if record.shipped else age}"
     if record.warm_started_from:
         yield f"  how     {record.warm_started_from}"
@@ -118,8 +118,8 @@ def _lines(stored: StoredRecord, top: int) -> Iterator[str]:
             str(len(timed.samples)),
             show_parameters(timed.parameters, names) + "  <- winner" * (timed is found.winner),
         )
-        for place, timed in enumerate(found.timed)
-        if place < top or timed is found.winner
+        for index, timed in enumerate(found.timed)
+        if index < top or timed is found.winner
     ]  # fmt: skip
     heads = ("time (ms)", "to best", "spread", "samples", "config")
     yield from (f"  {line}" for line in text.table(heads, rows, left=("config",)))

@@ -1,4 +1,4 @@
-"""``status``: progress of running and interrupted tunings, once or until they end."""
+"""``status``: print the progress of running and interrupted tunings, once or until they end."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ from triton_dist.cli.subcommand import add_subcommand, counted
 _Tree = dict[str, Any]
 _REFRESH_SECONDS = 1.0
 _IDLE_SECONDS = 30.0
-"""``--watch`` ends if no tuning has been running for this time.
-
-A job may pause between the tunings of two keys.
-"""
+"""``--watch`` ends if no tuning has been running for this time. A job may pause between the tunings
+of two keys."""
 
 
 def add_to(subcommands: Any) -> None:
@@ -33,16 +31,16 @@ def add_to(subcommands: Any) -> None:
         _run,
         help="progress of running and interrupted tunings",
         description="Prints the tunings that have no record yet: number of configs tried, best "
-        "time so far, and, if the tuning is running, the last step of each rank. The next call "
-        "resumes an interrupted tuning; `clear --interrupted` removes it. --watch follows running "
-        f"tunings until none has been running for {_IDLE_SECONDS:.0f} s, or until Ctrl-C. Nothing "
-        "is written to the cache.",
+        "time so far, and, if the tuning is running, the last step of each rank. The next call of "
+        "the function resumes an interrupted tuning; `clear --interrupted` removes it. --watch "
+        "prints the progress of running tunings until no tuning has been running for "
+        f"{_IDLE_SECONDS:.0f} s, or until Ctrl-C. Nothing is written to the cache.",
         examples=["status", "status matmul --watch", "status matmul --json"],
     )
     cache.add_function(parser, metavar="FUNCTION", nargs="?", help="only this function")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--watch", action="store_true", help="follow running tunings")
-    how.add_argument("--json", action="store_true", help="print JSON")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--watch", action="store_true", help="follow running tunings")
+    output.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -66,7 +64,7 @@ def _print_none(kind: str, function: str | None) -> None:
 def _tree(each: Interrupted) -> _Tree:
     running, age = is_in_use(each.path), 0.0
     if running:
-        with suppress(OSError):  # time since the last outcome, which ``seconds`` lacks
+        with suppress(OSError):  # ``seconds`` ends at the last outcome: add the time since
             age = max(0.0, time.time() - each.path.stat().st_mtime)
     return {
         **listing.tree_of_unfinished(each),
@@ -112,7 +110,8 @@ def _steps(tuning: _Tree) -> Iterator[str]:
 
 
 def _watch(function: str | None) -> int:
-    """Follow the running tunings; return 1 if no tuning was running."""
+    """Print the progress of running tunings until they end. Return exit status 1 if no tuning was
+    running."""
     store, running, last, any_ran = cache.user_store(), dict[str, _Tree](), time.monotonic(), False
     with suppress(KeyboardInterrupt), _display() as show:
         while running or time.monotonic() - last < _IDLE_SECONDS:
@@ -140,7 +139,8 @@ def _end(tuning: _Tree) -> str:
 
 @contextmanager
 def _display() -> Iterator[Callable[[Collection[_Tree], Collection[str]], None]]:
-    """Context manager that yields a function to show running tunings and finished ones.
+    """Context manager that yields a function to print running tunings and lines about ended
+    tunings.
 
     On a terminal, running tunings are redrawn in place. Otherwise, a line is printed for each
     tuning that has a new outcome.

@@ -12,7 +12,7 @@ COLUMNS = 80
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors end with its epilog: examples of correct usage."""
+    """A parser whose error messages end with its epilog, which contains examples."""
 
     def error(self, message: str) -> NoReturn:
         super().error(f"{message}\n{self.epilog}")
@@ -28,10 +28,11 @@ def add_subcommand(
     examples: Sequence[str],
     aliases: Sequence[str] = (),
 ) -> argparse.ArgumentParser:
-    """Return a parser for ``name`` whose help ends with examples.
+    """Add the subcommand ``name`` and return its parser. Its help text ends with ``examples``.
 
     Args:
-        run: runs the subcommand and returns the exit status. Its ``fail`` reports a usage error.
+        run: runs the subcommand with the parsed arguments and returns the exit status. To report a
+            usage error and exit, ``run`` calls ``arguments.fail(message)``.
         aliases: other names of the subcommand.
     """
     lines = "\n".join(f"  triton-dist {example}" for example in examples)
@@ -48,13 +49,14 @@ def add_subcommand(
 
 
 def add_command(parser: argparse.ArgumentParser) -> None:
-    """Add the program that follows ``--``, which ``main`` splits off before argparse runs."""
+    """Add the argument for the program after ``--``. ``main`` takes these words from the command
+    line before argparse parses it."""
     parser.add_argument("command", nargs="*", type=_not_after_dashes, metavar="-- COMMAND",
                         help="the program to run, and its arguments")  # fmt: skip
 
 
 def _not_after_dashes(word: str) -> str:
-    raise argparse.ArgumentTypeError(f"unexpected {word!r}; the program to run follows --")
+    raise argparse.ArgumentTypeError(f"unexpected {word!r}: write -- before the program to run")
 
 
 def positive(word: str) -> int:

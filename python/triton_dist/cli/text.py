@@ -1,4 +1,4 @@
-"""Fit text to the terminal; lines written to a pipe are neither wrapped nor cut."""
+"""Fit text to the width of the terminal. Text for a pipe is neither wrapped nor cut."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def print_json(tree: object) -> None:
 
 
 def wrapped(line: str, indent: int = 12) -> list[str]:
-    """Return ``line`` wrapped to the terminal; in a pipe, one line, so that grep can search it."""
+    """Return ``line`` wrapped to the width of the terminal. If the output is a pipe, return one
+    line, so that grep can search it."""
     line = printable(line)
     if not is_terminal():
         return [line]
@@ -58,7 +59,7 @@ def table(
 
 
 def natural_order(line: str) -> str:
-    """Return a sort key that places 2 before 16."""
+    """Return a sort key with which numbers in lines are sorted by value: "2" before "16"."""
     return re.sub(r"\d+", lambda number: number[0].rjust(12, "0"), line)
 
 
@@ -67,7 +68,7 @@ def is_terminal() -> bool:
 
 
 def age(timestamp: str) -> str:
-    """Return the time since ``timestamp`` (ISO 8601) in its largest unit."""
+    """Return the time since ``timestamp`` (ISO 8601) as text in the largest unit, such as "3 d"."""
     try:
         then = datetime.datetime.fromisoformat(timestamp)
         seconds = (datetime.datetime.now(datetime.timezone.utc) - then).total_seconds()

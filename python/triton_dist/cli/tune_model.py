@@ -17,10 +17,10 @@ def add_to(subcommands: Any) -> None:
         "tune-model",
         _run,
         help="tune a model before serving, on all ranks",
-        description="Runs a Llama-like model, sharded over the ranks, once for each expected "
-        "shape of prefill and decode. Shapes that are not in the cache are tuned. A server that "
-        "starts later with TRITON_DIST_AUTOTUNE_FROZEN=1 measures nothing. Run it with "
-        "bash scripts/launch.sh -m triton_dist, or with torchrun.",
+        description="Runs a Llama-like model, sharded over the ranks, once for each given shape of "
+        "prefill and decode. Shapes that are not in the cache are tuned. A server that starts "
+        "later with TRITON_DIST_AUTOTUNE_FROZEN=1 then uses the results without measuring. Start "
+        "this subcommand on all ranks, with bash scripts/launch.sh -m triton_dist or torchrun.",
         examples=["tune-model --model FOLDER --bsz 1,16 --seq_len 128,2048"],
     )
     parser.add_argument("--model", required=True, help="a known model name, or a folder")
@@ -34,10 +34,14 @@ def add_to(subcommands: Any) -> None:
     for phase, default in (("prefill", "ag_rs"), ("decode", "gemm_ar")):
         parser.add_argument(
             f"--{phase}_mode", choices=list(_MODES), default=default,
-            help=f"mode of {phase}: tokens sharded over ranks (ag_rs) or replicated; "
-            f"default: {default}",
+            help=f"how {phase} uses the ranks: tokens sharded over ranks (ag_rs), or replicated "
+            f"with sums by all-reduce (allreduce) or fused GEMM + all-reduce (gemm_ar); default: "
+            f"{default}",
         )  # fmt: skip
-    parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"], default="bfloat16")
+    parser.add_argument(
+        "--dtype", choices=["float16", "bfloat16", "float32"], default="bfloat16",
+        help="dtype of the model; default: bfloat16",
+    )  # fmt: skip
 
 
 def _numbers(text: str) -> list[int]:

@@ -1,7 +1,7 @@
 """Decide whether a tuner would use a record now.
 
-:func:`verdict` compares the record with this environment. :func:`imported` also compares code and
-config space; it imports the function's module in a separate process.
+:func:`verdict` compares the record with this environment. :func:`verdicts_by_import` also compares
+code and config space. To do this, it imports the function's module in a separate process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ IMPORT_SECONDS = 120.0
 
 OTHER_FUNCTION_REASON = "it is of another function"
 OWN_PACKAGES = {"triton_dist"}
-"""Packages that are imported in this process even without --import."""
+"""Packages whose modules are imported in this process, also without ``--import``."""
 
 
 class Verdict(NamedTuple):
@@ -56,40 +56,42 @@ class Verdict(NamedTuple):
     used: bool | None
     """``None``: unknown."""
     reasons: tuple[str, ...] = ()
-    """Reasons why the record is not used, or why that is unknown."""
+    """Reasons why the record is not used, or why this is unknown."""
     accepted: tuple[str, ...] = ()
     """Differences that do not invalidate the record."""
     is_own: bool = True
-    """The present function would write its record under the same key and signature."""
+    """Whether the present function would write its record under the record's key and signature."""
     may_be_dropped: bool = False
-    """The record is used unless ``prune_fn`` drops the winner."""
+    """Whether ``prune_fn`` may drop the winner, in which case the record is not used."""
     by_import: bool = False
-    """Importing the module may decide an unknown verdict."""
+    """Whether a verdict that is unknown may be decided by importing the module."""
 
 
 def verdict(
     record: TuningRecord, ranks: Mapping[str, str], any_settings: bool = False, module: str = ""
 ) -> Verdict:
-    """Compare the hardware, versions, ranks and source files of ``record``; run no user code.
+    """Compare the hardware, versions, ranks and source files of ``record`` with this environment.
+    Runs no user code.
 
     Args:
-        module: present module of the function; default: the recorded module.
-        ranks: facts of the group that would call the function; they replace the recorded facts.
-        any_settings: accept the settings of the record. Different hardware then gives an unknown
-            verdict instead of a reason.
+        ranks: facts about the group that would call the function, such as ``world_size``. They
+            replace the recorded facts.
+        any_settings: accept the settings of the record. For other hardware, the verdict is then
+            "unknown" instead of "not used".
+        module: module that contains the function now; default: the recorded module.
     """
     from triton_dist.runtime.device import current_device
     from triton_dist.runtime.triton_compat import software_versions
 
-    made, hardware = record.fingerprint, current_device().facts()
-    if any_settings and made.hardware.get("gpu") != hardware.get("gpu"):
+    recorded, hardware = record.fingerprint, current_device().facts()
+    if any_settings and recorded.hardware.get("gpu") != hardware.get("gpu"):
         return Verdict(None, (f"it was made on {record.key.hardware}",))
-    topology = {**made.topology, **ranks}
+    topology = {**recorded.topology, **ranks}
     now = dataclasses.replace(
-        made, hardware=hardware, software=software_versions(), topology=topology
+        recorded, hardware=hardware, software=software_versions(), topology=topology
     )
     strict = knobs.autotune_version_check.get()
-    found = list(differences(made, _under_its_settings(now, made) if any_settings else now))
+    found = list(differences(recorded, _with_settings_of(recorded, now) if any_settings else now))
     reasons = tuple(d.sentence for d in found if strict or not d.is_patch_level)
     if reasons:
         return Verdict(False, reasons)
@@ -98,7 +100,8 @@ def verdict(
     reasons, unknown = _changes(record, module)
     if reasons:
         return Verdict(False, reasons)
-    code = "its code is the same" if made.source and not unknown else "its code may have changed"
+    is_same = recorded.source and not unknown
+    code = "its code is the same" if is_same else "its code may have changed"
     why = f"{code}; its config space is compared with --import, which runs its module"
     return Verdict(None, (why,), by_import=True)
 
@@ -117,13 +120,14 @@ def is_ours(module: str) -> bool:
     return module.partition(".")[0] in OWN_PACKAGES
 
 
-def imported(
+def verdicts_by_import(
     module: str,
     pairs: Sequence[tuple[str, TuningRecord]],
     ranks: Mapping[str, str],
     any_settings: bool = False,
 ) -> list[Verdict]:
-    """Return the verdicts of records, given the name of each record's function in ``module``.
+    """Import ``module`` and return the verdict on each record. ``pairs`` are records, each with the
+    name of its function in the module.
 
     A user's module is imported in a new process, which is killed after ``IMPORT_SECONDS``. The
     other arguments are described at :func:`verdict`.
@@ -159,7 +163,8 @@ def imported(
 
 
 def _serve(folder: str) -> None:
-    """Write the verdicts for the request in ``folder``; runs in the process of :func:`imported`."""
+    """Write the verdicts for the request in ``folder``. Runs in the new process of
+    :func:`verdicts_by_import`."""
     path, *request = pickle.loads(Path(folder, "request").read_bytes())
     sys.path[:] = path
     _files.write(Path(folder, "answer"), json.dumps(_verdicts(*request)).encode())
@@ -193,36 +198,38 @@ def _verdicts(
     return verdicts
 
 
-def _under_its_settings(now: Fingerprint, made: Fingerprint) -> Fingerprint:
+def _with_settings_of(recorded: Fingerprint, now: Fingerprint) -> Fingerprint:
+    """Return ``now`` with the settings of ``recorded``."""
     software = {name: fact for name, fact in now.software.items() if name != "settings"}
-    if "settings" in made.software:
-        software["settings"] = made.software["settings"]
+    if "settings" in recorded.software:
+        software["settings"] = recorded.software["settings"]
     return dataclasses.replace(now, software=software)
 
 
 class Validator:
-    """The comparison of a tuned function with its records, without the arguments of a call.
+    """Comparison of a tuned function with its records, without a call of the function.
 
-    This process has no group: facts that are missing in ``ranks`` are taken from the record.
+    This process belongs to no group of ranks. Facts about the group are taken from ``ranks``, or,
+    if they are missing there, from the record.
     """
 
     def __init__(
         self, tuned: AutoTuner[..., Any], ranks: Mapping[str, str], any_settings: bool
     ) -> None:
         self._tuned, self._ranks, self._any_settings = tuned, ranks, any_settings
-        self._whole, self.origin = tuned.fingerprint(), tuned.origin()
+        self._fingerprint, self.origin = tuned.fingerprint(), tuned.origin()
 
     def verdict(self, record: TuningRecord) -> Verdict:
         names = (self.origin.function, f"{self.origin.module}.{self.origin.function}")
-        if record.key.function not in names:  # the latter in schema 1
+        if record.key.function not in names:  # the second name is used in schema 1
             return Verdict(None, (OTHER_FUNCTION_REASON,))
         space = self._space(record.key)
-        whole = space is self._tuned.config_space
-        live = self._whole if whole else self._tuned.fingerprint(space)
+        is_whole = space is self._tuned.config_space
+        live = self._fingerprint if is_whole else self._tuned.fingerprint(space)
         topology = {**live.topology, **record.fingerprint.topology, **self._ranks}
         now = dataclasses.replace(live, topology=topology)
         if self._any_settings:
-            now = _under_its_settings(now, record.fingerprint)
+            now = _with_settings_of(record.fingerprint, now)
         found = validity(record, now, space, knobs.autotune_version_check.get())
         text, hardware = record.key.text, record.key.hardware
         own = Key(self.origin.function, text, hardware, *self.origin[1:]).with_signature_of(live)
@@ -230,14 +237,15 @@ class Validator:
         if found.reasons:
             rest = tuple(each for each in found.reasons if not each.startswith("source: "))
             statements, _ = _changes(record, self.origin.module)
-            if statements and rest != found.reasons:  # statements have line numbers
+            if statements and rest != found.reasons:  # prefer ``statements``: with line numbers
                 return Verdict(False, (*statements, *rest), (), is_own)
             return Verdict(False, found.reasons, (), is_own)
         may_be_dropped = self._tuned.prune_fn is not None and record.shipped
         return Verdict(True, (), found.tolerated, is_own, may_be_dropped)
 
     def _space(self, key: Key) -> ConfigSpace:
-        """Return the config space without the parameters that the recorded call passed itself."""
+        """Return the config space without the parameters that the recorded call passed as
+        arguments, which were not tuned."""
         space: ConfigSpace = self._tuned.config_space
         if key.passed_values is None:
             return space
@@ -257,7 +265,7 @@ def load_module(name: str) -> ModuleType:
     Raises:
         NoSuchFunction: the module does not exist, or its import fails.
     """
-    if "" not in sys.path:  # as if a script in this folder were run
+    if "" not in sys.path:  # modules in the current folder can be imported
         sys.path.insert(0, "")
     try:
         with knobs.with_value(knobs.autotune.variable, "0"):
@@ -300,9 +308,11 @@ def function_in(module: ModuleType, function: str) -> AutoTuner[..., Any]:
 
 
 def _from_file(path: Path) -> ModuleType:
-    """Import a file of a package by its dotted name, a script under a name with a digest.
+    """Import a ``.py`` file: a file of a package by its dotted name, a script by a name with a
+    digest.
 
-    The digest separates scripts of equal name, and ``profile.py`` from Python's own module.
+    The digest distinguishes scripts with equal names, and a script ``profile.py`` from Python's
+    module ``profile``.
     """
     parts, root = package_path(path)
     sys.path.insert(0, str(root))

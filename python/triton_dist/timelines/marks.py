@@ -1,4 +1,7 @@
-"""Add marks inside kernels to a timeline: one row per program, below the calls of ops."""
+"""Add the marks of kernels to a timeline. A mark is a time span within a program of a kernel.
+
+The timeline gets a row for each program, below the calls of ops.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +23,23 @@ _CLOCK = "triton_dist: clock of marks"
 _PRECISION_NS = 4
 """A trace stores times as floats in microseconds, which may round them by a few ns."""
 _READINGS = 5
-"""Number of clock readings at the start and at the end; preemption may disturb a single reading."""
+"""Number of clock readings at the start and at the end of a recording. A single reading may be
+delayed by preemption."""
 
 
 @contextmanager
 def compiled_with_marks() -> Iterator[None]:
-    """Context manager that compiles the kernels of a call with marks, before recording starts.
-
-    The marks of this call are discarded.
-    """
+    """Context manager for the call before the first recorded call. Kernels are compiled with marks
+    in this call, and its marks are discarded."""
     device, marks = current_device(), KernelMarks()
     with marks.around_call():
         yield
     if not device.is_capturing():
-        device.synchronize()  # marks after this belong to recorded calls
+        device.synchronize()  # all later marks belong to recorded calls
 
 
 class KernelMarks:
-    """The marks of a recording, and readings of the clock that the marks use."""
+    """The marks of a recording, and readings of the device clock with which marks are made."""
 
     def __init__(self) -> None:
         device = current_device()
@@ -46,7 +48,8 @@ class KernelMarks:
         ClockReading().nanoseconds()  # compile before recording
 
     def read_clock(self) -> None:
-        """Read the clock in profiler scopes, which relate it to the timeline."""
+        """Read the device clock in profiler scopes. The times of these scopes relate the clock to
+        the timeline."""
         for _ in range(_READINGS):
             name = f"{_CLOCK} #{len(self._readings)}"
             with torch.profiler.record_function(name):
@@ -55,10 +58,8 @@ class KernelMarks:
 
     @contextmanager
     def around_call(self) -> Iterator[None]:
-        """Context manager in which kernels make marks.
-
-        Not used in CUDA graph capture: the graph would make marks at every replay.
-        """
+        """Context manager in which kernels make marks, except in a CUDA graph capture: the graph
+        would make marks at every replay."""
         if current_device().is_capturing():
             yield
             return
@@ -66,11 +67,12 @@ class KernelMarks:
             yield
 
     def add_to(self, content: trace.Trace) -> None:
-        """Add the marks to this rank's timeline, and their shares to the facts of its calls."""
-        read, made = self._marks.read()
-        marks = [each for each in read if isinstance(each, Mark)]
-        flags = [each for each in read if isinstance(each, Flag)]
-        # Offset of the marks' clock to the timeline, from the reading with the shortest scope.
+        """Add the marks to ``content``, this rank's timeline. Add the share of each mark in the
+        time of programs to the facts about calls."""
+        stored, num_made = self._marks.read()
+        marks = [each for each in stored if isinstance(each, Mark)]
+        flags = [each for each in stored if isinstance(each, Flag)]
+        # Relate the marks' clock to the timeline by the reading whose scope took the least time.
         spans = trace.spans(content, self._readings)
         name = min(spans, key=lambda each: spans[each].end - spans[each].begin)
         middle = (spans[name].begin + spans[name].end) / 2
@@ -81,12 +83,13 @@ class KernelMarks:
             facts["marks"] = shares([m for m in marks if begin_ns <= m.begin_ns <= end_ns])
         rows = _rows(marks)
         content["traceEvents"] += _trace_events(rows, trace_start_ns)
-        content[trace.METADATA_KEY]["marks"] = {"kept": len(read), "made": made}
+        content[trace.METADATA_KEY]["marks"] = {"kept": len(stored), "made": num_made}
         content[trace.METADATA_KEY]["flags"] = [*_flags_in_marks(flags, rows, trace_start_ns)]
 
 
 _Rows: TypeAlias = dict[tuple[int, int], list[Mark]]
-"""Marks by program and group, sorted by begin; outer marks before inner marks."""
+"""Marks by program and group of four warps, sorted by begin. A mark comes before the marks that are
+nested in it."""
 
 
 def _rows(marks: Iterable[Mark]) -> _Rows:
@@ -97,9 +100,10 @@ def _rows(marks: Iterable[Mark]) -> _Rows:
 
 
 def shares(marks: list[Mark]) -> dict[str, float]:
-    """Return each mark's share of the time of all programs, by name.
+    """Return for each name of marks its share of the time of all programs.
 
-    The time of a program is from its first mark to its last. A nested mark counts for both marks.
+    The time of a program is from the begin of its first mark to the end of its last mark. The time
+    of a nested mark counts for the mark and for the surrounding mark.
     """
     rows: dict[tuple[int, int], tuple[int, int]] = {}
     ns_by_name = dict.fromkeys(MARK_NAMES, 0)
@@ -117,12 +121,12 @@ def shares(marks: list[Mark]) -> dict[str, float]:
 def _trace_events(rows: _Rows, trace_start_ns: int) -> Iterator[trace.Event]:
     if rows:
         yield _name_event("process_name", 0, PROCESS)
-    for number, ((program, group), marks) in enumerate(rows.items()):
-        warps = f", warps {4 * group} to {4 * group + 3}" if group else ""
+    for number, ((program, warp_group), marks) in enumerate(rows.items()):
+        warps = f", warps {4 * warp_group} to {4 * warp_group + 3}" if warp_group else ""
         name = f"program {program}{warps}" if program >= 0 else f"copy stream {number}"
         yield _name_event("thread_name", number, name)
         for mark in marks:
-            about: dict[str, Any] = {"program": program, "group": group}
+            about: dict[str, Any] = {"program": program, "group": warp_group}
             about |= {trace.COPIED_BYTES: mark.nbytes} if mark.nbytes else {}
             yield {
                 "ph": "X", "cat": "mark", "name": mark.name, "pid": PROCESS, "tid": number,
@@ -134,16 +138,18 @@ def _trace_events(rows: _Rows, trace_start_ns: int) -> Iterator[trace.Event]:
 def _flags_in_marks(
     flags: Iterable[Flag], rows: _Rows, trace_start_ns: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield what ``trace.arrows`` needs of each flag in memory that still exists."""
+    """Yield the facts from which ``trace.merge`` draws arrows, for each flag whose memory still
+    exists."""
     numbers = {row: number for number, row in enumerate(rows)}
     begins = {row: [mark.begin_ns for mark in marks] for row, marks in rows.items()}
     for flag in flags:
         row, identity = (flag.program, flag.warp_group), addresses.identify(flag.address)
         first = bisect_right(begins.get(row, ()), flag.at_ns)
-        around = (mark for mark in reversed(rows.get(row, ())[:first]) if mark.end_ns >= flag.at_ns)
-        mark = next(around, None)
+        earlier = reversed(rows.get(row, ())[:first])
+        mark = next((each for each in earlier if each.end_ns >= flag.at_ns), None)
         if mark is not None and identity is not None:
-            # An arrow binds to the event that contains its time; the end of an event is outside.
+            # An arrow is attached to the event that contains its time. An event does not contain
+            # its end.
             at_ns = min(flag.at_ns, mark.end_ns - flag.is_set * _PRECISION_NS)
             yield {
                 "flag": identity, "is_set": flag.is_set, "value": flag.value,
@@ -153,5 +159,5 @@ def _flags_in_marks(
             }  # fmt: skip
 
 
-def _name_event(what: str, number: int, name: str) -> trace.Event:
-    return {"ph": "M", "name": what, "pid": PROCESS, "tid": number, "args": {"name": name}}
+def _name_event(kind: str, number: int, name: str) -> trace.Event:
+    return {"ph": "M", "name": kind, "pid": PROCESS, "tid": number, "args": {"name": name}}

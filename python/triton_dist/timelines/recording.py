@@ -1,4 +1,4 @@
-"""Record a region on each rank, and merge the recordings of all ranks."""
+"""Record timelines of calls on each rank, and merge the timelines of all ranks."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from triton_dist.timelines import scopes, trace
 from triton_dist.timelines.marks import KernelMarks, compiled_with_marks
 
 TOOLS = ("torch", "proton")
-_PROTON = "hatchet"
+_PROTON_SUFFIX = "hatchet"
 _WRITING_SECONDS = 600.0
-_READINGS = 5
-"""Number of barriers after which clocks are read; preemption may delay any single reading."""
+_NUM_READINGS = 5
+"""Number of barriers after which ranks read their clocks. A single reading may be delayed by
+preemption."""
 
 
 @contextmanager
@@ -45,22 +46,22 @@ def group_profile(
     keep_merged_only: bool = False,
     compress: bool = True,
 ) -> Iterator[None]:
-    """Context manager that traces a region on every rank of ``group``; collective if ``do_prof``.
+    """Context manager that records its body on every rank of ``group``. Collective if ``do_prof``.
 
-    Calls of tuned functions are scopes. Each rank writes ``<folder>/<name>/rank-<r>.json.gz``.
-    Rank 0 merges the files on one clock into ``<folder>/<name>_merged.json.gz`` for Perfetto,
-    chrome://tracing and ``triton-dist profile show``. If a timeline cannot be written, a warning is
-    issued and the program continues.
+    Each call of a tuned function is a scope. Each rank writes ``<folder>/<name>/rank-<r>.json.gz``.
+    Rank 0 merges these files into ``<folder>/<name>_merged.json.gz``, with all times on one clock,
+    for Perfetto, chrome://tracing and ``triton-dist profile show``. If a timeline cannot be
+    written, a warning is issued and the program continues.
 
     Args:
         name: name of the timeline.
         do_prof: ``False``: do nothing.
-        group: ranks to trace; default: all ranks.
+        group: ranks that record; default: all ranks.
         folder: folder to write to.
-        tool: ``"torch"``: torch.profiler. ``"proton"``: Triton's profiler, GPUs only; it writes a
-            tree of scopes and kernels without timestamps (``….hatchet``) for ``proton-viewer``.
+        tool: ``"torch"``: torch.profiler. ``"proton"``: Triton's profiler, only for GPUs. It writes
+            a tree of scopes and kernels without timestamps (``….hatchet``) for ``proton-viewer``.
         marks: also record the phases of kernel programs (wait, load, multiply, store, push), except
-            in candidates of a tuning. Requires ``"torch"``.
+            while the tuner measures candidates. Requires ``tool="torch"``.
         merge_group: ``False``: do not merge the timelines of the ranks.
         keep_merged_only: remove the files of the ranks after merging.
         compress: ``False``: write ``.json``.
@@ -77,13 +78,11 @@ def group_profile(
         raise InvalidArgument("group_profile", "tool", tool, " or ".join(map(repr, TOOLS)))
     if marks and tool != "torch":
         raise InvalidArgument("group_profile", "tool", tool, "'torch', with marks=True")
-    ranks, parts = group_for(group), Path(folder) / name
+    ranks, rank_folder = group_for(group), Path(folder) / name
     process, failure = os.getpid(), ""
-    suffix = _PROTON if tool == "proton" else "json.gz" if compress else "json"
-    rank_file, merged = (
-        parts / f"rank-{ranks.rank}.{suffix}",
-        parts.with_name(f"{name}_merged.{suffix}"),
-    )
+    suffix = _PROTON_SUFFIX if tool == "proton" else "json.gz" if compress else "json"
+    rank_file = rank_folder / f"rank-{ranks.rank}.{suffix}"
+    merged = rank_folder.with_name(f"{name}_merged.{suffix}")
     if tool == "proton":
         with scopes.proton_recording(rank_file):
             yield
@@ -93,17 +92,17 @@ def group_profile(
         with recording.on():
             yield
         failure = recording.failure
-    if os.getpid() != process:  # a forked child that leaves the region
+    if os.getpid() != process:  # a forked child that leaves the context
         return
     ranks.barrier("timelines are written", _WRITING_SECONDS)
     if ranks.is_leader and merge_group:
-        files = [each for each in files_of_ranks(parts, suffix) if each[0] < ranks.size]
+        files = [each for each in files_of_ranks(rank_folder, suffix) if each[0] < ranks.size]
         try:
             merge_files(files, merged)
             for _, file in files if keep_merged_only else ():
                 file.unlink()
             if keep_merged_only:
-                parts.rmdir()
+                rank_folder.rmdir()
         except Exception as error:
             failure += f"timelines of ranks are not merged: {type(error).__name__}: {error}"
     if failure:
@@ -111,16 +110,17 @@ def group_profile(
 
 
 class Recording:
-    """A recording of this rank by torch's profiler, which ``stop`` writes to a file.
+    """A recording of this rank by torch's profiler. ``stop`` writes the recording to a file.
 
-    A forked child does not take part.
+    A forked child records nothing.
 
     Attributes:
         scopes: the scopes of calls.
-        failure: why the recording is not written; empty: no failure.
+        failure: why the recording could not be written, or "".
 
     Args:
-        clock_ns: offset in nanoseconds from this host's clock to the clock of rank 0.
+        file: file to write.
+        clock_ns: offset from this host's clock to the clock of rank 0, in nanoseconds.
         marks: record marks inside kernels.
     """
 
@@ -134,7 +134,8 @@ class Recording:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Context manager that records the region, and writes the recording even if it raises."""
+        """Context manager that records its body, and writes the recording even if the body
+        raises."""
         self.start()
         try:
             with self.scopes.on():
@@ -143,13 +144,14 @@ class Recording:
             self.stop()
 
     def start(self) -> None:
-        self._file.unlink(missing_ok=True)  # left by an earlier recording
+        self._file.unlink(missing_ok=True)  # an earlier recording may have left it
         self._profile.__enter__()
         if self._marks is not None:
             self._marks.read_clock()
 
     def stop(self) -> None:
-        """Write the recording; set ``failure`` on an error, because the program must continue."""
+        """End and write the recording. An error sets ``failure``, because the program must
+        continue."""
         if os.getpid() == self._process:
             try:
                 device = current_device()
@@ -182,15 +184,16 @@ class Recording:
 
 
 def files_of_ranks(folder: Path, suffix: str) -> list[tuple[int, Path]]:
-    """Return (rank, file) of all files that ranks have written, sorted by rank, then by age."""
+    """Return rank and path of each file that a rank has written to ``folder``, sorted by rank, then
+    by time of writing."""
     found = [(int(f.name.split(".")[0][5:]), f) for f in folder.glob(f"rank-*.{suffix}")]
     found = [each for each in found if not each[1].name.endswith(".torch.json")]
     return sorted(found, key=lambda each: (each[0], each[1].stat().st_mtime_ns))
 
 
 def merge_files(files: Sequence[tuple[int, Path]], merged: Path) -> None:
-    """Merge the files of ranks, of either tool."""
-    if merged.suffix == f".{_PROTON}":
+    """Merge the files of ranks into ``merged``. The files are from torch's profiler or Proton."""
+    if merged.suffix == f".{_PROTON_SUFFIX}":
         scopes.merge(files, merged)
     else:
         trace.write(trace.merge([(rank, trace.read(file)) for rank, file in files]), merged)
@@ -198,39 +201,41 @@ def merge_files(files: Sequence[tuple[int, Path]], merged: Path) -> None:
 
 def _check_writable_everywhere(ranks: ProcessGroupRanks | SoloRank, *files: Path) -> None:
     """Raise on every rank if some rank cannot write its files. Collective."""
-    why = ""
+    own_failure = ""
     try:
         for file in files:
             _files.check_writable(file)
     except OSError as error:
-        why = str(error)
-    for rank, refused in enumerate(ranks.all_gather("files of timelines", why)):
-        if refused:
+        own_failure = str(error)
+    for rank, failure in enumerate(ranks.all_gather("files of timelines", own_failure)):
+        if failure:
             folder = str(files[-1].parent)
-            expected = f"a folder that rank {ranks.global_rank(rank)} can write to ({refused})"
+            expected = f"a folder that rank {ranks.global_rank(rank)} can write to ({failure})"
             raise InvalidArgument("group_profile", "folder", folder, expected)
 
 
 def _clock_offset(ranks: ProcessGroupRanks | SoloRank) -> int:
-    """Return the offset in ns from this rank's clock to the first rank's clock. Collective."""
+    """Return the offset from this rank's clock to the first rank's clock in ns. Collective."""
     readings = []
-    for number in range(_READINGS):
+    for number in range(_NUM_READINGS):
         ranks.barrier(f"clock reading {number}")
         readings.append(time.time_ns())
-    everyone = ranks.all_gather("clocks", (socket.gethostname(), readings))
-    return trace.clock_offsets(everyone)[ranks.rank]
+    all_readings = ranks.all_gather("clocks", (socket.gethostname(), readings))
+    return trace.clock_offsets(all_readings)[ranks.rank]
 
 
 FILE_ENDING = "json.gz"
 FAILURE_SUFFIX = ".failed"
-"""Suffix of the file with the reason why a timeline is missing."""
+"""Suffix of the file with the reason why a timeline was not written."""
 
 
 class ProgramRecording:
-    """A recording of calls ``first`` to ``last`` of tuned functions; nested calls do not count.
+    """A recording of calls ``first`` to ``last - 1`` of tuned functions, counted from 0. Calls
+    inside other calls are recorded, but not counted.
 
-    It is written after call ``last`` or at the end of the process. After an error, the program
-    continues and the reason is written to ``<file>.failed``. A forked child records nothing.
+    The recording is written when call ``last`` begins, or at the end of the process. After an
+    error, the program continues and the reason is written to ``<file>.failed``. A forked child
+    records nothing.
     """
 
     def __init__(self, file: Path, first: int, last: int, marks: bool) -> None:
@@ -238,7 +243,7 @@ class ProgramRecording:
         self._failed = file.with_name(f"{file.name}{FAILURE_SUFFIX}")
         self._count = 0
         self._recording: Recording | None = None
-        self._inside = threading.local()
+        self._thread = threading.local()
         self._lock = threading.Lock()
         self._is_over = False
         os.register_at_fork(after_in_child=self._end)
@@ -248,17 +253,17 @@ class ProgramRecording:
         if self._is_over:
             yield
             return
-        outer = not getattr(self._inside, "call", False)
-        entered = ExitStack()
+        is_outer = not getattr(self._thread, "is_in_call", False)
+        scope = ExitStack()
         with self._errors_reported():
-            entered.enter_context(self._call_scope(outer, tuned, args, kwargs))
-        self._inside.call = True
+            scope.enter_context(self._call_scope(is_outer, tuned, args, kwargs))
+        self._thread.is_in_call = True
         try:
             yield
         finally:
-            self._inside.call = not outer
+            self._thread.is_in_call = not is_outer
             with self._errors_reported():
-                entered.close()
+                scope.close()
 
     def stop(self) -> None:
         with self._lock:
@@ -269,11 +274,11 @@ class ProgramRecording:
                 self._fail(recording.failure)
 
     def _call_scope(
-        self, outer: bool, tuned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, is_outer: bool, tuned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> AbstractContextManager[None]:
-        """Return the context manager that a call is made in."""
+        """Return a context manager for a call, and start or stop the recording before the call."""
         count = self._count
-        if outer:
+        if is_outer:
             with self._lock:
                 count, self._count = self._count, self._count + 1
                 if count == self._first:
@@ -286,7 +291,7 @@ class ProgramRecording:
                 self.stop()
         if self._recording is not None:
             return self._recording.scopes.around(tuned, args, kwargs)
-        if outer and self._marks and count + 1 == self._first:
+        if is_outer and self._marks and count + 1 == self._first:
             return compiled_with_marks()
         return nullcontext()
 
@@ -314,7 +319,7 @@ def install() -> None:
         first, last = knobs.profile_calls.get()
         file = folder / f"rank-{knobs.rank.get()}.{os.getpid()}.{FILE_ENDING}"
         program = ProgramRecording(file, first, last, knobs.profile_marks.get())
-        until_the_end = ExitStack()
-        until_the_end.callback(program.stop)
-        until_the_end.enter_context(scopes.wrapped_calls(program.around))
-        atexit.register(until_the_end.close)
+        at_exit = ExitStack()
+        at_exit.callback(program.stop)
+        at_exit.enter_context(scopes.wrapped_calls(program.around))
+        atexit.register(at_exit.close)

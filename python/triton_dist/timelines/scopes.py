@@ -1,4 +1,5 @@
-"""Open a profiler scope around each call of a tuned function, and record the call's work."""
+"""Open a profiler scope around each call of a tuned function, and record the call's FLOPs and
+bytes."""
 
 from __future__ import annotations
 
@@ -19,22 +20,24 @@ from triton_dist.runtime.peaks import device_peak
 from triton_dist.timelines import trace
 
 Facts: TypeAlias = dict[str, Any]
-"""Plain text and numbers about a call, by name."""
+"""Texts and numbers about a call, by name."""
 MakeScope: TypeAlias = Callable[[str, Facts], AbstractContextManager[object]]
-"""Return a profiler scope, given its name and facts."""
+"""Function that returns a profiler scope, given its name and the numbers of ``_WORK_KEYS``."""
 MakeMarking: TypeAlias = Callable[[], AbstractContextManager[object]]
-"""Return the context manager for a call whose kernels make marks."""
-_NUMBERS = ("flops", "bytes", "link_bytes")
+"""Function that returns a context manager in which kernels make marks (time spans in kernels)."""
+_WORK_KEYS = ("flops", "bytes", "link_bytes")
 
 
 class Scopes:
-    """Calls of tuned functions, each in a scope.
+    """Opens a profiler scope for each call of a tuned function.
 
     Attributes:
-        calls: facts of each call, by scope name: ``<op> <shape> #<number>``. A call without an
-            OpInfo only has the function's name.
+        calls: facts about each call, by scope name: ``<op> <shape> #<number>``. See
+            :func:`facts_of`.
 
     Args:
+        make_scope: opens a scope of the profiler.
+        make_marking: turns marks in kernels on for a call; default: no marks.
         nvtx_range: also open NVTX ranges, which other profilers read.
     """
 
@@ -47,7 +50,7 @@ class Scopes:
         self.calls: dict[str, Facts] = {}
         self._make_scope, self._make_marking = make_scope, make_marking
         self._nvtx_range = current_device().nvtx_range if nvtx_range else nullcontext
-        # Import all ops and query the driver now instead of in the first call.
+        # Import all ops and query the driver now, so that the first recorded call does not do this.
         _opinfos()
         device_peak()
 
@@ -65,7 +68,7 @@ class Scopes:
         before = tuned.tuning_count
         with ExitStack() as scopes:
             scopes.enter_context(self._nvtx_range(title))
-            numbers = {key: value for key, value in facts.items() if key in _NUMBERS}
+            numbers = {key: value for key, value in facts.items() if key in _WORK_KEYS}
             scopes.enter_context(self._make_scope(name, numbers))
             scopes.enter_context(self._make_marking())
             try:
@@ -75,16 +78,17 @@ class Scopes:
 
 
 def facts_of(tuned: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Facts:
-    """Return the work of a call according to the op's OpInfo.
+    """Return name, shape, FLOPs, bytes and time limits of a call.
 
-    Without an OpInfo, or if the arguments are invalid, return only the name.
+    These facts come from the op's OpInfo (``triton_dist.testing.opinfo``). If the function has no
+    OpInfo, or if the arguments are invalid, return only the name.
     """
     info = _opinfos().get(id(tuned))
     if info is None:
         return {"op": tuned.__name__}
     try:
         shape, num_ranks, cost = info.cost_of(*args, **kwargs)
-    except Exception:  # invalid arguments: the op itself raises a better error
+    except Exception:  # invalid arguments: the op itself raises an error
         return {"op": info.name}
     bounds = cost.bounds_ms(device_peak())
     return {
@@ -111,16 +115,16 @@ def _opinfos() -> dict[int, Any]:
 CallWrapper: TypeAlias = Callable[
     [AutoTuner[..., Any], tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]
 ]
-"""Receives a tuned function and the arguments of a call. Returns a context manager in which the
-call is made."""
+"""Function that receives a tuned function and the arguments of a call. It returns a context manager
+in which the call is made."""
 
 
 @contextmanager
 def wrapped_calls(wrapper: CallWrapper) -> Iterator[None]:
     """Context manager in which each call of a tuned function is made inside ``wrapper(...)``.
 
-    This includes all tuned functions of the process, except calls in code that torch compiles.
-    Inside the context, ``AutoTuner.__call__`` is replaced. Calls outside have no overhead.
+    This affects all tuned functions of the process, except for calls in code that torch compiles.
+    ``AutoTuner.__call__`` is replaced while the context is active, so other calls have no overhead.
     """
     before: Any = AutoTuner.__call__
 
@@ -142,7 +146,8 @@ def wrapped_calls(wrapper: CallWrapper) -> Iterator[None]:
 
 @contextmanager
 def proton_recording(file: Path) -> Iterator[None]:
-    """Context manager that records the region into ``file`` with Proton, on GPUs only."""
+    """Context manager that records its body with Proton, Triton's profiler, into ``file``. Only for
+    GPUs."""
     device = current_device()
     if device.name != "cuda":
         expected = "'torch' on CPU ranks: Proton only times GPU kernels"
@@ -154,13 +159,13 @@ def proton_recording(file: Path) -> Iterator[None]:
         session = proton.start(str(file.with_suffix("")), data="tree")
     except RuntimeError as error:
         remedy = (
-            "The driver serves one profiler per process, and torch's profiler stays registered "
+            "The driver supports one profiler per process, and torch's profiler stays registered "
             "after use: record with Proton in a process that uses no other profiler."
         )
         raise DeviceUnavailable(device.name, f"Proton failed: {error}", remedy) from error
     scopes = Scopes(
         lambda name, numbers: proton.scope(name.rpartition(" #")[0], numbers),
-        nvtx_range=False,  # Proton turns NVTX ranges into scopes, which would duplicate each call
+        nvtx_range=False,  # Proton would record each NVTX range as a second scope
     )
     try:
         with scopes.on():
@@ -171,7 +176,8 @@ def proton_recording(file: Path) -> Iterator[None]:
 
 
 def merge(files: Sequence[tuple[int, Path]], merged: Path) -> None:
-    """Merge the ranks' trees: each rank is a child of the root; devices are the first rank's."""
+    """Merge Proton's trees of all ranks into one tree, in which each rank is a child of the root.
+    Facts about devices are taken from the first rank."""
     children: list[Any] = []
     devices: Any = {}
     for rank, file in files:

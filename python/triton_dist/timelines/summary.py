@@ -15,16 +15,19 @@ class OpSummary:
     Attributes:
         run: index of the program, if ranks have run several programs one after another.
         calls: number of calls per rank, without calls that tuned.
-        tuned_calls: number of calls that tuned; all other attributes exclude them.
-        ms: time of the slowest rank in ms, median over calls.
-        ms_by_rank: median time of each rank in ms.
-        skew_us: difference between the latest and the earliest start over ranks, in us. Median over
-            calls.
-        tflops, gbps, link_gbps: rates of one rank. ``None``: no ``OpInfo`` (``testing/opinfo``)
-            gives the op's FLOPs and bytes.
-        bound: the resource that would take longest if each resource ran at its peak rate.
-        limit_ms: the time in ms that ``bound`` takes at its peak rate.
-        marks: share of the kernel programs' time in each phase that ``dl.mark`` names, mean over
+        tuned_calls: number of calls per rank that tuned. All other attributes exclude these calls.
+        ms: time of a call on its slowest rank in ms, median over calls.
+        ms_by_rank: time of a call in ms on each rank, median over calls.
+        skew_us: time between the start of a call on the first rank and on the last rank, in µs.
+            Median over calls.
+        flops, bytes, link_bytes: work of one rank in a call: FLOPs, bytes of memory traffic, and
+            bytes over links to other ranks.
+        bounds_ms: time in ms that each resource would take at its peak rate.
+        tflops, gbps, link_gbps: rates of one rank. They are ``None`` if ``testing/opinfo`` has no
+            FLOPs and bytes for the op.
+        bound: the resource with the largest time in ``bounds_ms``.
+        limit_ms: the largest time in ``bounds_ms``, which is a lower bound of ``ms``.
+        marks: share of each phase that ``dl.mark`` names in the time of kernel programs, mean over
             ranks and calls. ``None``: the timeline was recorded without marks.
         share: ``limit_ms / ms``.
     """
@@ -82,19 +85,19 @@ _WORK_FIELDS = ("flops", "bytes", "link_bytes", "bounds_ms", "limit_ms")
 def summaries(calls: Iterable[Mapping[str, Any]]) -> list[OpSummary]:
     """Return a summary of each op and shape, sorted by total time, longest first.
 
-    Calls of different ranks are matched by their order, because all ranks make the same calls.
+    The n-th call of an op and shape on a rank is matched with the n-th call on the other ranks.
     """
-    by_case: dict[tuple[Any, ...], dict[int, list[Mapping[str, Any]]]] = {}
+    groups: dict[tuple[Any, ...], dict[int, list[Mapping[str, Any]]]] = {}
     for call in sorted(calls, key=lambda call: int(call["call"])):
         names = ("op", "shape", "dtype", "num_ranks", "run")
-        case = tuple(call.get(name) for name in names)
-        by_case.setdefault(case, {}).setdefault(int(call["rank"]), []).append(call)
-    found = [_summary(by_rank) for by_rank in by_case.values()]
+        op_and_shape = tuple(call.get(name) for name in names)
+        groups.setdefault(op_and_shape, {}).setdefault(int(call["rank"]), []).append(call)
+    found = [_summary(by_rank) for by_rank in groups.values()]
     return sorted(found, key=lambda each: -(each.ms or 0.0) * each.calls)
 
 
 def _summary(by_rank: Mapping[int, list[Mapping[str, Any]]]) -> OpSummary:
-    timed = {r: [call for call in calls if not call["tuned"]] for r, calls in by_rank.items()}
+    timed = {rank: [call for call in calls if not call["tuned"]] for rank, calls in by_rank.items()}
     matched = list(zip(*timed.values(), strict=False))
     example = next(iter(by_rank.values()))[0]
     tuned = max(sum(bool(call["tuned"]) for call in calls) for calls in by_rank.values())

@@ -1,4 +1,4 @@
-"""Read, annotate and merge Chrome traces of ranks; a merged trace has one clock."""
+"""Read, annotate and merge Chrome traces of ranks. A merged trace has the times of one clock."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ Trace: TypeAlias = dict[str, Any]
 Event: TypeAlias = dict[str, Any]
 
 METADATA_KEY = "triton_dist"
-"""Key of what this package adds. In ``args`` of an event: the facts of the call (op, shape, times).
-In a trace: the facts of the rank (such as ``clock_ns``)."""
+"""Key under which this package stores facts. In ``args`` of an event: facts about a call (op,
+shape, times). In a trace: facts about the rank (such as ``clock_ns``)."""
 COPIED_BYTES = "bytes"
-"""Key in ``args`` of a copy, as in the profiler's events."""
+"""Key of the size of a copy in ``args`` of an event, as in the events of torch's profiler."""
 _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 _COPY_CATEGORY = "gpu_memcpy"
 _DEVICE_CATEGORIES = ("kernel", _COPY_CATEGORY, "gpu_memset")
 _SCOPE_CATEGORY, _DEVICE_SCOPE_CATEGORY = "user_annotation", "gpu_user_annotation"
 
 
-# A name, up to the end of its line or the next key.
+# The value of "name", up to the end of its line or the next key.
 _NAME = re.compile(r'("name": ")(.*)("(?:,\s*"pid":|,?$))', re.MULTILINE)
 _QUOTE = re.compile(r'(?<!\\)"')
 
 
 def read(file: Path) -> Trace:
-    """Return a trace; escape quotes in names of scopes and threads, which torch does not escape.
+    """Read a trace from a JSON file. Quotes in names that torch has not escaped are accepted.
 
     Raises:
         ValueError: the file is not JSON.
@@ -53,20 +53,23 @@ def write(trace: Mapping[str, Any], file: Path) -> None:
 
 
 class Span(NamedTuple):
-    """Start and end in microseconds of a trace."""
+    """The time that a scope takes on the device, in microseconds of the trace's clock."""
 
     event: Event
+    """Event of the scope."""
     begin: float
     end: float
     on_device: bool
+    """False: the scope has no device events, so ``begin`` and ``end`` are host times."""
 
 
 def spans(trace: Trace, names: Container[str]) -> dict[str, Span]:
-    """Return the device time span of each scope in ``names``.
+    """Return the span of each scope in ``names``, by name.
 
-    The span covers the kernels that the scope's thread launched (by the profiler's correlation
-    ids) and the device events that the profiler records under the scope's name, which include
-    copies. Without device events, as on CPU ranks, the span is the scope itself.
+    The span covers the kernels that the scope's thread launched in the scope, found by the
+    profiler's correlation ids. It also covers the device events that the profiler records under the
+    scope's name, which include copies. Without device events, as on CPU ranks, the span is the
+    scope's time on the host.
     """
     events: list[Event] = trace["traceEvents"]
     device_events: dict[Any, list[Event]] = {}
@@ -87,12 +90,12 @@ def spans(trace: Trace, names: Container[str]) -> dict[str, Span]:
         if event.get("cat") != _SCOPE_CATEGORY or name not in names:
             continue
         begin, end = event["ts"], event["ts"] + event["dur"]
-        of_thread = launched.get((event["pid"], event["tid"]), [])
+        launches = launched.get((event["pid"], event["tid"]), [])
         covered = [
             each
-            for at, which in of_thread
-            if begin <= at <= end
-            for each in device_events.get(which, [])
+            for launch_us, correlation in launches
+            if begin <= launch_us <= end
+            for each in device_events.get(correlation, [])
         ]
         covered += scope_events.get(name, [])
         if covered:
@@ -103,7 +106,7 @@ def spans(trace: Trace, names: Container[str]) -> dict[str, Span]:
 
 
 def title_of(facts: Mapping[str, Any]) -> str:
-    """Return the name of a call on a timeline."""
+    """Return the title of a call on a timeline: op and shape."""
     return " ".join(filter(None, (facts["op"], facts.get("shape"))))
 
 
@@ -129,9 +132,10 @@ def annotate(trace: Trace, calls: Mapping[str, Mapping[str, Any]]) -> None:
 def merge(traces: Sequence[tuple[int, Trace]]) -> Trace:
     """Merge the traces of ranks, in this order, into one trace on the first rank's clock.
 
-    Add the ``clock_ns`` in the facts of each rank to the times of the rank. Prefix its process ids
-    with ``rank-<r>``. If a rank has run several programs one after another, the calls of the second
-    program have ``run`` 1, and so on. Add the arrows of flags and counters of transfers.
+    Add the rank's ``clock_ns`` to the times of its events, and prefix their process ids with
+    ``rank-<r>``. If a rank has run several programs one after another, the calls of the first
+    program have ``run`` 0, the calls of the second program ``run`` 1, and so on. Add arrows from
+    the set of a flag to the waits for the flag, and counters of the rates of transfers.
     """
     events: list[Event] = []
     ranks: list[dict[str, Any]] = []
@@ -170,12 +174,13 @@ def merge(traces: Sequence[tuple[int, Trace]]) -> Trace:
 
 
 def _arrows(flags: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
-    """Yield a flow from the set of a flag to each wait for its value, in another row.
+    """Yield an arrow ("flow" in Perfetto) from the set of a flag to each wait that the set ends.
 
-    Flags count up: the first set to the awaited value or above ends a wait. Perfetto directs a flow
-    by the begins of its two slices, and a wait may begin before the set. The flows of a wait
-    therefore end in a slice "flag seen", from the last set to the end of the wait. A wait that ends
-    before the set, by an error of the clocks, has no flow.
+    Flags count up: the first set to the awaited value, or to a larger value, ends a wait. Perfetto
+    draws an arrow from the slice that begins first, but a wait may begin before the set. Therefore
+    arrows end in an additional slice "flag seen", from the last set of an awaited flag to the end
+    of the wait. Sets in the row of the wait, and sets after the end of the wait (by an error of the
+    clocks), have no arrow.
     """
     sets: dict[str, list[Mapping[str, Any]]] = {}
     waits: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
@@ -188,10 +193,12 @@ def _arrows(flags: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
     for (pid, tid, end), awaited in waits.items():
         arrows = []
         for flag in awaited:
-            enough = (each for each in sets.get(flag["flag"], ()) if each["value"] >= flag["value"])
-            begin = next(enough, None)
-            if begin and begin["ts"] < end and (begin["pid"], begin["tid"]) != (pid, tid):
-                arrows.append(begin)
+            ending = (each for each in sets.get(flag["flag"], ()) if each["value"] >= flag["value"])
+            first_set = next(ending, None)
+            if first_set is None or first_set["ts"] >= end:
+                continue
+            if (first_set["pid"], first_set["tid"]) != (pid, tid):
+                arrows.append(first_set)
         if not arrows:
             continue
         last = max(awaited[0]["begin"], ends.get((pid, tid), 0.0), *(each["ts"] for each in arrows))
@@ -202,17 +209,17 @@ def _arrows(flags: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
             "ph": "X", "name": "flag seen", "ts": last, "dur": end - last, **row,
             "args": {"flags": seen},
         }  # fmt: skip
-        for begin in arrows:
+        for first_set in arrows:
             number += 1
-            about = {"cat": "flag", "name": begin["flag"], "id": number}
-            yield {"ph": "s", **about, **{key: begin[key] for key in ("pid", "tid", "ts")}}
+            about = {"cat": "flag", "name": first_set["flag"], "id": number}
+            yield {"ph": "s", **about, **{key: first_set[key] for key in ("pid", "tid", "ts")}}
             yield {"ph": "f", "bp": "e", **about, **row, "ts": (last + end) / 2}
 
 
 def _counters(process: str, events: Iterable[Event]) -> Iterator[Event]:
-    """Yield the GB/s of copies, and the mean GB/s to other ranks during each call, over time.
+    """Yield counter events: the GB/s of copies, and each call's mean GB/s to other ranks.
 
-    Transfers of the same name that overlap add up.
+    The rates of simultaneous transfers with equal names are added.
     """
     changes: dict[str, list[tuple[float, float]]] = {}
     for event in events:
@@ -226,7 +233,7 @@ def _counters(process: str, events: Iterable[Event]) -> Iterator[Event]:
             name = f"{call['op']} to other ranks, mean"
             transfers.append((name, call["begin_us"], call["ms"] * 1e3, call["link_bytes"]))
         for name, begin, us, nbytes in transfers:
-            if begin < begin + us:
+            if begin < begin + us:  # false also for a duration that rounding removes
                 rate = nbytes / us / 1e3
                 changes.setdefault(name, []).extend([(begin, rate), (begin + us, -rate)])
     for name, steps in changes.items():
@@ -242,22 +249,25 @@ def _counters(process: str, events: Iterable[Event]) -> Iterator[Event]:
 
 
 def calls_of(trace: Trace) -> list[dict[str, Any]]:
-    """Return the facts of all calls of tuned functions in a merged trace."""
+    """Return the facts about all calls of tuned functions in a trace."""
     found = (event.get("args", {}).get(METADATA_KEY) for event in trace["traceEvents"])
     return [facts for facts in found if facts is not None]
 
 
 def clock_offsets(readings: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
-    """Return the nanoseconds to add to each rank's clock to get the first rank's clock.
+    """Return for each rank the offset from its clock to the first rank's clock, in nanoseconds.
 
-    Ranks of one host share a clock. For another host, return the median difference.
+    For ranks on the host of the first rank, the offset is 0. For other ranks it is the median
+    difference of the readings.
 
     Args:
-        readings: for each rank its host and several clock readings, each taken after a barrier.
+        readings: host and clock readings of each rank. All ranks take a reading after each of
+            several barriers.
     """
-    host, first = readings[0]
-    found = []
-    for other, clock in readings:
+    first_host, first = readings[0]
+    offsets = []
+    for host, clock in readings:
         differences = sorted(a - b for a, b in zip(first, clock, strict=True))
-        found.append(0 if other == host or not differences else differences[len(differences) // 2])
-    return found
+        is_known = host == first_host or not differences
+        offsets.append(0 if is_known else differences[len(differences) // 2])
+    return offsets

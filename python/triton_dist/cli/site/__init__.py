@@ -10,9 +10,10 @@ from triton_dist import knobs
 
 
 def run(command: Sequence[str], variables: Mapping[str, str]) -> int:
-    """Run ``command`` with ``variables`` and this folder first in ``PYTHONPATH``; return status."""
-    known = knobs.environment()
+    """Run ``command`` with ``variables`` and with this folder first in ``PYTHONPATH``. Return its
+    exit status."""
+    environment = knobs.environment()
     package = str(Path(triton_dist.__file__).parents[1])
-    paths = [str(Path(__file__).parent), known.get("PYTHONPATH", ""), package]
+    paths = [str(Path(__file__).parent), environment.get("PYTHONPATH", ""), package]
     path = {"PYTHONPATH": os.pathsep.join(each for each in paths if each)}
-    return subprocess.run(command, env={**known, **variables, **path}).returncode
+    return subprocess.run(command, env={**environment, **variables, **path}).returncode

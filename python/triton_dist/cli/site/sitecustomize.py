@@ -1,10 +1,10 @@
-"""Hooks into programs that ``triton-dist dump`` and ``profile`` run.
+"""Import hooks in programs that ``triton-dist dump`` and ``triton-dist profile`` run.
 
 Python imports this module when it starts.
 
-When the program imports Triton, ``dump`` exports each kernel that it compiles or loads from
-Triton's cache. When it imports the tuner, ``profile`` records calls of tuned functions. A program
-that imports neither runs unchanged.
+When the program imports Triton, the hook of ``dump`` makes Triton report each kernel that the
+program compiles or loads from Triton's cache. When the program imports the tuner, the hook of
+``profile`` starts to record calls of tuned functions. Other programs run unchanged.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class _ImportHook(MetaPathFinder):
             execute(module)
             try:
                 self._on_import(module)
-            except Exception as error:  # an error of the hook must not end the program
+            except Exception as error:  # an error here must not end the program
                 print(f"triton_dist: nothing is recorded: {error!r}", file=sys.stderr)
 
         spec.loader.exec_module = exec_module
         return spec
 
 
-def _dump_of(triton_knobs: Any) -> None:
+def _install_dump(triton_knobs: Any) -> None:
     from triton_dist import knobs
 
     if knobs.dump_dir.get() is not None:
@@ -52,19 +52,19 @@ def _dump_of(triton_knobs: Any) -> None:
 
 
 def _dump(**compiled: Any) -> None:
-    from triton_dist.runner.files import dump  # imports Triton, which is loaded by now
+    from triton_dist.runner.files import dump  # imports Triton, so not at the top of this module
 
     dump(**compiled)
 
 
-def _record(_: Any) -> None:
+def _install_recording(_: Any) -> None:
     from triton_dist.timelines.recording import install
 
     install()
 
 
 def _import_hidden_sitecustomize() -> None:
-    """Import the environment's own ``sitecustomize``, which this module hides."""
+    """Import another module ``sitecustomize`` of the environment, which this module hides."""
     own = sys.modules.pop(_NAME, None)
     here = str(Path(__file__).parent)
     sys.path[:] = [folder for folder in sys.path if folder != here]
@@ -75,6 +75,6 @@ def _import_hidden_sitecustomize() -> None:
 
 
 if __name__ == _NAME:
-    sys.meta_path.insert(0, _ImportHook("triton.knobs", _dump_of))
-    sys.meta_path.insert(0, _ImportHook("triton_dist.tune", _record))
+    sys.meta_path.insert(0, _ImportHook("triton.knobs", _install_dump))
+    sys.meta_path.insert(0, _ImportHook("triton_dist.tune", _install_recording))
     _import_hidden_sitecustomize()
