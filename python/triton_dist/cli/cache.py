@@ -82,8 +82,8 @@ def select(function: str, arguments: argparse.Namespace) -> list[StoredRecord]:
     """Return the records that the arguments select, shipped records last.
 
     If ``function`` ends in ``.json``, return the record in that file. Otherwise return the records
-    of the function whose key contains ``--key`` and whose hardware contains ``--on``. If ``--key``
-    or ``--on`` equals the whole text of some records, return only these.
+    of the function whose key contains ``--key`` and whose hardware or settings contain ``--on``. If
+    some of these records have exactly this key, or this hardware text, return only those records.
 
     Raises:
         NoSuchRecord: the file ``function`` does not contain a record.

@@ -26,9 +26,8 @@ def add_to(subcommands: Any) -> None:
         _run,
         help="compare the records of one key across GPUs, numbers of ranks and versions",
         description="For each key of FUNCTION that has several records (of different GPUs, numbers "
-        "of ranks or versions), prints the winners and their times. A table shows, for the winner "
-        "of each record, how much slower than the fastest config it is in each other record, if "
-        "that record contains it.",
+        "of ranks or versions), prints the winners and their times. A table shows each winner's "
+        "time in the other records, divided by the time of that record's own winner.",
         examples=[
             "compare matmul --key 8192 --cache /shared/cache",
             "compare gemm_rs --ranks --key 7168",

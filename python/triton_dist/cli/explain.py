@@ -30,9 +30,10 @@ def add_to(subcommands: Any) -> None:
         _run,
         help="why the records of a function would or would not be used",
         description="Prints whether the records of FUNCTION would be used now. If a record would "
-        "not be used, prints what differs, with the recorded and the present value. Of the records "
-        "with equal reasons, prints the number, and key, winner, date and file of the first; --all "
-        "prints every record. Versions, hardware and source files are always compared. --import "
+        "not be used, prints what differs, with the recorded and the present value. For records "
+        "with equal reasons, prints their number, and key, winner, date and file of one of them; "
+        "--all prints every record. Versions, hardware and source files are always compared. "
+        "--import "
         "also compares the config space and constants. It imports the function's module in a "
         "separate process; set TRITON_INTERPRET and similar variables as in the program. Exit "
         "status: 0 if a record would or may be used, 1 if not, 2 for an error.",

@@ -47,11 +47,15 @@ def add_to(subcommands: Any) -> None:
         ],
     )
     cache.add_selection(parser, "FUNCTION|FILE", "function name, or a record's file")
-    parser.add_argument("--format", choices=sorted(_FORMATS), default="csv", help="default: csv")
+    parser.add_argument(
+        "--format", choices=sorted(_FORMATS), default="csv", help="output format; default: csv"
+    )
     parser.add_argument(
         "--json", action="store_const", const="json", dest="format", help="same as --format json"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: standard output")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="file to write; default: standard output"
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -127,8 +127,8 @@ def parser_of_all() -> argparse.ArgumentParser:
 
 
 def _with_interpret_variable(arguments: argparse.Namespace) -> AbstractContextManager[None]:
-    """Context manager that sets ``TRITON_INTERPRET`` for subcommands that import kernels: 1 if this
-    process has no GPU, else 0.
+    """Context manager that sets ``TRITON_INTERPRET`` as ``interprets_kernels`` decides, for
+    subcommands that import kernels.
 
     Other subcommands do not import torch, or set the variable themselves.
     """

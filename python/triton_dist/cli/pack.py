@@ -63,7 +63,7 @@ def add_to(subcommands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     action = _ACTIONS.get(arguments.words[0] if arguments.words else "")
     if bool(arguments.command) != arguments.kernels or (action and arguments.kernels):
-        arguments.fail("--kernels needs a command, and only then: --kernels --out FILE -- COMMAND")
+        arguments.fail("--kernels and a command need each other: --kernels --out FILE -- COMMAND")
     if action is None:
         if not (arguments.words or arguments.kernels):
             arguments.fail("expected a FUNCTION, --kernels, or an action: " + ", ".join(_ACTIONS))

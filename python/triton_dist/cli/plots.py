@@ -157,7 +157,7 @@ def _cost_of_values(subject: ReportedRecord) -> Figure:
     most_expensive = sorted(costs, key=lambda each: -each[1])[:_MAX_BARS]
     negligible = sum(cost <= 1 for _, cost in costs)
     text = (
-        "How much slower than the winner the fastest config with this value is. "
+        "The cost of a value: how much slower than the winner the fastest config with it is. "
         f"{negligible} of {len(costs)} values cost 1 % or less. "
         f"The {len(most_expensive)} most expensive values are shown."
     )

@@ -23,7 +23,9 @@ def add_to(subcommands: Any) -> None:
         "this subcommand on all ranks, with bash scripts/launch.sh -m triton_dist or torchrun.",
         examples=["tune-model --model FOLDER --bsz 1,16 --seq_len 128,2048"],
     )
-    parser.add_argument("--model", required=True, help="a known model name, or a folder")
+    parser.add_argument(
+        "--model", required=True, help="name of a known model, or a folder with config.json"
+    )
     parser.add_argument(
         "--bsz", type=_numbers, default=[1], help="batch sizes of decode, such as 1,16; prefill "
         "uses the largest; default: 1",

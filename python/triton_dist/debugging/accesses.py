@@ -62,8 +62,8 @@ class Observer:
 
 
 def patch(owner: Any, name: str, call: Callable[..., Any]) -> Undo:
-    """Replace ``owner.name``: calls with ``...`` run ``call(original, ...)``. Return a function
-    that restores the original."""
+    """Replace ``owner.name`` by a function that passes the original and its own arguments to
+    ``call``. Return a function that restores the original."""
     original = getattr(owner, name)
 
     @wraps(original)

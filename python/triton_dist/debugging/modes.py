@@ -153,63 +153,63 @@ _NOT_MODES: Mapping[str, tuple[str, str]] = {
 instead."""
 
 
-def checks_of(words: Iterable[str]) -> tuple[str, ...]:
-    """Return the interpreter checks among ``words``, in the order of ``CHECKS``.
+def checks_of(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the interpreter checks among ``names``, in the order of ``CHECKS``.
 
     Raises:
-        DebugModeRefused: a word is not a mode.
+        DebugModeRefused: a name is not a mode.
     """
-    words, wanted = set(words), set()
-    for word in words:
-        name, _, check = word.partition(":")
-        if word in MODES:
+    names, wanted = set(names), set()
+    for name in names:
+        base, _, check = name.partition(":")
+        if name in MODES:
             continue
-        if word in _NOT_MODES:
-            raise DebugModeRefused(word, *_NOT_MODES[word])
-        if name != "interp" or (check and check not in CHECKS):
+        if name in _NOT_MODES:
+            raise DebugModeRefused(name, *_NOT_MODES[name])
+        if base != "interp" or (check and check not in CHECKS):
             known = ["interp", *(f"interp:{each}" for each in CHECKS), *MODES]
-            raise DebugModeRefused(word, "no such mode", f"one of {', '.join(known)}")
+            raise DebugModeRefused(name, "no such mode", f"one of {', '.join(known)}")
         wanted |= {check} if check else {*CHECKS}
     return tuple(check for check in CHECKS if check in wanted)
 
 
-def check(words: Iterable[str], environment: Environment) -> tuple[str, ...]:
-    """Check that all modes in ``words`` work in ``environment``, and return the interpreter checks
+def check(names: Iterable[str], environment: Environment) -> tuple[str, ...]:
+    """Check that all modes in ``names`` work in ``environment``, and return the interpreter checks
     among them.
 
     Raises:
-        DebugModeRefused: a word is not a mode, or the mode cannot find anything. The message has
+        DebugModeRefused: a name is not a mode, or the mode cannot find anything. The message has
             the reason and the nearest mode that works.
     """
-    words = tuple(words)
-    checks = checks_of(words)
+    names = tuple(names)
+    checks = checks_of(names)
     release = f"{environment.version.major}.{environment.version.minor}"
     if checks and environment.executor != INTERPRETER:
         raise DebugModeRefused(
             "interp",
             "kernels are not interpreted in this process; Triton decides this at its import",
-            f"`triton-dist debug interp -- COMMAND`, or {_IN_INTERPRETER.format(','.join(words))}",
+            f"`triton-dist debug interp -- COMMAND`, or {_IN_INTERPRETER.format(','.join(names))}",
         )
-    for word in words:
-        mode = MODES.get(word)
+    for name in names:
+        mode = MODES.get(name)
         if mode is None or (environment.executor in mode.works_on and environment.executor != GPU):
             continue
-        nearest = nearest_of(word, environment.executor)
-        if word == "attach":
-            raise DebugModeRefused(word, "pdb steps through interpreted kernels only", nearest)
+        nearest = nearest_of(name, environment.executor)
+        if name == "attach":
+            raise DebugModeRefused(name, "pdb steps through interpreted kernels only", nearest)
         if environment.executor == INTERPRETER:
             raise DebugModeRefused(
-                word, "it requires compiled kernels, but kernels are interpreted", nearest
+                name, "it requires compiled kernels, but kernels are interpreted", nearest
             )
         if release in mode.unsupported:
-            raise DebugModeRefused(word, mode.unsupported[release], nearest)
+            raise DebugModeRefused(name, mode.unsupported[release], nearest)
         if environment.executor == NOTHING:
-            raise DebugModeRefused(word, "there is no GPU", nearest)
-        if mode.tool and environment.tool != word:
-            command = f"`triton-dist debug {word} -- COMMAND`"
-            raise DebugModeRefused(word, "compute-sanitizer starts the process", command)
-    exclusive = [word for word in words if _INSTRUMENTATION in MODES.get(word, _NO_MODE).variables]
-    exclusive = exclusive or [word for word in words if MODES.get(word, _NO_MODE).tool]
+            raise DebugModeRefused(name, "there is no GPU", nearest)
+        if mode.tool and environment.tool != name:
+            command = f"`triton-dist debug {name} -- COMMAND`"
+            raise DebugModeRefused(name, "compute-sanitizer starts the process", command)
+    exclusive = [name for name in names if _INSTRUMENTATION in MODES.get(name, _NO_MODE).variables]
+    exclusive = exclusive or [name for name in names if MODES.get(name, _NO_MODE).tool]
     if len(exclusive) > 1:
         raise DebugModeRefused(
             exclusive[1], f"it cannot be combined with {exclusive[0]}", "two runs"
@@ -220,22 +220,22 @@ def check(words: Iterable[str], environment: Environment) -> tuple[str, ...]:
 _NO_MODE = Mode("", "")
 
 
-def nearest_of(word: str, executor: str) -> str:
-    """Return what to use instead of the mode ``word``: the name of another mode, or the environment
+def nearest_of(name: str, executor: str) -> str:
+    """Return what to use instead of the mode ``name``: the name of another mode, or the environment
     variables for a mode of the interpreter."""
-    nearest = MODES[word].nearest
+    nearest = MODES[name].nearest
     if nearest in MODES and executor == GPU:
         return nearest
     return _IN_INTERPRETER.format("interp" if nearest in MODES else nearest)
 
 
-def variables_of(words: Iterable[str]) -> dict[str, str]:
-    """Return the environment variables that the modes in ``words`` set.
+def variables_of(names: Iterable[str]) -> dict[str, str]:
+    """Return the environment variables that the modes in ``names`` set.
 
     Modes that slow down compiled kernels also turn tuning off.
     """
-    variables = {n: v for word in words if word in MODES for n, v in MODES[word].variables.items()}
-    if any(MODES[word].tool or MODES[word].variables for word in words if word in MODES):
+    variables = {n: v for name in names if name in MODES for n, v in MODES[name].variables.items()}
+    if any(MODES[name].tool or MODES[name].variables for name in names if name in MODES):
         variables[knobs.autotune.variable] = "0"
     return variables
 
@@ -248,13 +248,13 @@ def activate() -> tuple[str, ...]:
     Raises:
         DebugModeRefused: see :func:`check`.
     """
-    words = knobs.debug.get()
-    if not words:
+    names = knobs.debug.get()
+    if not names:
         return ()
-    interactive = tuple(word for word in _INTERACTIVE if word in words)
+    interactive = tuple(name for name in _INTERACTIVE if name in names)
     environment = Environment.current()
-    checks = check(words, environment)
-    changed = variables_of(words) if environment.executor == GPU else {}
+    checks = check(names, environment)
+    changed = variables_of(names) if environment.executor == GPU else {}
     for variable, value in changed.items():
         knobs.put(variable, value)
     # Triton has already read these variables at its import.
@@ -262,7 +262,7 @@ def activate() -> tuple[str, ...]:
         triton.knobs.compilation.instrumentation_mode = changed[_INSTRUMENTATION]
     if _ASSERTIONS in changed:
         triton.knobs.runtime.debug = True
-    active = [*(f"interp:{each}" for each in checks), *(word for word in words if word in MODES)]
+    active = [*(f"interp:{each}" for each in checks), *(name for name in names if name in MODES)]
     settings = " ".join(f"{variable}={value}" for variable, value in changed.items())
     print(
         f"triton_dist: rank {knobs.rank.get()}: debugging with {', '.join(active)}"

@@ -42,8 +42,8 @@ def _print_all(label: str, texts: Iterable[str]) -> None:
 
 
 def describe(value: Any) -> str:
-    """Return type, shape and elements of a value as text. For pointers, return the names of the
-    memory regions that they point to instead of elements."""
+    """Return type, shape and elements of a value as text. For pointers, the text contains the names
+    of the memory regions that they point to."""
     value = getattr(value, "value", value)  # unwraps a constexpr
     if not isinstance(value, tl.tensor):
         return str(value)

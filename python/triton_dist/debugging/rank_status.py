@@ -62,6 +62,7 @@ class StatusSource(Protocol):
 
 
 Read = Callable[[torch.Tensor], torch.Tensor | None]
+"""Function that copies a tensor to the host, or returns ``None`` if this takes too long."""
 
 
 @dataclass(eq=False)
@@ -263,7 +264,7 @@ def _print_on_signal(read_end: int) -> None:
             file=sys.stderr,
             flush=True,
         )
-        # faulthandler writes a stack in several parts. Discard the others before the next report.
+        # faulthandler writes a stack in several parts. Discard the remaining parts.
         while select.select([read_end], [], [], 0)[0] and os.read(read_end, 1 << 16):
             pass
     os.close(read_end)

@@ -120,11 +120,11 @@ class CooperativeGrid:
             raise self._error
 
     def pause(self, seconds: float, unchanged: Unchanged | None = None) -> bool:
-        """End the running program's turn. Called by the running program.
+        """End the running program's turn. The running program calls this.
 
-        Returns when the program has a turn again, with ``unchanged`` not before it returns False.
-        Without ``unchanged``, sleeps ``seconds`` if every program waits. Returns ``False``
-        immediately if the grid has no other program to run.
+        Returns when the program gets its next turn. With ``unchanged``, the program gets no turn
+        before ``unchanged`` returns False. Without ``unchanged``, sleeps ``seconds`` if every
+        program waits. Returns ``False`` immediately if the grid has no other program to run.
         """
         worker = _local.worker
         assert worker is not None, "only a program of this grid can pause it"
@@ -211,7 +211,8 @@ def pause(polls: int = 0, unchanged: Unchanged | None = None) -> bool:
     Lets another program of the grid run and returns ``True``. If there is no other program, sleeps,
     so that copy threads and other processes can run, and returns ``False``. The sleep grows with
     ``polls`` from 200 µs to 5 ms. With more ranks than cores, frequent polls would take the core
-    from the rank that should set the flag. With ``unchanged``, sleeps until it returns False.
+    from the rank that should set the flag. With ``unchanged``, sleeps until ``unchanged()`` is
+    False.
     """
     seconds = min(PAUSE_SECONDS * (1 + polls), LONGEST_PAUSE_SECONDS)
     if _local.grid is not None and _local.grid.pause(seconds, unchanged):

@@ -2,8 +2,8 @@
 
 In Triton ("upstream"), ``a + b`` of two ``int32`` blocks passes through a dozen functions for type
 checks, conversions without effect and wrapper objects, around one numpy operation. Most operations
-of a kernel compute such rows, columns, offsets and flags. :class:`Operators` calls numpy directly
-for common types, and upstream for other types.
+of a kernel are integer operations on rows, columns, offsets and flags. :class:`Operators` calls
+numpy directly for common types, and upstream for other types.
 
 The interpreter stores a bf16 block as bit patterns in ``uint16``. Each bf16 operation here widens
 its operands to fp32 and rounds the result once to nearest even, like hardware. fp8 blocks are bit

@@ -120,7 +120,8 @@ class Launcher:
             return
         new_launch = launch()
         compiled = new_launch.run()
-        # While a profiling tool requires launches through Triton, it may instrument the kernel.
+        # A profiling tool that requires launches through Triton may have instrumented the kernel,
+        # so the kernel is not kept.
         if compiled is None or callable(new_launch.grid) or through_triton:
             return
         names = new_launch.kernel.arg_names

@@ -75,7 +75,7 @@ def benchmark_latency_memory(
     warmup_iters: int = 10,
     pre_func: Callable[[], object] | None = None,
 ) -> tuple[float, float]:
-    """Return the mean time of a call in ms, and the memory that a call adds at its peak in MiB.
+    """Return the mean time of a call in ms, and the peak memory that a call allocates in MiB.
 
     The memory is 0 on CPU ranks. ``pre_func`` runs before each warm-up call and before the call
     whose memory is measured.

@@ -133,8 +133,8 @@ def no_device_for_kernels() -> DeviceUnavailable:
 
 @functools.cache
 def explain_missing_driver() -> None:
-    """Make Triton's error for a missing GPU state what to do. Triton 3.6 to 3.9 raise "0 active
-    drivers ([]). There should only be one."."""
+    """Replace Triton's error for a missing GPU by an error with instructions. Triton 3.6 to 3.9
+    raise "0 active drivers ([]). There should only be one."."""
     module = importlib.import_module("triton.runtime.driver")
     create = getattr(module, "_create_driver", None)
     if create is None:

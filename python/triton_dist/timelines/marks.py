@@ -22,7 +22,7 @@ PROCESS = "marks in kernels"
 _CLOCK = "triton_dist: clock of marks"
 _PRECISION_NS = 4
 """A trace stores times as floats in microseconds, which may round them by a few ns."""
-_READINGS = 5
+_NUM_READINGS = 5
 """Number of clock readings at the start and at the end of a recording. A single reading may be
 delayed by preemption."""
 
@@ -50,7 +50,7 @@ class KernelMarks:
     def read_clock(self) -> None:
         """Read the device clock in profiler scopes. The times of these scopes relate the clock to
         the timeline."""
-        for _ in range(_READINGS):
+        for _ in range(_NUM_READINGS):
             name = f"{_CLOCK} #{len(self._readings)}"
             with torch.profiler.record_function(name):
                 self._readings[name] = ClockReading()

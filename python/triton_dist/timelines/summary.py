@@ -18,8 +18,8 @@ class OpSummary:
         tuned_calls: number of calls per rank that tuned. All other attributes exclude these calls.
         ms: time of a call on its slowest rank in ms, median over calls.
         ms_by_rank: time of a call in ms on each rank, median over calls.
-        skew_us: time between the start of a call on the first rank and on the last rank, in µs.
-            Median over calls.
+        skew_us: difference between the latest and the earliest start of a call among all ranks, in
+            µs. Median over calls.
         flops, bytes, link_bytes: work of one rank in a call: FLOPs, bytes of memory traffic, and
             bytes over links to other ranks.
         bounds_ms: time in ms that each resource would take at its peak rate.

@@ -130,12 +130,12 @@ def annotate(trace: Trace, calls: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def merge(traces: Sequence[tuple[int, Trace]]) -> Trace:
-    """Merge the traces of ranks, in this order, into one trace on the first rank's clock.
+    """Merge the traces of ranks, in the given order, into one trace on the first rank's clock.
 
-    Add the rank's ``clock_ns`` to the times of its events, and prefix their process ids with
-    ``rank-<r>``. If a rank has run several programs one after another, the calls of the first
-    program have ``run`` 0, the calls of the second program ``run`` 1, and so on. Add arrows from
-    the set of a flag to the waits for the flag, and counters of the rates of transfers.
+    ``clock_ns`` in a rank's facts is added to the times of the rank's events. Their process ids are
+    prefixed with ``rank-<r>``. If a rank has run several programs one after another, the calls of
+    the first program have ``run`` 0, the calls of the second program ``run`` 1, and so on. Arrows
+    from the set of a flag to the waits for the flag, and counters of transfer rates, are added.
     """
     events: list[Event] = []
     ranks: list[dict[str, Any]] = []

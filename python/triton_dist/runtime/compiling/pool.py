@@ -28,7 +28,7 @@ _POLL_SECONDS = 0.2
 class CompilePool:
     """Processes that compile kernels before their first use. If no process can be started,
     :meth:`wait` compiles in this process. Kernels are identified by their digest, the key in
-    Triton's disk cache."""
+    Triton's disk cache. A *verdict* is the result of a compilation."""
 
     def __init__(self) -> None:
         self._kernels: dict[str, Kernel] = {}

@@ -30,7 +30,7 @@ from typing import IO, Literal, NoReturn
 
 from triton_dist.runtime.compiling.kernels import Kernel, use_target
 
-_MAX_OUTPUT = 2000
+_MAX_OUTPUT = 2000  # characters
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,8 @@ class Memcpy2D(ctypes.Structure):
 
 MEMORY_HOST, MEMORY_DEVICE = 1, 2  # CUmemorytype
 
-# Handles (streams, events, functions) are c_void_p, device addresses c_uint64.
+# Handles (streams, events, functions) are c_void_p, device addresses c_uint64. The comments in the
+# table name the arguments of a function.
 _HANDLE, _ADDRESS, _UINT = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint
 _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "cuCtxGetCurrent": (ctypes.POINTER(ctypes.c_void_p),),

@@ -128,7 +128,7 @@ def sharing_error(
                 location.is_mps,
                 f"rank {global_rank(rank)} uses its GPU through MPS, where a waiting kernel "
                 "may occupy the multiprocessors that the awaited kernel needs",
-                "End MPS (echo quit | nvidia-cuda-mps-control), so that ranks take turns.",
+                "End MPS (echo quit | nvidia-cuda-mps-control): then GPUs are time-sliced.",
             ),
         )
         for holds, why, remedy in reasons:

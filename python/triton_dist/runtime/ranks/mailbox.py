@@ -35,8 +35,8 @@ class LeaveNotice(NamedTuple):
     function: str
     """Function that the channel tunes, or another subject of the channel."""
     call: int
-    """Position of the call among the calls of the function since the last channel of all ranks for
-    this function, from 1."""
+    """Number of the call among the calls of the function, counted from 1 after the last channel
+    that all ranks used for the function."""
     reason: str
     refused: bool
     """Whether the call was refused before this rank sent a message, because of its arguments."""

@@ -144,7 +144,7 @@ class SoloSymmetricMemory(SymmetricMemory):
     def __init__(self, layout: Layout, device: torch.device) -> None:
         try:
             block = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
-        except RuntimeError as failure:  # torch.OutOfMemoryError is one
+        except RuntimeError as failure:  # includes torch.OutOfMemoryError
             available = 0
             if device.type == "cuda":
                 available = torch.cuda.mem_get_info(device)[0]
