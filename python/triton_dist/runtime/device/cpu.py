@@ -38,6 +38,7 @@ class CpuDevice:
     # The interpreter executes a descriptor access 3 to 5 times faster than pointer arithmetic.
     prefers_descriptors = True
     multiplies_fp8 = True
+    second_stream = None
     # Interpreted kernels are run for correctness, not speed, so the config spaces are small.
     interprets: bool = True
     # Exclude libraries: they would always win on the CPU, and tests need to run our kernels.
@@ -80,7 +81,7 @@ class CpuDevice:
 
     def host_word(self) -> torch.Tensor:
         """Return a zeroed int64 [1] that kernels can write and the host can read at any time."""
-        return torch.zeros(1, dtype=torch.int64)
+        return torch.zeros(1, dtype=torch.int64, device="cpu")
 
     def peek(self, words: torch.Tensor) -> torch.Tensor:
         """Return a copy of the current values."""
@@ -103,7 +104,9 @@ class CpuDevice:
         """Run ``work`` immediately: there are no streams except copy streams."""
         work()
 
-    def fork(self, work: Callable[[], object], *inputs: torch.Tensor) -> Callable[..., None]:
+    def fork(
+        self, work: Callable[[], object], *inputs: torch.Tensor, after_current: bool = True
+    ) -> Callable[..., None]:
         """Run ``work`` immediately, and return a function that does nothing."""
         work()
         return self.record_event()

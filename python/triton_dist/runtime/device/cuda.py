@@ -67,7 +67,6 @@ class CudaDevice:
         # variable, because launches block under compute-sanitizer.
         self.launches_block: bool = knobs.get_bool_env("CUDA_LAUNCH_BLOCKING")
         self._last_thread = 0
-        self._fork_stream: torch.cuda.Stream | None = None
         self._failed_graphs: list[torch.cuda.CUDAGraph] = []
         self._reserved = 0  # torch's reserved bytes after the last release of graph memory
 
@@ -151,7 +150,7 @@ class CudaDevice:
     def host_word(self) -> torch.Tensor:
         """Return a zeroed int64 [1] in pinned memory, which kernels can write and the host can read
         at any time."""
-        return torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        return torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
 
     @functools.cached_property
     def _reader(self) -> cuda_copies.ConcurrentReader:
@@ -237,15 +236,22 @@ class CudaDevice:
             work()
         current.wait_stream(side)
 
-    def fork(self, work: Callable[[], object], *inputs: torch.Tensor) -> Callable[..., None]:
+    @functools.cached_property
+    def second_stream(self) -> torch.cuda.Stream:
+        """The stream of ``fork``."""
+        return torch.cuda.Stream(self.torch_device)
+
+    def fork(
+        self, work: Callable[[], object], *inputs: torch.Tensor, after_current: bool = True
+    ) -> Callable[..., None]:
         """Run ``work``, which reads ``inputs``, on a second stream after the current stream's work.
 
-        Return a function ``join(*tensors)``, as ``record_event`` does, for the end of ``work``.
+        Without ``after_current``, only earlier work of the second stream precedes it. Return a
+        function ``join(*tensors)``, as ``record_event`` does, for the end of ``work``.
         """
-        if self._fork_stream is None:
-            self._fork_stream = torch.cuda.Stream(self.torch_device)
-        side = self._fork_stream
-        side.wait_stream(torch.cuda.current_stream(self.index))
+        side = self.second_stream
+        if after_current:
+            side.wait_stream(torch.cuda.current_stream(self.index))
         for tensor in inputs:
             tensor.record_stream(side)
         with torch.cuda.stream(side):

@@ -1,0 +1,377 @@
+"""``Buffer``, and its dispatch and combine of many tokens.
+
+Ranks gather their counts, and the host reads them once. Each token travels once to each rank.
+Results have the exact size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias
+
+import torch
+import torch.distributed as dist
+import triton
+from torch.nn.functional import pad
+
+from triton_dist.deep_ep.calls import Rows, received_at
+from triton_dist.deep_ep.low_latency import LowLatencyCalls
+from triton_dist.deep_ep.utils import Config, EventHandle, EventOverlap
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common import libraries
+from triton_dist.kernels.nvidia.expert_parallel import Received, ep_combine, ep_dispatch
+from triton_dist.kernels.nvidia.expert_parallel.context import MAX_TOPK, SCALE_ELEMENTS
+
+topk_idx_t = torch.int64
+Bias: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+_MIN_SMS = 4
+
+
+class Handle(NamedTuple):
+    """Layout of a dispatch. Callers pass it back; entries 0, 3 and 4 are equal to DeepEP's.
+
+    Attributes:
+        rank_prefix_matrix: int32 [ranks, ranks], end of the rows of each source in the rows that
+            each rank receives.
+        place_of_token: int32 [ranks * limit, 1], index in the received rows of each token of each
+            rank, or -1.
+        ends: int32 [local experts], the number of received rows, repeated.
+        recv_src_idx: int32 [received rows], index of each row on its source.
+        is_token_in_rank: bool [tokens, ranks].
+        token_of_place: int32 [received rows], ``source * limit + token``, or -1.
+        destinations: int32 [limit], ranks to which each token of this rank went, as bits.
+        limit: ``max_tokens`` of the dispatch.
+        num_experts: experts of all ranks.
+    """
+
+    rank_prefix_matrix: torch.Tensor
+    place_of_token: torch.Tensor
+    ends: torch.Tensor
+    recv_src_idx: torch.Tensor
+    is_token_in_rank: torch.Tensor
+    token_of_place: torch.Tensor
+    destinations: torch.Tensor
+    limit: int
+    num_experts: int
+
+
+class _Sizes(NamedTuple):
+    """Sizes of a dispatch.
+
+    limit: bound of the tokens of a rank; rows: result rows; counts: routes of each local expert;
+    prefix: ``rank_prefix_matrix``.
+    """
+
+    limit: int
+    rows: int
+    counts: list[int]
+    prefix: torch.Tensor
+
+
+def _refused(expected: str) -> Any:
+    def method(*_: Any, **__: Any) -> NoReturn:
+        raise InvalidArgument("Buffer", "the call", "not supported", expected)
+
+    method.__doc__ = f"Raise ``InvalidArgument``: expected {expected}."
+    return method
+
+
+class Buffer(LowLatencyCalls):
+    """Memory for dispatch and combine over the ranks of one host.
+
+    All ranks make equal calls in equal order, and tune them together. Calls with ``async_finish``
+    run on a second stream. ``allocate_on_comm_stream`` has no effect.
+
+    Args:
+        group: process group of one host.
+        num_nvl_bytes, num_rdma_bytes, low_latency_mode, num_qps_per_rank, allow_mnnvl, use_fabric,
+            explicitly_destroy: no effect. ``destroy`` frees the memory.
+        allow_nvlink_for_low_latency_mode: must be ``True``.
+        enable_shrink: must be ``False``.
+        comm: must be ``None``.
+
+    Raises:
+        InvalidArgument: an argument is not supported.
+    """
+
+    num_sms: ClassVar[int] = 20
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False, num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True, allow_mnnvl: bool = False,
+        use_fabric: bool = False, explicitly_destroy: bool = False, enable_shrink: bool = False,
+        comm: Any = None,
+    ) -> None:  # fmt: skip
+        if group is None or comm is not None:
+            raise InvalidArgument("Buffer", "group", group, "a process group, and no comm")
+        if enable_shrink:
+            raise InvalidArgument("Buffer", "enable_shrink", True, "False: no rank can be masked")
+        if not allow_nvlink_for_low_latency_mode:
+            name, expected = "allow_nvlink_for_low_latency_mode", "True: RDMA is not supported"
+            raise InvalidArgument("Buffer", name, False, expected)
+        super().__init__(group)
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
+        self.enable_shrink = enable_shrink
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Return ``True``: fp8 rows are supported."""
+        return True
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Set ``num_sms`` of the default configs, which bounds the programs of a call."""
+        if new_num_sms % 2:
+            raise InvalidArgument("set_num_sms", "new_num_sms", new_num_sms, "an even number")
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """Return an event of the work that is queued on the current stream."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Return about the bytes that low-latency calls allocate on each rank."""
+        # 2 contexts, each with 5 buffers of rows (create_ep_context).
+        return 10 * num_ranks * num_max_dispatch_tokens_per_rank * hidden * torch.bfloat16.itemsize
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """Return a config with ``Buffer.num_sms``."""
+        return Config(Buffer.num_sms)
+
+    get_combine_config = get_dispatch_config
+
+    get_local_buffer_tensor = _refused("a tensor of your own: the memory is private")
+    internode_dispatch = internode_combine = _refused("ranks of one host: RDMA is not supported")
+    low_latency_update_mask_buffer = _refused("enable_shrink=False: no rank can be masked")
+    low_latency_query_mask_buffer = low_latency_update_mask_buffer
+    low_latency_clean_mask_buffer = low_latency_update_mask_buffer
+
+    def get_dispatch_layout(
+        self, topk_idx: torch.Tensor, num_experts: int, previous_event: EventOverlap | None = None,
+        async_finish: bool = False, allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:  # fmt: skip
+        """Return what ``dispatch`` requires. Not collective.
+
+        Args:
+            topk_idx: int64 [tokens, topk]; -1 is masked.
+            num_experts: experts of all ranks, a multiple of the ranks.
+            previous_event, async_finish: see ``dispatch``.
+
+        Returns:
+            int32 [ranks], tokens for each rank; ``None``; int32 [num_experts], routes to each
+            expert; bool [tokens, ranks], whether a token goes to a rank; the event.
+        """
+        ranks = self.group_size
+
+        def work() -> tuple[torch.Tensor, ...]:
+            is_masked = topk_idx < 0
+            owner = (topk_idx // (num_experts // ranks)).masked_fill(is_masked, ranks)
+            goes = owner.new_zeros((len(topk_idx), ranks + 1), dtype=torch.bool)
+            goes = goes.scatter_(1, owner, True)[:, :ranks].contiguous()
+            route = topk_idx.masked_fill(is_masked, num_experts).flatten()
+            counts = route.new_zeros(num_experts + 1, dtype=torch.int32)
+            counts.scatter_add_(0, route, torch.ones_like(route, dtype=torch.int32))
+            return goes.sum(0, dtype=torch.int32), counts[:num_experts], goes
+
+        result, event = self._run("layout", work, previous_event, async_finish, topk_idx)
+        return result[0], None, *result[1:], event
+
+    def dispatch(
+        self, x: Rows, handle: Handle | None = None,
+        num_tokens_per_rank: torch.Tensor | None = None, num_tokens_per_rdma_rank: Any = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None, topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None, expert_alignment: int = 1,
+        num_worst_tokens: int = 0, config: Config | None = None,
+        previous_event: EventOverlap | None = None, async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Send tokens to ranks. Collective; tuned.
+
+        The host waits once. With ``num_worst_tokens`` or ``handle`` it does not wait, and a CUDA
+        graph can capture the call.
+
+        Args:
+            x: bf16 [tokens, hidden]; or fp8, and scales [tokens, at most hidden / 128] in fp32 or
+                int32.
+            handle: send to the ranks of an earlier dispatch. Excludes the next six arguments.
+            num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank: results of
+                ``get_dispatch_layout``, for ``topk_idx`` if it is passed.
+            num_tokens_per_rdma_rank: no effect.
+            topk_idx: int64 [tokens, topk], experts; -1 is masked.
+            topk_weights: fp32 [tokens, topk].
+            expert_alignment: round the returned numbers up to its multiples.
+            num_worst_tokens: number of result rows, equal on all ranks and at least the ranks times
+                the tokens of any rank.
+            config: ``num_sms`` bounds the programs, of which there are at least 4.
+            previous_event: run after this event. With ``async_finish``, do not wait for the
+                current stream.
+            async_finish: run on a second stream.
+
+        Returns:
+            Received rows as x, sorted by source rank and token; int64 [rows, topk], local experts
+            or -1; their weights or 0; numbers of routes of each local expert; the handle; the
+            event. Without ``topk_idx``, the second and third are ``None``. With
+            ``num_worst_tokens``, the fourth is empty. With ``handle``, the middle four are
+            ``None``.
+
+        Raises:
+            InvalidArgument: an argument is missing or has a wrong size.
+        """
+        rows, scales = x if isinstance(x, tuple) else (x, None)
+        layout = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
+        is_new = all(each is not None for each in layout)
+        if is_new is (handle is not None):
+            expected = "either a handle, or the results of get_dispatch_layout"
+            raise InvalidArgument("dispatch", "handle", type(handle).__name__, expected)
+        sms = (config or self.get_dispatch_config(self.group_size)).num_sms
+
+        def send(ids: torch.Tensor, limit: int, experts: int) -> Received:
+            groups = -(-rows.shape[1] // SCALE_ELEMENTS)
+            ctx, x_scale = self._context("rows", limit, rows.shape[1], experts), None
+            if scales is not None:
+                x_scale = scales.contiguous().view(torch.float32)
+                x_scale = pad(x_scale, (0, groups - scales.shape[1])).contiguous()
+            return ep_dispatch(
+                rows, ids, ctx, topk_weights, x_scale=x_scale, max_tokens=limit,
+                num_sms=max(_MIN_SMS, sms),
+            )  # fmt: skip
+
+        def gathered(received: Received, made: Handle) -> Rows:
+            placed = replace(received, row_of_position=made.token_of_place, ends=made.ends)
+            out, out_scales = placed.expanded(
+                rows.new_empty(len(made.token_of_place), rows.shape[1])
+            )
+            if scales is None or out_scales is None:
+                return out
+            return out, out_scales[:, : scales.shape[1]].contiguous().view(scales.dtype)
+
+        def work() -> tuple[Any, ...]:
+            if handle is not None:
+                goes, experts = handle.is_token_in_rank, handle.num_experts
+                received = send(self._rank_ids(goes, experts), handle.limit, experts)
+                return gathered(received, handle), None, None, None, None
+            assert num_tokens_per_rank is not None
+            assert is_token_in_rank is not None
+            assert num_tokens_per_expert is not None
+            experts = len(num_tokens_per_expert)
+            sizes = self._gather_sizes(
+                len(rows), num_tokens_per_rank, num_tokens_per_expert, num_worst_tokens,
+                expert_alignment,
+            )  # fmt: skip
+            ids = self._rank_ids(is_token_in_rank, experts) if topk_idx is None else topk_idx
+            received = send(ids, sizes.limit, experts)
+            made = _handle_of(received, sizes, is_token_in_rank, experts)
+            choices = (None, None)
+            if topk_idx is not None:
+                choices = _choices(received, made.token_of_place)
+            return gathered(received, made), *choices, sizes.counts, made
+
+        inputs = rows, scales, layout, topk_idx, topk_weights, handle
+        result, event = self._run("rows", work, previous_event, async_finish, inputs)
+        return *result, event
+
+    def _gather_sizes(
+        self, tokens: int, per_rank: torch.Tensor, per_expert: torch.Tensor, num_worst_tokens: int,
+        alignment: int,
+    ) -> _Sizes:  # fmt: skip
+        """Exchange the sizes of all ranks. The host waits, unless ``num_worst_tokens`` is given."""
+        ranks = self.group_size
+        own = torch.cat([per_rank.new_full((1,), tokens), per_rank, per_expert])
+        table = libraries.all_gather_rows(own[None], self.group)
+        prefix = table[:, 1 : 1 + ranks].cumsum(0, dtype=torch.int32)
+        if num_worst_tokens:
+            return _Sizes(-(-num_worst_tokens // ranks), num_worst_tokens, [], prefix)
+        host = table.tolist()
+        sums = [sum(each) for each in zip(*host, strict=True)]
+        local = len(per_expert) // ranks
+        first = 1 + ranks + self.rank * local
+        counts = [-(-each // alignment) * alignment for each in sums[first : first + local]]
+        # Powers of two, because ops are tuned for each limit.
+        limit = triton.next_power_of_2(max(1, *(row[0] for row in host)))
+        return _Sizes(limit, sums[1 + self.rank], counts, prefix)
+
+    def _rank_ids(self, is_token_in_rank: torch.Tensor, num_experts: int) -> torch.Tensor:
+        """Return int64 [tokens, ranks], an expert of each rank that gets the token, or -1."""
+        step, device = num_experts // self.group_size, is_token_in_rank.device
+        experts = torch.arange(0, num_experts, step, dtype=torch.int64, device=device)
+        return torch.where(is_token_in_rank, experts, -1)
+
+    def combine(
+        self, x: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None = None,
+        bias: Bias = None, config: Config | None = None,
+        previous_event: EventOverlap | None = None, async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:  # fmt: skip
+        """Return the sum of each token's rows, in fp32 in the order of ranks. Collective; tuned.
+
+        Args:
+            x: bf16 [received rows, hidden].
+            handle: result of ``dispatch``.
+            topk_weights: fp32 [received rows, topk].
+            bias: bf16 [tokens, hidden], or two, added to the rounded sum.
+            config, previous_event, async_finish: see ``dispatch``.
+
+        Returns:
+            bf16 [tokens, hidden], zero for tokens without rows; sums of ``topk_weights``, fp32
+            [tokens, topk], or ``None``; the event.
+        """
+        sms = (config or self.get_combine_config(self.group_size)).num_sms
+        biases = bias if isinstance(bias, tuple) else (bias,)
+        tokens = len(handle.is_token_in_rank)
+
+        def summed(rows: torch.Tensor, kind: str) -> torch.Tensor:
+            ctx = self._context(kind, handle.limit, rows.shape[1], handle.num_experts)
+            received = received_at(
+                ctx, handle.place_of_token, handle.ends, handle.destinations, tokens, handle.limit
+            )
+            return ep_combine(rows, received, ctx, apply_weights=False, num_sms=max(_MIN_SMS, sms))
+
+        def work() -> tuple[torch.Tensor, torch.Tensor | None]:
+            out, weights = summed(x, "rows"), None
+            for each in biases:
+                out = out if each is None else out + each
+            if topk_weights is not None:
+                topk = topk_weights.shape[1]
+                weights = summed(pad(topk_weights, (0, MAX_TOPK - topk)), "weights")
+                weights = weights[:, :topk].contiguous()
+            return out, weights
+
+        inputs = x, topk_weights, biases, handle
+        result, event = self._run("rows", work, previous_event, async_finish, inputs)
+        return *result, event
+
+
+def _handle_of(
+    received: Received, sizes: _Sizes, is_token_in_rank: torch.Tensor, num_experts: int
+) -> Handle:
+    is_here = (received.local_ids >= 0).any(1)
+    end = is_here.cumsum(0, dtype=torch.int32)
+    place = torch.where(is_here, end - 1, -1)
+    # Tokens without a place write to one extra element, which is cut off.
+    token_of_place = place.new_full((sizes.rows + 1,), -1)
+    token = torch.arange(len(place), dtype=torch.int32, device=place.device)
+    token_of_place[torch.where(is_here, place, sizes.rows).clamp(max=sizes.rows)] = token
+    token_of_place = token_of_place[:-1]
+    return Handle(
+        sizes.prefix, place[:, None], end[-1:].expand(len(received.ends)).contiguous(),
+        token_of_place % sizes.limit, is_token_in_rank, token_of_place, received.destinations,
+        sizes.limit, num_experts,
+    )  # fmt: skip
+
+
+def _choices(received: Received, token_of_place: torch.Tensor) -> tuple[Any, Any]:
+    """Return local experts, and weights if the dispatch had any, of each received row."""
+    token = token_of_place.clamp(min=0)
+    ids = torch.where((token_of_place >= 0)[:, None], received.local_ids[token], -1)
+    if received.weights is None:
+        return ids.long(), None
+    weights = received.weights[received.position_of_route[token].clamp(min=0)]
+    return ids.long(), torch.where(ids >= 0, weights, 0)

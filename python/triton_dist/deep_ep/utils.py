@@ -1,0 +1,73 @@
+"""Events and configs in the calls of ``Buffer``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from triton_dist.runtime.device import current_device
+
+
+@dataclass
+class Config:
+    """Limits of a dispatch or combine. Only ``num_sms`` has an effect; ops tune the rest."""
+
+    num_sms: int = 20
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
+    num_max_rdma_chunked_send_tokens: int = 6
+    num_max_rdma_chunked_recv_tokens: int = 256
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Return 0: the first calls allocate memory for their number of tokens."""
+        return 0
+
+    get_rdma_buffer_size_hint = get_nvl_buffer_size_hint
+
+
+class EventHandle:
+    """The work that is queued on the current stream at creation.
+
+    Args:
+        join: makes the current stream wait for other work, and use the tensors that it is passed.
+        tensors: results of that work.
+    """
+
+    def __init__(self, join: Callable[..., None] | None = None, *tensors: torch.Tensor) -> None:
+        self._join = join or current_device().record_event()
+        self._tensors, self.is_awaited = tensors, False
+
+    def current_stream_wait(self) -> None:
+        """Make the current stream wait for the work."""
+        self._join(*self._tensors)
+        self.is_awaited = True
+
+
+class EventOverlap:
+    """An event of a call, also as a context manager that makes the current stream wait at its end.
+
+    Args:
+        event: ``None`` for a call that the current stream waits for anyway.
+        extra_tensors: tensors that stay allocated as long as this object.
+    """
+
+    def __init__(
+        self,
+        event: EventHandle | None = None,
+        extra_tensors: tuple[torch.Tensor, ...] | None = None,
+    ) -> None:
+        self.event, self.extra_tensors = event, extra_tensors
+
+    def current_stream_wait(self) -> None:
+        """Make the current stream wait for the event."""
+        if self.event is not None:
+            self.event.current_stream_wait()
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.current_stream_wait()
