@@ -34,6 +34,9 @@ NAMES = {
     "triton_dist.layers.nvidia.tp_attn": "TP_Attn _set_cos_sin_cache",
     "triton_dist.layers.nvidia.tp_moe": "TP_MoE",
     "triton_dist.layers.nvidia.ep_moe": "EP_MoE",
+    "triton_dist.deep_ep": "Buffer Config EventHandle EventOverlap topk_idx_t",
+    "triton_dist.deep_ep.utils": "EventHandle EventOverlap",
+    "triton_dist.deep_ep.buffer": "Buffer",
     "triton_dist.function.nvidia.common":
         "init_triton_dist_ep_op deinit_triton_dist_ep_op",
     "triton_dist.function.nvidia.ep_moe_fused": "TritonDistFusedEpMoeFunction",

@@ -7,16 +7,13 @@ import pytest
 from tests.stress.ep_routings import random_routings
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "calls"),
-    [
-        (2, 12),
-        *(
-            pytest.param(*each, marks=[pytest.mark.stress, pytest.mark.timeout(3600)])
-            for each in ((2, 2000), (3, 1000), (4, 1000), (8, 200))
-        ),
-    ],
-)
+def test_some_random_routings(on_ranks):
+    assert on_ranks(2)(random_routings, 12, 1) == [(12, [])] * 2
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("num_ranks", "calls"), [(2, 2000), (3, 1000), (4, 1000), (8, 200)])
 def test_no_result_of_random_routings_is_wrong(spawn_ranks, num_ranks, calls):
     results = spawn_ranks(num_ranks, random_routings, calls, 1, timeout=3600.0)
     assert results == [(calls, [])] * num_ranks

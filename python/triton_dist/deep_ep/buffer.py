@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias
 
 import torch
-import torch.distributed as dist
 import triton
 from torch.nn.functional import pad
 
@@ -21,6 +20,7 @@ from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import libraries
 from triton_dist.kernels.nvidia.expert_parallel import Received, ep_combine, ep_dispatch
 from triton_dist.kernels.nvidia.expert_parallel.context import MAX_TOPK, SCALE_ELEMENTS
+from triton_dist.runtime.ranks import Group
 
 topk_idx_t = torch.int64
 Bias: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
@@ -83,7 +83,7 @@ class Buffer(LowLatencyCalls):
     run on a second stream. ``allocate_on_comm_stream`` has no effect.
 
     Args:
-        group: process group of one host.
+        group: process group of one host; default: the world.
         num_nvl_bytes, num_rdma_bytes, low_latency_mode, num_qps_per_rank, allow_mnnvl, use_fabric,
             explicitly_destroy: no effect. ``destroy`` frees the memory.
         allow_nvlink_for_low_latency_mode: must be ``True``.
@@ -97,14 +97,14 @@ class Buffer(LowLatencyCalls):
     num_sms: ClassVar[int] = 20
 
     def __init__(
-        self, group: dist.ProcessGroup | None, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0,
+        self, group: Group, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0,
         low_latency_mode: bool = False, num_qps_per_rank: int = 24,
         allow_nvlink_for_low_latency_mode: bool = True, allow_mnnvl: bool = False,
         use_fabric: bool = False, explicitly_destroy: bool = False, enable_shrink: bool = False,
         comm: Any = None,
     ) -> None:  # fmt: skip
-        if group is None or comm is not None:
-            raise InvalidArgument("Buffer", "group", group, "a process group, and no comm")
+        if comm is not None:
+            raise InvalidArgument("Buffer", "comm", comm, "None: pass a process group")
         if enable_shrink:
             raise InvalidArgument("Buffer", "enable_shrink", True, "False: no rank can be masked")
         if not allow_nvlink_for_low_latency_mode:
@@ -285,7 +285,7 @@ class Buffer(LowLatencyCalls):
         """Exchange the sizes of all ranks. The host waits, unless ``num_worst_tokens`` is given."""
         ranks = self.group_size
         own = torch.cat([per_rank.new_full((1,), tokens), per_rank, per_expert])
-        table = libraries.all_gather_rows(own[None], self.group)
+        table = libraries.all_gather_rows(own[None], self.group) if ranks > 1 else own[None]
         prefix = table[:, 1 : 1 + ranks].cumsum(0, dtype=torch.int32)
         if num_worst_tokens:
             return _Sizes(-(-num_worst_tokens // ranks), num_worst_tokens, [], prefix)

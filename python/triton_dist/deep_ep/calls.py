@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 
 from triton_dist.deep_ep.utils import EventHandle, EventOverlap
 from triton_dist.kernels.nvidia.expert_parallel import EPContext, Received, create_ep_context
 from triton_dist.kernels.nvidia.expert_parallel.context import MAX_TOPK
 from triton_dist.kernels.nvidia.expert_parallel.kernel import EPLayout
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.ranks import Group, group_for, process_group_of
 
 Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """Rows, or fp8 rows and their scales."""
@@ -21,8 +21,9 @@ Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 class Calls:
     """Base of ``Buffer``. Its contexts are created by the first call of a size, and grow."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.rank, self.group_size = group, group.rank(), group.size()
+    def __init__(self, group: Group) -> None:
+        self.group, ranks = process_group_of(group), group_for(group)
+        self.rank, self.group_size = ranks.rank, ranks.size
         self._device = current_device()
         self._contexts: dict[tuple[Any, ...], EPContext] = {}
         self._last: dict[str, EventHandle] = {}

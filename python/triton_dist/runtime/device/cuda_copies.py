@@ -35,7 +35,9 @@ class CudaCopyStream:
         self._stream = stream or torch.cuda.Stream(device, priority=-1)
         self.handle: int = self._stream.cuda_stream
         self.staging = (
-            torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True) if staged else None
+            torch.empty(_STAGING_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+            if staged
+            else None
         )
         # Each call records the events again. A queued wait refers to the latest record at the time
         # of queueing, so one pair of events is enough for any number of unfinished calls.
@@ -190,7 +192,9 @@ class ConcurrentReader:
         self._device = device
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device, priority=-1)
-            self._pinned = torch.empty(_MAX_READ_BYTES, dtype=torch.uint8, pin_memory=True)
+            self._pinned = torch.empty(
+                _MAX_READ_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True
+            )
             self._done = torch.cuda.Event()
             self._done.record(self._stream)
 
