@@ -18,7 +18,7 @@ from triton_dist.knobs import Knob
 
 # Modules whose names are for users. Others of the package are its own.
 _OTHER_MODULES = """
-    tune autotuner ops packs language runner runner.language utils nv_utils profiler_utils
+    tune autotuner deep_ep ops packs language runner runner.language utils nv_utils profiler_utils
     kernels.allreduce kernels.nvidia kernels.nvidia.allgather_gemm
     kernels.nvidia.comm_perf_model kernels.nvidia.gemm kernels.nvidia.gemm_allreduce
     kernels.nvidia.gemm_reduce_scatter kernels.nvidia.grouped_gemm
