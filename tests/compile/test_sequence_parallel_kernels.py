@@ -14,7 +14,7 @@ from triton_dist.kernels.common.exchange.protocol import Peers, Slots
 from triton_dist.kernels.common.exchange.pushed import Pushed
 from triton_dist.kernels.nvidia.sp_ag_attention.kernel import kernel_await_shard, kernel_merge
 from triton_dist.kernels.nvidia.ulysses import UlyssesContext
-from triton_dist.kernels.nvidia.ulysses.algorithms import PostAttnCall, PreAttnCall
+from triton_dist.kernels.nvidia.ulysses.algorithms import post_attn_call, pre_attn_call
 from triton_dist.runtime.launch import Launch
 
 
@@ -69,11 +69,11 @@ def test_heads_travel_in_vectors(sm90, algorithm, num_ranks, q_heads, kv_heads, 
     options = {"seq_lens": [tokens] * num_ranks if lengths else None, "algorithm": algorithm}
     options |= {"block_bytes": 16384}
     q, k = matrix(batch, tokens, q_heads, 128), matrix(batch, tokens, kv_heads, 128)
-    pre = PreAttnCall(q, k, k, ctx, **options)
+    pre = pre_attn_call(q, k, k, ctx, **options)
     whole = batch, num_ranks * tokens
     local = matrix(*whole, max(1, kv_heads // num_ranks), 128)
     o = matrix(*whole, q_heads // num_ranks, 128)
-    post = PostAttnCall(o, ctx, local, local, **options)
+    post = post_attn_call(o, ctx, local, local, **options)
     for call in (pre, post):
         kernel = compile_launch(call.chosen.launch(call, call.outputs()))
         assert_fits(

@@ -171,7 +171,9 @@ def test_late_flags_are_searched_in_all_programs_that_set_them(ctx):
 
 
 def test_keys_tell_replicas_and_dtypes_of_ids_apart(ctx):
-    key = algorithms.dispatch_key
+    def key(*args, **kwargs):
+        return DispatchCall(*args, **kwargs).key
+
     maps = [torch.zeros(EXPERTS, replicas, dtype=torch.int32) for replicas in (1, 2)]
     keys = {
         key(X, ids, ctx, expert_map=each) for ids in (IDS, IDS.long()) for each in (None, *maps)

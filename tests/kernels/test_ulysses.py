@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from triton_dist.kernels.nvidia import create_ulysses_context
-from triton_dist.kernels.nvidia.ulysses.algorithms import PreAttnCall, Push
+from triton_dist.kernels.nvidia.ulysses.algorithms import Push, pre_attn_call
 
 
 def test_launches_and_graphs_keep_the_lengths_that_they_read(monkeypatch):
@@ -20,7 +20,7 @@ def test_launches_and_graphs_keep_the_lengths_that_they_read(monkeypatch):
 
         def launch(tokens):
             x = torch.zeros(1, tokens, 1, 8)
-            call = PreAttnCall(x, None, None, ctx, [tokens])
+            call = pre_attn_call(x, None, None, ctx, [tokens])
             Push().repeat(launcher, call, call.outputs())
             return launches[-1]
 

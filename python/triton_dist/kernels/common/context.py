@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import numbers
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -153,20 +154,31 @@ class OpContext(Generic[B]):
 def agree_to_create(
     function: str,
     a_context: str,
-    equal_arguments: Mapping[str, Hashable],
-    checks: Iterable[Check],
     group: Group,
+    rank: int,
+    group_sizes: Mapping[str, int],
+    sizes: Mapping[str, int],
+    checks: Iterable[Check],
+    **equal_arguments: Hashable,
 ) -> None:
     """Raise on every rank unless all ranks can create a context with equal arguments. Collective.
 
     Args:
         function: name of the caller's public function, for errors.
         a_context: kind of context with its article, for errors.
-        equal_arguments: arguments that must be equal on all ranks, by name.
-        checks: checks of this rank's arguments.
+        rank: the caller's rank in the group.
+        group_sizes: numbers of ranks of the group and on one host, by argument name.
+        sizes: ints that must be at least 1 and equal on all ranks, by argument name.
+        checks: further checks of this rank's arguments. They run after the checks of the ints.
+        equal_arguments: further arguments that must be equal on all ranks.
     """
+    all_checks = itertools.chain(
+        int_checks(**sizes), group_checks(group, rank, **group_sizes),
+        ((name, size, size >= 1, "at least 1") for name, size in sizes.items()), checks,
+    )  # fmt: skip
+    equal_arguments = {**sizes, **equal_arguments}
     try:
-        error = first_error(function, checks) or (
+        error = first_error(function, all_checks) or (
             None if current_device().runs_kernels else no_device_for_kernels()
         )
     # A check compared a value that is not a number. Inform the other ranks before raising.

@@ -1,6 +1,6 @@
 """Define an op: a tuned function that chooses among several algorithms.
 
-    @op(algorithms=ALGORITHMS, call=Call, sizes=Sizes.of, key_fn=key_fn, version="3")
+    @op(algorithms=ALGORITHMS, call=Call, version="3")
     def gemm_rs(A, B, ctx, gemm_config=None, ..., algorithm=None):
         return Call(A, B, ctx, gemm_config, ..., algorithm).run()
 
@@ -175,10 +175,10 @@ class OpCall:
 def op(
     *,
     algorithms: Algorithms[Any, Any],
-    call: Callable[..., OpCall],
-    sizes: Callable[..., Any],
-    key_fn: Callable[..., Any],
+    call: Callable[..., Any],
     version: str,
+    key_fn: Callable[..., Any] | None = None,
+    sizes: Callable[..., Any] | None = None,
     key_sizes: Sequence[str] = (),
     agree_fn: Callable[..., object] = lambda *_, **__: "",
     **settings: Any,
@@ -191,12 +191,15 @@ def op(
     Args:
         algorithms: the algorithms to choose from.
         call: builds the ``OpCall`` from the op's arguments.
-        sizes: converts the op's arguments to the argument ``sizes`` of ``Algorithm.fits``. All
-            calls of a key must have equal sizes, because they share one winner.
         version: a new value invalidates the records in the package's folder ``records/``.
+        key_fn: argument of ``tune.autotune``; default: the attribute ``key`` of the call.
+        sizes: converts the op's arguments to the argument ``sizes`` of ``Algorithm.fits``; default:
+            ``key_fn``. All calls of a key must have equal sizes, because they share one winner.
         key_sizes: argument ``sizes`` of ``tune.autotune``.
-        key_fn, agree_fn, settings: arguments of ``tune.autotune``.
+        agree_fn, settings: arguments of ``tune.autotune``.
     """
+    key_of = key_fn or (lambda *args, **kwargs: call(*args, **kwargs).key)
+    sizes_of = sizes or key_of
 
     def decorate(fn: Any) -> Any:
         signature = inspect.signature(fn)
@@ -207,7 +210,7 @@ def op(
             # algorithms, with their tunables.
             if config.keys() != {"algorithm", *algorithm.tunables}:
                 return False
-            return algorithm.fits(config, sizes(*args, **kwargs))
+            return algorithm.fits(config, sizes_of(*args, **kwargs))
 
         def prepare(*args: Any, **kwargs: Any) -> None:
             bound = signature.bind(*args, **kwargs)
@@ -219,7 +222,7 @@ def op(
             arguments = signature.bind_partial(*args, **kwargs).arguments
             if arguments.get("straggler_option") is not None:
                 check_straggler(algorithms.function, arguments["straggler_option"])
-            op_sizes = sizes(*args, **kwargs)
+            op_sizes = sizes_of(*args, **kwargs)
             requested = getattr(op_sizes, "requested", None)
             if requested is not None and not algorithms.has_candidates(requested, op_sizes):
                 keyword = next(
@@ -238,7 +241,7 @@ def op(
 
         tuner = tuned(
             config_space=algorithms.config_space,
-            key_fn=key_fn,
+            key_fn=key_of,
             prune_fn=prune,
             prepare_fn=prepare,
             agree_fn=agree,

@@ -18,7 +18,9 @@ device only if the word is set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import functools
+import zlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -95,6 +97,12 @@ def fold_to_tag(number: int) -> int:
     The divisor is the largest prime below 2**20, because counts tend to differ by powers of two.
     """
     return number % _PRIME
+
+
+@functools.lru_cache(4096)
+def digest_of(*arguments: Hashable) -> int:
+    """Fold arguments that must be equal on all ranks into the tag of a call."""
+    return fold_to_tag(zlib.crc32(repr(arguments).encode()))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -13,12 +12,9 @@ from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.context import (
     DTYPE_NAMES,
     DTYPES,
-    Check,
     OpContext,
     agree_to_create,
     gradient_check,
-    group_checks,
-    int_checks,
     raise_first_error,
 )
 from triton_dist.kernels.common.exchange.buffer import VECTOR_BYTES, VECTOR_ELEMENTS, ExchangeBuffer
@@ -74,18 +70,12 @@ def create(
 
     Raise the errors of ``agree_to_create`` and of the allocation.
     """
-
     group = process_group_of(group)
-
-    def checks() -> Iterator[Check]:
-        yield from int_checks(workspace_nbytes=workspace_nbytes)
-        yield from group_checks(
-            group, rank, world_size=world_size, local_world_size=local_world_size
-        )
-        yield "workspace_nbytes", workspace_nbytes, workspace_nbytes >= 1, "at least 1"
-
-    equal_arguments = {"workspace_nbytes": workspace_nbytes}
-    agree_to_create(function, f"a {ctx_type.name}", equal_arguments, checks(), group)
+    agree_to_create(
+        function, f"a {ctx_type.name}", group, rank,
+        {"world_size": world_size, "local_world_size": local_world_size},
+        {"workspace_nbytes": workspace_nbytes}, (),
+    )  # fmt: skip
     return ctx_type(workspace_nbytes, local_world_size, group)
 
 

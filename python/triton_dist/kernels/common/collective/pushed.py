@@ -62,25 +62,16 @@ class PushedShards(PushedSlots):
 
         x and out are 1-D. Every rank must make the same call.
         """
-        slots, awaited, transfer = self.slots, False, None
-        slots.take(exchange.call_tag, copied=True)
-        stream = self._device.current_stream()
-        try:
-            key = (slots.index, exchange, x.dtype)
-            transfer = self.transfer(key, lambda: self._push(exchange, x.dtype))
-            transfer.start(x.view(-1, 1), stream)
-            slots.launcher.run(
-                key, lambda: self.launch(exchange, x, out), {"x_ptr": x, "out_ptr": out}
-            )
-            awaited = True
-        finally:
-            if transfer is not None:
-                transfer.join(stream)
-            slots.finish(awaited, expected=lambda: self._expected(exchange, x.element_size()))
+        slots, key, item_bytes = self.slots, (exchange, x.dtype), x.element_size()
 
-    def _expected(self, exchange: Exchange, item_bytes: int) -> dict[str, list[int]]:
-        chunks = len(list(_chunks(exchange, item_bytes)))
-        return {"arrivals": self.flags_of_peers(chunks)}
+        def receive() -> None:
+            tensors = {"x_ptr": x, "out_ptr": out}
+            slots.launcher.run((slots.index, *key), lambda: self.launch(exchange, x, out), tensors)
+
+        self.push(
+            exchange.call_tag, key, lambda: self._push(exchange, x.dtype), x.view(-1, 1), receive,
+            lambda: len(list(_chunks(exchange, item_bytes))),
+        )  # fmt: skip
 
     def _push(self, exchange: Exchange, dtype: torch.dtype) -> Iterable[Step]:
         own = self.rank * shard_elements(exchange.elements)

@@ -326,6 +326,13 @@ class ExchangeBuffer:
         self.timeout_words.begin()
         self._last_call = phases, num_ctas, num_chunks
 
+    def repeat(self, launch: Launch, num_ctas: int = 1, num_chunks: int = 1) -> None:
+        """Launch a kernel in which ``num_ctas`` programs wait for ``num_chunks`` chunks of every
+        peer."""
+        self.begin(1, num_ctas, num_chunks)
+        self.launcher.repeat(launch)
+        self.timeout_words.end()
+
     def reset(self) -> None:
         with self.timeout_words.resetting():
             for region in ("arrivals", "calls", "guard", "packets"):

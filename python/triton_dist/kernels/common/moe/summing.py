@@ -28,8 +28,6 @@ from triton_dist.kernels.common.context import (
     checked_once,
     from_1_to,
     gradient_check,
-    group_checks,
-    int_checks,
     kernel_checks,
     operand_checks,
     operand_signature,
@@ -169,30 +167,25 @@ def create(
     members = process_group_of(group)
 
     def checks() -> Iterator[Check]:
-        yield from int_checks(
-            max_token_num=max_token_num, hidden_dim=hidden_dim, num_experts=num_experts, topk=topk,
-            n_chunks_max=n_chunks_max,
-        )  # fmt: skip
-        yield from group_checks(
-            members, rank, world_size=world_size, local_world_size=local_world_size
-        )
         yield from_1_to(MAX_TOPK, "topk", topk)
         expected = f"a positive multiple of topk = {topk}: routes, not tokens"
         good = max_token_num >= 1 and max_token_num % topk == 0
         yield "max_token_num", max_token_num, good, expected
         tokens = ctx_type.tokens_check("", max_token_num // topk, world_size)
         yield "max_token_num", max_token_num, tokens[2], f"topk = {topk} times {tokens[3]}"
-        yield "hidden_dim", hidden_dim, hidden_dim >= 1, "at least 1"
         yield from_1_to(MAX_EXPERTS, "num_experts", num_experts)
         yield from kernel_checks("input_dtype", input_dtype)
         yield from_1_to(MAX_COLUMN_CHUNKS, "n_chunks_max", n_chunks_max)
 
-    equal_arguments = {
+    sizes = {
         "max_token_num": max_token_num, "hidden_dim": hidden_dim, "num_experts": num_experts,
-        "topk": topk, "input_dtype": str(input_dtype), "n_chunks_max": n_chunks_max,
-        "comparison of ids": every_call_compares(),
+        "topk": topk, "n_chunks_max": n_chunks_max,
     }  # fmt: skip
-    agree_to_create(ctx_type.creator, f"a {ctx_type.title}", equal_arguments, checks(), members)
+    agree_to_create(
+        ctx_type.creator, f"a {ctx_type.title}", members, rank,
+        {"world_size": world_size, "local_world_size": local_world_size}, sizes, checks(),
+        input_dtype=input_dtype, **{"comparison of ids": every_call_compares()},
+    )  # fmt: skip
     products = RoutedProductLimits(
         max_token_num // topk, hidden_dim, num_experts, topk, input_dtype, n_chunks_max,
         local_world_size, members,

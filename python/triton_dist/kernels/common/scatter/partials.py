@@ -28,8 +28,6 @@ from triton_dist.kernels.common.context import (
     Check,
     GEMMContext,
     agree_to_create,
-    group_checks,
-    int_checks,
     kernel_checks,
 )
 from triton_dist.runtime.ranks import Group, process_group_of
@@ -208,15 +206,13 @@ def create(
     members, extra_arguments = process_group_of(group), dict(equal_arguments or {})
 
     def checks() -> Iterator[Check]:
-        yield from int_checks(max_M=max_M, N=N)
-        yield from group_checks(
-            members, rank, world_size=world_size, local_world_size=local_world_size
-        )
         yield ctx_type.rows_check("max_M", max_M, world_size)
-        yield "N", N, N >= 1, "at least 1"
         yield from kernel_checks("output_dtype", output_dtype)
 
-    all_equal = {"max_M": max_M, "N": N, "output_dtype": str(output_dtype), **extra_arguments}
-    agree_to_create(ctx_type.creator, f"a {ctx_type.title}", all_equal, checks(), members)
+    agree_to_create(
+        ctx_type.creator, f"a {ctx_type.title}", members, rank,
+        {"world_size": world_size, "local_world_size": local_world_size}, {"max_M": max_M, "N": N},
+        checks(), output_dtype=output_dtype, **extra_arguments,
+    )  # fmt: skip
     products = ProductLimits(max_M, N, output_dtype, local_world_size, members)
     return ctx_type(products, **extra_arguments, **rank_arguments)

@@ -15,8 +15,6 @@ from triton_dist.kernels.common.context import (
     checked_buffer,
     checked_once,
     first_error,
-    group_checks,
-    int_checks,
     kernel_checks,
     layout_of,
     operand_checks,
@@ -137,19 +135,19 @@ def create_ag_gemm_context(
     group = process_group_of(group)
 
     def checks() -> Iterator[Check]:
-        yield from int_checks(max_M=max_M, N=N, K=K)
-        yield from group_checks(group, rank, num_ranks=num_ranks, num_local_ranks=num_local_ranks)
         expected = f"a positive multiple of num_ranks = {num_ranks}"
         for name, size in (("max_M", max_M), ("N", N)):
             yield name, size, size >= num_ranks and size % num_ranks == 0, expected
-        yield "K", K, K >= 1, "at least 1"
         if dtype not in FP8:
             yield from kernel_checks("dtype", dtype)
         good = isinstance(all_gather_method, AllGatherMethod)
         yield "all_gather_method", all_gather_method, good, "an AllGatherMethod"
 
-    equal_arguments = {"max_M": max_M, "N": N, "K": K, "dtype": str(dtype)}
-    agree_to_create("create_ag_gemm_context", "an AllGather-GEMM", equal_arguments, checks(), group)
+    agree_to_create(
+        "create_ag_gemm_context", "an AllGather-GEMM", group, rank,
+        {"num_ranks": num_ranks, "num_local_ranks": num_local_ranks},
+        {"max_M": max_M, "N": N, "K": K}, checks(), dtype=dtype,
+    )  # fmt: skip
     return AllGatherGEMMTensorParallelContext(
         max_M, N, K, dtype, num_local_ranks, group, all_gather_method
     )

@@ -19,7 +19,6 @@ from triton_dist.kernels.common.context import (
     checked_buffer,
     checked_once,
     from_1_to,
-    group_checks,
     int_checks,
     operand_checks,
     operand_signature,
@@ -158,16 +157,11 @@ def create_ag_group_gemm_context(
     tile = dict(zip(_TILE, (BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, GROUP_SIZE_M), strict=True))
 
     def checks() -> Iterator[Check]:
-        yield from int_checks(
-            max_ntokens=max_ntokens, N_per_rank=N_per_rank, K=K, num_experts=num_experts, topk=topk,
-            **tile, stages=stages, num_warps=num_warps,
-        )  # fmt: skip
-        yield from group_checks(group, rank, num_ranks=num_ranks, num_local_ranks=num_local_ranks)
+        yield from int_checks(**tile, stages=stages, num_warps=num_warps)
         expected = f"a positive multiple of num_ranks = {num_ranks}"
         fits = max_ntokens >= num_ranks and max_ntokens % num_ranks == 0
         yield "max_ntokens", max_ntokens, fits, expected
-        for name, size in (("N_per_rank", N_per_rank), ("K", K), ("GROUP_SIZE_M", GROUP_SIZE_M)):
-            yield name, size, size >= 1, "at least 1"
+        yield "GROUP_SIZE_M", GROUP_SIZE_M, GROUP_SIZE_M >= 1, "at least 1"
         yield from_1_to(MAX_EXPERTS, "num_experts", num_experts)
         yield from_1_to(MAX_TOPK, "topk", topk)
         has_kernel = dtype in (*DTYPES, torch.float8_e4m3fn)
@@ -179,12 +173,15 @@ def create_ag_group_gemm_context(
         yield from_1_to(8, "stages", stages)
         yield "num_warps", num_warps, num_warps in (1, 2, 4, 8, 16), "1, 2, 4, 8 or 16"
 
-    equal_arguments = {
+    sizes = {
         "max_ntokens": max_ntokens, "N_per_rank": N_per_rank, "K": K, "num_experts": num_experts,
-        "topk": topk, "dtype": str(dtype), "comparison of ids": every_call_compares(),
+        "topk": topk,
     }  # fmt: skip
-    creator, what = "create_ag_group_gemm_context", "an AllGather + grouped GEMM"
-    agree_to_create(creator, what, equal_arguments, checks(), group)
+    agree_to_create(
+        "create_ag_group_gemm_context", "an AllGather + grouped GEMM", group, rank,
+        {"num_ranks": num_ranks, "num_local_ranks": num_local_ranks}, sizes, checks(), dtype=dtype,
+        **{"comparison of ids": every_call_compares()},
+    )  # fmt: skip
     gemm_config = triton.Config(tile, num_warps=num_warps, num_stages=stages)
     return MoEAllGatherGroupGEMMTensorParallelContext(
         max_ntokens, N_per_rank, K, num_experts, topk, dtype, num_local_ranks, gemm_config, group

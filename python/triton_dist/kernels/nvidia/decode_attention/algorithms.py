@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -21,7 +20,7 @@ from triton_dist.kernels.common.exchange.buffer import (
     params_for_device,
 )
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
-from triton_dist.kernels.common.peers import fold_to_tag
+from triton_dist.kernels.common.peers import digest_of
 from triton_dist.kernels.nvidia.decode_attention.context import (
     FP8,
     MIN_COLUMNS,
@@ -137,9 +136,8 @@ class Call(OpCall):
         self.chosen = ALGORITHMS[self.algorithm or default]
         self.chosen.check(self)
         self.batch, self.q_len = self.q.shape[0], self.key.q_len
-        self.out_heads = self.key.q_heads
-        if self.shard_output:
-            self.out_heads //= self.ctx.num_ranks
+        self.shards = self.ctx.num_ranks if self.shard_output else 1
+        self.out_heads = self.key.q_heads // self.shards
 
     def params(self) -> tuple[int, int, int, int]:
         """Return the tunables; those that the caller omits are of the first candidate that fits."""
@@ -215,13 +213,17 @@ class Call(OpCall):
             rows = libraries.all_gather_rows(flat, ctx.group)
         return rows.view(ctx.num_ranks, *q.shape)
 
+    def queries_of_shape(self) -> torch.Tensor:
+        """Return a tensor with shape and strides of ``gathered_queries``. Not collective."""
+        q, size = self.q, self.ctx.num_ranks
+        return q.new_empty((size, *q.shape)) if self.key.has_sharded_queries else q
+
     def digest(self) -> int:
         """Fold the arguments that must be equal on all ranks into the size of a flag."""
-        options = (
+        return digest_of(
             self.batch, self.key._replace(max_kv_len=0, page_size=0), self.window, self.interleave,
             float(self.soft_cap), self.scale_of(), self.sinks is None, self.programs(),
         )  # fmt: skip
-        return digest_of(*options)
 
     def attend(self, spec: Spec, parts: Parts, q: torch.Tensor) -> Launch:
         arguments = (
@@ -242,13 +244,6 @@ class Call(OpCall):
         items = self.batch * spec.TILES * spec.ITEMS * spec.CHUNKS
         return Launch(kernel_combine, (items,), arguments, options)
 
-    def own_attention(self, packed: torch.Tensor) -> None:
-        """Store this rank's partial outputs in ``packed`` [rows, DV + pad], with our kernels."""
-        spec, q = self.spec(), self.gathered_queries(False)
-        parts, launcher = self.new_parts(spec), self.ctx.buffer.launcher
-        launcher.repeat(self.attend(spec, parts, q))
-        launcher.repeat(self.combine(spec, parts, self.packed_target(packed), False))
-
     def packed_target(self, packed: torch.Tensor) -> Target:
         return Target(packed, self.packed_lse(packed), None, packed.stride(0),
                       packed.stride(0) * packed.element_size() // 4)  # fmt: skip
@@ -265,8 +260,7 @@ class Call(OpCall):
         if q.ndim > self.q.ndim:
             q = q.movedim(0, -3)
         heads = self.key.q_heads
-        lens = self.kv_lens if self.interleave is None else self.own_lens()
-        lens = lens[ctx.rank] if self.interleave is None else lens
+        lens = self.kv_lens[ctx.rank] if self.interleave is None else self.own_lens()
         ends = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q.reshape(batch, heads, -1), k.view(batch * tokens, *k.shape[2:]),
@@ -274,7 +268,7 @@ class Call(OpCall):
             False, scale=self.scale_of(), seqused_k=lens,
         )  # fmt: skip
         empty = (lens <= 0)[:, None]
-        shards = heads // self.out_heads
+        shards = self.shards
         out = out.masked_fill(empty[..., None], 0).view(batch, shards, -1, dim).transpose(0, 1)
         lse = (lse.T / math.log(2)).masked_fill(empty, -math.inf).view(batch, shards, -1)
         packed.view(shards, batch, -1, packed.shape[1])[..., :dim].copy_(out)
@@ -287,15 +281,11 @@ class Call(OpCall):
         rest = (self.kv_lens % cycle - self.ctx.rank * step).clamp(0, step)
         return (self.kv_lens // cycle * step + rest).int()
 
-    def new_packed(self, num_shards: int = 1) -> torch.Tensor:
-        rows = num_shards * self.batch * self.q_len * self.out_heads
+    def new_packed(self) -> torch.Tensor:
+        """Return uninitialised packed rows, [shards * rows of a shard, v_head_dim + padding]."""
+        rows = self.batch * self.q_len * self.key.q_heads
         columns = self.key.v_head_dim + _LSE_BYTES // self.q.element_size()
         return self.q.new_empty((rows, columns))
-
-
-@functools.lru_cache(4096)
-def digest_of(*arguments: object) -> int:
-    return fold_to_tag(zlib.crc32(repr(arguments).encode()))
 
 
 @functools.lru_cache(4096)
@@ -339,27 +329,26 @@ class _Algorithm(Algorithm[Call, DecodeKey]):
 
     tunables: ClassVar[tuple[str, ...]] = TUNABLES
     params: ClassVar[tuple[tuple[int, ...], ...]] = _FEW_PARAMS
+    min_ranks: ClassVar[int] = 2
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
         return ((1, 64, 2, 4), (1, 32, 2, 4)) if current_device().interprets else self.params
 
     def fits(self, config: Mapping[str, Any], sizes: DecodeKey) -> bool:
         values = tuple(config[name] for name in TUNABLES)
-        return fits_device(config, sizes) or values == default_params(sizes)
+        fits = fits_device(config, sizes) or values == default_params(sizes)
+        return fits and sizes.num_ranks >= self.min_ranks
+
+    def check(self, call: Call) -> None:
+        if call.ctx.num_ranks < self.min_ranks:
+            expected = f"another algorithm than {self.name!r}, which requires several ranks"
+            raise InvalidArgument("sp_decode_attn", "algorithm", self.name, expected)
 
 
 class Packets(_Algorithm):
     """One launch: rows travel in words that mark their own arrival."""
 
     name, params = "packets", _PARAMS
-
-    def fits(self, config: Mapping[str, Any], sizes: DecodeKey) -> bool:
-        return sizes.num_ranks > 1 and super().fits(config, sizes)
-
-    def check(self, call: Call) -> None:
-        if call.ctx.num_ranks == 1:
-            expected = "another algorithm than 'packets', which requires several ranks"
-            raise InvalidArgument("sp_decode_attn", "algorithm", self.name, expected)
 
     def launch(self, call: Call, out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor) -> Launch:
         ctx, spec = call.ctx, call.spec()
@@ -372,10 +361,7 @@ class Packets(_Algorithm):
         return Launch(kernel_decode_packets, (call.programs(),), arguments, options)
 
     def compile(self, call: Call) -> None:
-        q = call.q
-        if call.key.has_sharded_queries:
-            q = q.new_empty((call.ctx.num_ranks, *q.shape))
-        self.check_resident(call, self.launch(call, *call.outputs(), q))
+        self.check_resident(call, self.launch(call, *call.outputs(), call.queries_of_shape()))
 
     def check_resident(self, call: Call, launch: Launch) -> None:
         """Raise ``CandidateFailed`` if the programs do not fit on the device together."""
@@ -392,59 +378,56 @@ class Packets(_Algorithm):
         call.ctx.resident.add(known)
 
     def run(self, call: Call) -> Any:
-        ctx, (out, lse) = call.ctx, call.outputs()
-        q = call.gathered_queries(True)
-        launch = self.launch(call, out, lse, q)
+        out, lse = call.outputs()
+        launch = self.launch(call, out, lse, call.gathered_queries(True))
         self.check_resident(call, launch)
-        ctx.buffer.begin(1, 1, 1)
-        ctx.buffer.launcher.repeat(launch)
-        ctx.buffer.timeout_words.end()
+        call.ctx.buffer.repeat(launch)
         return out, lse
 
 
 class AllToAll(_Algorithm):
     """Our attention, then NCCL's all-to-all of packed rows (all-gather of a replicated output)."""
 
-    name = "all_to_all"
+    name, min_ranks = "all_to_all", 1
+
+    def launches(
+        self, call: Call, q: torch.Tensor, target: Target, is_final: bool
+    ) -> tuple[Launch, Launch]:
+        """Return our attention and the combination of its parts."""
+        spec = call.spec()
+        parts = call.new_parts(spec)
+        return call.attend(spec, parts, q), call.combine(spec, parts, target, is_final)
 
     def compile(self, call: Call) -> None:
-        spec, ranks = call.spec(), call.ctx.num_ranks
-        parts, q = call.new_parts(spec), call.q
-        if call.key.has_sharded_queries:
-            q = q.new_empty((ranks, *q.shape))
-        call.attend(spec, parts, q).compile()
-        if ranks == 1:
-            call.combine(spec, parts, call.target(*call.outputs()), True).compile()
-        else:
-            packed = call.new_packed(call.key.q_heads // call.out_heads)
-            call.combine(spec, parts, call.packed_target(packed), False).compile()
+        is_final = call.ctx.num_ranks == 1
+        target = call.target(*call.outputs()) if is_final else call.packed_target(call.new_packed())
+        for launch in self.launches(call, call.queries_of_shape(), target, is_final):
+            launch.compile()
 
     def run(self, call: Call) -> Any:
         if call.ctx.num_ranks == 1:
             out, lse = call.outputs()
-            spec, launcher = call.spec(), call.ctx.buffer.launcher
-            parts = call.new_parts(spec)
-            launcher.repeat(call.attend(spec, parts, call.gathered_queries(False)))
-            launcher.repeat(call.combine(spec, parts, call.target(out, lse), True))
+            target = call.target(out, lse)
+            for launch in self.launches(call, call.gathered_queries(False), target, True):
+                call.ctx.buffer.launcher.repeat(launch)
             return out, lse
         packed = self.partial(call)
-        rows = len(packed) // (call.key.q_heads // call.out_heads)
-        if call.shard_output:
-            arrived = torch.empty_like(packed)
-            dist.all_to_all_single(arrived, packed, group=call.ctx.group)
-        else:
-            arrived = libraries.all_gather_rows(packed, call.ctx.group)
-        return self.merge(call, arrived, rows)
+        if not call.shard_output:
+            return self.merge(call, libraries.all_gather_rows(packed, call.ctx.group))
+        arrived = torch.empty_like(packed)
+        dist.all_to_all_single(arrived, packed, group=call.ctx.group)
+        return self.merge(call, arrived)
 
     def partial(self, call: Call) -> torch.Tensor:
         """Return this rank's packed partial outputs, sorted by output shards."""
-        packed = call.new_packed(call.key.q_heads // call.out_heads)
-        call.own_attention(packed)
+        packed, q = call.new_packed(), call.gathered_queries(False)
+        for launch in self.launches(call, q, call.packed_target(packed), False):
+            call.ctx.buffer.launcher.repeat(launch)
         return packed
 
-    def merge(self, call: Call, packed: torch.Tensor, rows: int) -> Any:
-        """Merge ``rows`` packed rows of each rank."""
-        out, lse = call.outputs()
+    def merge(self, call: Call, packed: torch.Tensor) -> Any:
+        """Merge the packed rows of all ranks."""
+        (out, lse), rows = call.outputs(), len(packed) // call.ctx.num_ranks
         partial, columns = call.packed_target(packed), triton.next_power_of_2(call.key.v_head_dim)
         block = max(1, min(16, 2048 // columns))
         arguments = (
@@ -460,15 +443,7 @@ class AllToAll(_Algorithm):
 class ReduceScatter(AllToAll):
     """Our attention, then the all-gather of LSEs and the reduce-scatter or all-reduce of NCCL."""
 
-    name = "reduce_scatter"
-
-    def fits(self, config: Mapping[str, Any], sizes: DecodeKey) -> bool:
-        return sizes.num_ranks > 1 and super().fits(config, sizes)
-
-    def check(self, call: Call) -> None:
-        if call.ctx.num_ranks == 1:
-            expected = f"another algorithm than {self.name!r}, which requires several ranks"
-            raise InvalidArgument("sp_decode_attn", "algorithm", self.name, expected)
+    name, min_ranks = "reduce_scatter", 2
 
     def run(self, call: Call) -> Any:
         ctx, packed = call.ctx, self.partial(call)
@@ -497,7 +472,8 @@ class ReduceScatter(AllToAll):
 def fits_library(sizes: DecodeKey) -> bool:
     """Return whether PyTorch's flash attention can compute a rank's part."""
     return (
-        not current_device().interprets
+        sizes.num_ranks > 1
+        and not current_device().interprets
         and sizes.dtype != torch.float32
         and sizes.kv_dtype == sizes.dtype
         and sizes.page_size == 0
@@ -506,14 +482,6 @@ def fits_library(sizes: DecodeKey) -> bool:
         and not sizes.has_mask
         and sizes.head_dim == sizes.v_head_dim <= 256
     )
-
-
-def check_library(call: Call) -> None:
-    if not (fits_library(call.key) and call.ctx.num_ranks > 1):
-        expected = "another algorithm: PyTorch's flash attention requires GPUs, several ranks, a "
-        expected += "dense contiguous cache of fp16 or bf16, one new token, equal dimensions up to "
-        expected += "256, no window, no soft cap and no scales"
-        raise InvalidArgument("sp_decode_attn", "algorithm", call.algorithm, expected)
 
 
 class Library(AllToAll):
@@ -525,16 +493,20 @@ class Library(AllToAll):
         return [()] if current_device().has_nccl else []
 
     def fits(self, config: Mapping[str, Any], sizes: DecodeKey) -> bool:
-        return sizes.num_ranks > 1 and fits_library(sizes)
+        return fits_library(sizes)
 
     def check(self, call: Call) -> None:
-        check_library(call)
+        if not fits_library(call.key):
+            expected = "another algorithm: PyTorch's flash attention requires GPUs, several ranks, "
+            expected += "a dense contiguous cache of fp16 or bf16, one new token, equal dimensions "
+            expected += "up to 256, no window, no soft cap and no scales"
+            raise InvalidArgument("sp_decode_attn", "algorithm", call.algorithm, expected)
 
     def compile(self, call: Call) -> None:
         pass
 
     def partial(self, call: Call) -> torch.Tensor:
-        packed = call.new_packed(call.key.q_heads // call.out_heads)
+        packed = call.new_packed()
         call.library_attention(packed)
         return packed
 
@@ -550,8 +522,3 @@ ALGORITHMS = Algorithms(
     "sp_decode_attn",
     (Packets(), AllToAll(), ReduceScatter(), Library(), LibraryReduceScatter()),
 )
-
-
-def decode_key(*args: Any, **kwargs: Any) -> DecodeKey:
-    """Return the key that a tuning is recorded under. Raise if the call cannot work."""
-    return Call(*args, **kwargs).key

@@ -10,17 +10,14 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.kernels.common.context import (
-    DTYPE_NAMES,
-    DTYPES,
     Check,
     OpContext,
     agree_to_create,
     checked_buffer,
     from_1_to,
     gradient_check,
-    group_checks,
-    int_checks,
     is_int,
+    kernel_checks,
     raise_first_error,
     tensor_checks,
 )
@@ -38,7 +35,6 @@ FP8 = torch.float8_e4m3fn
 MAX_QUERY_LENGTH, MAX_BATCH, MAX_HEAD_DIM = 8, 4096, 1024
 MIN_COLUMNS = 64
 """Smallest chunk of columns, unless all columns are fewer."""
-_LSE_BASES = ("e", "2")
 
 
 class SpDecodeContext(OpContext[ExchangeBuffer]):
@@ -107,9 +103,7 @@ def create_sp_decode_context(
     elements of ``dtype``.
 
     Args:
-        rank: this rank in the group.
-        world_size: number of ranks in the group.
-        local_world_size: ranks on one host, clamped to ``world_size``.
+        rank, world_size, local_world_size: this rank, ranks of the group, and ranks on this host.
         max_batch: largest number of sequences, 1 to 4096.
         num_q_heads: query heads over all ranks.
         head_dim: elements of a query and of a key, a multiple of 8, 16 to 1024.
@@ -123,9 +117,7 @@ def create_sp_decode_context(
         The context. Call ``finalize()`` or use ``with`` to free it.
 
     Raises:
-        InvalidArgument: a value is out of range; raised on every rank.
-        RankDisagreement: ranks pass different sizes or dtypes.
-        SymmetricMemoryFull: a rank has too little memory; raised on every rank.
+        InvalidArgument, RankDisagreement, SymmetricMemoryFull: see ``create_ag_gemm_context``.
     """
     group = process_group_of(group)
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
@@ -135,23 +127,21 @@ def create_sp_decode_context(
     }  # fmt: skip
 
     def checks() -> Iterator[Check]:
-        yield from int_checks(**sizes)
-        yield from group_checks(
-            group, rank, world_size=world_size, local_world_size=local_world_size
-        )
         yield from_1_to(MAX_BATCH, "max_batch", max_batch)
         yield from_1_to(MAX_QUERY_LENGTH, "max_q_len", max_q_len)
-        yield "num_q_heads", num_q_heads, num_q_heads >= 1, "at least 1"
         for name, size in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
             fits = size % 8 == 0 and 16 <= size <= MAX_HEAD_DIM
             yield name, size, fits, f"a multiple of 8, 16 to {MAX_HEAD_DIM}"
-        yield "dtype", dtype, dtype in DTYPES, DTYPE_NAMES
+        yield from kernel_checks("dtype", dtype)
         fits = not shard_queries or num_q_heads % world_size == 0
         expected = f"False, or num_q_heads = {num_q_heads} a multiple of {world_size}"
         yield "shard_queries", shard_queries, fits, expected
 
-    equal_arguments = {**sizes, "dtype": dtype, "shard_queries": shard_queries}
-    agree_to_create("create_sp_decode_context", "an attention", equal_arguments, checks(), group)
+    agree_to_create(
+        "create_sp_decode_context", "an attention", group, rank,
+        {"world_size": world_size, "local_world_size": local_world_size}, sizes, checks(),
+        dtype=dtype, shard_queries=shard_queries,
+    )  # fmt: skip
     return SpDecodeContext(
         max_batch, max_q_len, num_q_heads, head_dim, v_head_dim, dtype, bool(shard_queries), group
     )
@@ -182,25 +172,25 @@ class DecodeKey(NamedTuple):
     num_ranks: int
 
 
+def is_finite(number: Any) -> bool:
+    return isinstance(number, float | int) and math.isfinite(number)
+
+
 def checked_key(call: Any) -> DecodeKey:
     """Return the key that a tuning is recorded under. Raise if the call cannot work."""
     ctx, q, k, v = call.ctx, call.q, call.k_cache, call.v_cache
     checked_buffer(ctx, SpDecodeContext, "sp_decode_attn", "create_sp_decode_context")
     device, heads, table = ctx.device.torch_device, ctx.num_q_heads, call.block_table
     values = k if v is None else v
+    tensors = {"q": q, "k_cache": k, "v_cache": values, "kv_lens": call.kv_lens}
+    for name in ("block_table", "sinks", "k_scale", "v_scale"):
+        if getattr(call, name) is not None:
+            tensors[name] = getattr(call, name)
 
     def checks() -> Iterator[Check]:
-        optional = {
-            "block_table": table, "sinks": call.sinks, "k_scale": call.k_scale,
-            "v_scale": call.v_scale,
-        }  # fmt: skip
-        tensors = {"q": q, "k_cache": k, "v_cache": values, "kv_lens": call.kv_lens}
-        tensors |= {name: each for name, each in optional.items() if each is not None}
         yield from tensor_checks(**tensors)
         for name, each in tensors.items():
             yield f"{name}.device", each.device, each.device == device, f"{device}"
-        for name, each in (("q", q), ("k_cache", k), ("v_cache", values)):
-            yield gradient_check(name, each)
         yield "q.dtype", q.dtype, q.dtype == ctx.dtype, f"the context's {ctx.dtype}"
         shape = tuple(q.shape)
         counts = [heads] + ([heads // ctx.num_ranks] if ctx.shard_queries else [])
@@ -213,15 +203,16 @@ def checked_key(call: Any) -> DecodeKey:
         batch = shape[0]
         yield "k_cache.dtype", k.dtype, k.dtype in (ctx.dtype, FP8), f"{ctx.dtype} or {FP8}"
         yield "v_cache.dtype", values.dtype, values.dtype == k.dtype, f"{k.dtype}"
-        for name, each in (("q", q), ("k_cache", k), ("v_cache", values)):
-            fits = each.stride(-1) == 1
-            yield f"{name}.stride(-1)", each.stride(-1), fits, "1"
+        for name in ("q", "k_cache", "v_cache"):
+            each = tensors[name]
+            yield gradient_check(name, each)
+            yield f"{name}.stride(-1)", each.stride(-1), each.stride(-1) == 1, "1"
         fits = k.ndim == 4 and k.shape[3] == ctx.head_dim and k.shape[2] >= 1
         fits = fits and heads % k.shape[2] == 0 and k.shape[1] >= 1
         expected = f"[blocks, tokens, a divisor of {heads}, {ctx.head_dim}]"
         yield "k_cache.shape", tuple(k.shape), fits, expected
         size = max(values.shape[-1], ctx.v_head_dim) if v is None else ctx.v_head_dim
-        fits = tuple(values.shape) == (*k.shape[:3], size) and ctx.v_head_dim <= size
+        fits = tuple(values.shape) == (*k.shape[:3], size)
         expected = f"{[*k.shape[:3], ctx.v_head_dim]}"
         yield "v_cache.shape", tuple(values.shape), fits, expected
         if table is None:
@@ -231,45 +222,35 @@ def checked_key(call: Any) -> DecodeKey:
             fits = table.ndim == 2 and table.shape[0] == batch and table.shape[1] >= 1
             yield "block_table.shape", tuple(table.shape), fits, f"[{batch}, pages]"
             yield "block_table.stride(-1)", table.stride(-1), table.stride(-1) == 1, "1"
-        for name in ("block_table", "kv_lens"):
-            if name in tensors:
-                found = tensors[name].dtype
-                yield f"{name}.dtype", found, found == torch.int32, "torch.int32"
-        step = call.interleave
-        fits = step is None or (is_int(step) and step >= 1)
-        yield "interleave", step, fits, "None, or tokens, at least 1"
-        wanted = (ctx.num_ranks, batch) if step is None else (batch,)
+            yield "block_table.dtype", table.dtype, table.dtype == torch.int32, "torch.int32"
+        dtype = call.kv_lens.dtype
+        yield "kv_lens.dtype", dtype, dtype == torch.int32, "torch.int32"
+        for name in ("interleave", "window", "max_kv_len"):
+            tokens = getattr(call, name)
+            fits = tokens is None or (is_int(tokens) and tokens >= 1)
+            yield name, tokens, fits, "None, or tokens, at least 1"
+        wanted = (ctx.num_ranks, batch) if call.interleave is None else (batch,)
         fits = tuple(call.kv_lens.shape) == wanted and call.kv_lens.is_contiguous()
         yield "kv_lens.shape", tuple(call.kv_lens.shape), fits, f"{list(wanted)}, contiguous"
-        fits = call.window is None or (is_int(call.window) and call.window >= 1)
-        yield "window", call.window, fits, "None, or tokens, at least 1"
-        cap = call.soft_cap
-        fits = isinstance(cap, float | int) and math.isfinite(cap) and cap >= 0
-        yield "soft_cap", cap, fits, "a number, 0 or more"
-        scale = call.scale
-        fits = scale is None or (isinstance(scale, float | int) and math.isfinite(scale))
-        yield "scale", scale, fits, "None or a number"
+        cap, scale = call.soft_cap, call.scale
+        yield "soft_cap", cap, is_finite(cap) and cap >= 0, "a number, 0 or more"
+        yield "scale", scale, scale is None or is_finite(scale), "None or a number"
         scales = ((1,), (k.shape[2],))
         for name, sizes in (("sinks", ((heads,),)), ("k_scale", scales), ("v_scale", scales)):
             if name in tensors:
                 each = tensors[name]
                 is_float = each.dtype == torch.float32 and each.is_contiguous()
-                fits = tuple(each.shape) in sizes and is_float
                 expected = f"fp32, contiguous, {' or '.join(str(list(s)) for s in sizes)}"
+                fits = tuple(each.shape) in sizes and is_float
                 yield name, (tuple(each.shape), each.dtype), fits, expected
-        if call.k_scale is not None or call.v_scale is not None:
-            both = call.k_scale is not None and call.v_scale is not None
-            equal = both and call.k_scale.shape == call.v_scale.shape
-            yield "v_scale", call.v_scale, equal, "the shape of k_scale: pass both or none"
+        shapes = [x if x is None else tuple(x.shape) for x in (call.k_scale, call.v_scale)]
+        expected = "the shape of k_scale: pass both or none"
+        yield "v_scale", shapes[1], shapes[0] == shapes[1], expected
         fits = isinstance(call.shard_output, bool)
         fits = fits and (not call.shard_output or heads % ctx.num_ranks == 0)
         expected = f"False, or True if {heads} heads are a multiple of {ctx.num_ranks} ranks"
         yield "shard_output", call.shard_output, fits, expected
-        bases = " or ".join(map(repr, _LSE_BASES))
-        yield "lse_base", call.lse_base, call.lse_base in _LSE_BASES, bases
-        limit = call.max_kv_len
-        fits = limit is None or (is_int(limit) and limit >= 1)
-        yield "max_kv_len", limit, fits, "None, or tokens, at least 1"
+        yield "lse_base", call.lse_base, call.lse_base in ("e", "2"), "'e' or '2'"
 
     raise_first_error("sp_decode_attn", checks())
     room = k.shape[1] * (1 if table is None else table.shape[1])

@@ -204,13 +204,8 @@ def rows_of(tile, row, spec: tl.constexpr):
     within = tile % TILES
     kv_head = within // PER_HEAD
     row += within % PER_HEAD * spec.BLOCK_M
-    return (
-        tile // TILES,
-        kv_head,
-        row // GROUP,
-        kv_head * GROUP + row % GROUP,
-        (row < GROUP * spec.Q_LEN),
-    )
+    head, valid = kv_head * GROUP + row % GROUP, row < GROUP * spec.Q_LEN
+    return tile // TILES, kv_head, row // GROUP, head, valid
 
 
 @jit
@@ -283,16 +278,7 @@ def attend(query, kv, parts, scale, soft_cap, batch, rank, spec: tl.constexpr):
             k0 = load_tile(kv.k, k_head, k_row, 0, in_keys, spec.D, spec.D0, DTYPE)
             scores = tl.dot(q0, tl.trans(k0), input_precision=spec.PRECISION)
             if spec.D1 > 0:
-                k1 = load_tile(
-                    kv.k,
-                    k_head,
-                    k_row,
-                    spec.D0,
-                    in_keys,
-                    spec.D,
-                    spec.D1,
-                    DTYPE,
-                )
+                k1 = load_tile(kv.k, k_head, k_row, spec.D0, in_keys, spec.D, spec.D1, DTYPE)
                 scores = tl.dot(q1, tl.trans(k1), scores, input_precision=spec.PRECISION)
             scores *= score_scale
             if spec.HAS_SOFT_CAP:  # cap * tanh(scores / cap)
@@ -323,16 +309,7 @@ def attend(query, kv, parts, scale, soft_cap, batch, rank, spec: tl.constexpr):
             acc0 = acc0 * decay[:, None]
             acc0 = tl.dot(weights, v0, acc0, input_precision=spec.PRECISION)
             if spec.V1 > 0:
-                v1 = load_tile(
-                    kv.v,
-                    v_head,
-                    v_row,
-                    spec.V0,
-                    in_keys,
-                    spec.DV,
-                    spec.V1,
-                    DTYPE,
-                )
+                v1 = load_tile(kv.v, v_head, v_row, spec.V0, in_keys, spec.DV, spec.V1, DTYPE)
                 acc1 = acc1 * decay[:, None]
                 acc1 = tl.dot(weights, v1, acc1, input_precision=spec.PRECISION)
         # Rows without keys: avoid 0 / 0 and log2(0).

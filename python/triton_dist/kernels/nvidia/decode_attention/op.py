@@ -28,15 +28,13 @@ from typing import Any
 import torch
 
 from triton_dist.kernels.common.op import op
-from triton_dist.kernels.nvidia.decode_attention.algorithms import ALGORITHMS, Call, decode_key
+from triton_dist.kernels.nvidia.decode_attention.algorithms import ALGORITHMS, Call
 from triton_dist.kernels.nvidia.decode_attention.context import SpDecodeContext
 
 
 @op(
     algorithms=ALGORITHMS,
     call=Call,
-    sizes=decode_key,
-    key_fn=decode_key,
     key_sizes=("batch", "max_kv_len"),
     version="1",  # change when the shipped results (records/) must no longer be used
 )

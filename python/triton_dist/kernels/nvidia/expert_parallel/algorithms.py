@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -30,7 +29,7 @@ from triton_dist.kernels.common.gemm.quantise import quantisation
 from triton_dist.kernels.common.gemm.scales import FP8
 from triton_dist.kernels.common.moe.skew import SKEWS
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
-from triton_dist.kernels.common.peers import fold_to_tag
+from triton_dist.kernels.common.peers import digest_of
 from triton_dist.kernels.nvidia.expert_parallel.context import (
     ANY_SIZE,
     MAX_PACKET_TOKENS,
@@ -114,12 +113,6 @@ def most_programs(num_sms: int | None, per_sm: int = 2) -> int:
 def num_sms_check(num_sms: int | None) -> Check:
     fits = num_sms is None or (is_int(num_sms) and num_sms >= _MIN_PROGRAMS)
     return "num_sms", num_sms, fits, f"None, or at least {_MIN_PROGRAMS}"
-
-
-@functools.lru_cache(4096)
-def digest_of(*arguments: object) -> int:
-    """Fold arguments that must be equal on all ranks into the size of a flag."""
-    return fold_to_tag(zlib.crc32(repr(arguments).encode()))
 
 
 def launch_options(params: LaunchParams, per_sm: int = 2, warp_bytes: int = 512) -> dict[str, int]:
@@ -238,11 +231,11 @@ class DispatchCall(OpCall):
         return meta, copies, max(1, min(layouts, total - meta - 1 - copies))
 
     def plan(self) -> EPPlan:
-        ctx, topk = self.ctx, self.topk_ids.shape[1]
+        key, block = self.key, self.params.block_bytes // self.x.element_size()
         return plan_of(
-            ctx.num_ranks, ctx.local_experts, topk,
-            BLOCK=self.params.block_bytes // self.x.element_size(), META_TOKENS=block_tokens(topk),
-            REPLICAS=self.key.replicas, ALIGNMENT=self.alignment, SCALES=self.key.scales,
+            key.num_ranks, self.ctx.local_experts, key.topk, BLOCK=block,
+            META_TOKENS=block_tokens(key.topk), REPLICAS=key.replicas, ALIGNMENT=self.alignment,
+            SCALES=key.scales,
         )  # fmt: skip
 
     def start(self, receive: bool) -> Received:
@@ -300,9 +293,8 @@ class DispatchCall(OpCall):
                 self.locations = self.locate(ctx.dropped if is_users else ctx.dropped_in_tuning)
             locations = self.locations
         meta_programs, copies, _ = self.programs(self.plan(), copies)
-        ctx.buffer.begin(1, meta_programs + copies, 1)
-        ctx.buffer.launcher.repeat(self.kernel(layout, locations, send, receive, copies))
-        ctx.buffer.timeout_words.end()
+        launch = self.kernel(layout, locations, send, receive, copies)
+        ctx.buffer.repeat(launch, meta_programs + copies)
 
     def locate(self, dropped: torch.Tensor) -> torch.Tensor:
         """Number the tokens for each rank, if the capacity is limited; add to ``dropped``."""
@@ -342,11 +334,6 @@ class DispatchCall(OpCall):
         )  # fmt: skip
         options = {"receives_only": not send, "ep_plan": plan, **launch_options(self.params)}
         return Launch(kernel_dispatch, (programs,), arguments, options)
-
-
-def dispatch_key(*args: Any, **kwargs: Any) -> Key:
-    """Return the key that a tuning is recorded under. Raise if the call cannot work."""
-    return DispatchCall(*args, **kwargs).key
 
 
 class Push(Algorithm[DispatchCall, Key]):
@@ -398,10 +385,7 @@ class Packets(Push):
             raise InvalidArgument("ep_dispatch", "algorithm", "packets", expected)
 
     def start(self, call: DispatchCall, received: Received, receive: bool) -> None:
-        buffer = call.ctx.buffer
-        buffer.begin(1, call.params.num_ctas, 1)
-        buffer.launcher.repeat(self.launch(call, received.layout, None))
-        buffer.timeout_words.end()
+        call.ctx.buffer.repeat(self.launch(call, received.layout, None), call.params.num_ctas)
 
     def launch(self, call: DispatchCall, layout: EPLayout, locations: Any) -> Launch:
         ctx, topk = call.ctx, call.topk_ids.shape[1]

@@ -33,12 +33,11 @@ from triton_dist.kernels.common.exchange.protocol import (
     notify_ranks,
 )
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
-from triton_dist.kernels.common.peers import target_at
+from triton_dist.kernels.common.peers import digest_of, target_at
 from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
     DEFAULT_PARAMS,
     Key,
     ceil_div,
-    digest_of,
     launch_options,
     most_programs,
     num_sms_check,
@@ -301,12 +300,7 @@ class CombineCall(OpCall):
 
     def plan(self) -> EPPlan:
         block = self.params.block_bytes // self.y.element_size()
-        topk = self.received.position_of_route.shape[1]
-        return plan_of(self.ctx.num_ranks, self.ctx.local_experts, topk, BLOCK=block)
-
-    def digest(self) -> int:
-        topk = self.received.position_of_route.shape[1]
-        return digest_of(self.received.max_tokens, topk, self.has_weights, self.params)
+        return plan_of(self.ctx.num_ranks, self.ctx.local_experts, self.key.topk, BLOCK=block)
 
     def partial_sums(self) -> torch.Tensor:
         """Return this rank's sum for each token of all ranks, [ranks * max_tokens, hidden]."""
@@ -321,11 +315,6 @@ class CombineCall(OpCall):
 
     def new_out(self) -> torch.Tensor:
         return self.y.new_empty((self.received.tokens, self.ctx.hidden))
-
-
-def combine_key(*args: Any, **kwargs: Any) -> Key:
-    """Return the key that a tuning is recorded under. Raise if the call cannot work."""
-    return CombineCall(*args, **kwargs).key
 
 
 class CombinePush(Algorithm[CombineCall, Key]):
@@ -350,25 +339,21 @@ class CombinePush(Algorithm[CombineCall, Key]):
         self.launch(call, call.new_out()).compile()
 
     def run(self, call: CombineCall) -> torch.Tensor:
-        buffer, out = call.ctx.sums, call.new_out()
-        buffer.begin(1, 1, 1)
-        buffer.launcher.repeat(self.launch(call, out))
-        buffer.timeout_words.end()
+        out = call.new_out()
+        call.ctx.sums.repeat(self.launch(call, out))
         return out
 
     def launch(self, call: CombineCall, out: torch.Tensor) -> Launch:
         ctx, received, params = call.ctx, call.received, call.params
         _, peers = ctx.sums.regions(call.y.dtype)
         per_sm = packet_programs_of_sm(ctx.num_ranks, params.block_bytes)
+        digest = digest_of(received.max_tokens, call.key.topk, call.has_weights, params)
         arguments = (
             call.y, len(call.y), out, ctx.packets(ctx.sums), peers, call.layout(),
             received.tokens, received.max_tokens, ctx.hidden, ctx.rank,
-            params.num_chunks, call.digest(),
+            params.num_chunks, digest,
         )  # fmt: skip
-        options = {
-            "ep_plan": call.plan(),
-            **launch_options(params, per_sm, 1024),
-        }
+        options = {"ep_plan": call.plan(), **launch_options(params, per_sm, 1024)}
         return Launch(kernel_combine, (params.num_ctas,), arguments, options)
 
 

@@ -13,16 +13,13 @@ import triton
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.context import (
-    DTYPE_NAMES,
-    DTYPES,
     Check,
     OpContext,
     agree_to_create,
     from_1_to,
     gradient_check,
-    group_checks,
-    int_checks,
     is_differentiated,
+    kernel_checks,
     raise_first_error,
     tensor_checks,
 )
@@ -197,9 +194,7 @@ def create_ep_context(
     ``dtype``, and for packets 3 times ``world_size * min(max_tokens, 128) * hidden`` elements.
 
     Args:
-        rank: this rank in the group.
-        world_size: number of ranks in the group.
-        local_world_size: ranks on one host, clamped to ``world_size``.
+        rank, world_size, local_world_size: this rank, ranks of the group, and ranks on this host.
         max_tokens: largest number of tokens of a rank.
         hidden: elements of a token.
         num_experts: physical experts of all ranks, a multiple of ``world_size``, at most 512 per
@@ -215,35 +210,29 @@ def create_ep_context(
         The context. Call ``finalize()`` or use ``with`` to free it.
 
     Raises:
-        InvalidArgument: a value is out of range; raised on every rank.
-        RankDisagreement: ranks pass different sizes or dtypes.
-        SymmetricMemoryFull: a rank has too little memory; raised on every rank.
+        InvalidArgument, RankDisagreement, SymmetricMemoryFull: see ``create_ag_gemm_context``.
     """
     group = process_group_of(group)
     capacity = max_tokens if capacity is None else capacity
-
     sizes = {
         "max_tokens": max_tokens, "hidden": hidden, "num_experts": num_experts, "topk": topk,
         "capacity": capacity,
     }  # fmt: skip
 
     def checks() -> Iterator[Check]:
-        yield from int_checks(**sizes)
-        yield from group_checks(
-            group, rank, world_size=world_size, local_world_size=local_world_size
-        )
-        yield "max_tokens", max_tokens, max_tokens >= 1, "at least 1"
-        yield "hidden", hidden, hidden >= 1, "at least 1"
         per_rank, rest = divmod(num_experts, world_size)
         expected = f"a multiple of world_size = {world_size}, 1 to {MAX_EXPERTS} per rank"
-        fits = rest == 0 and 1 <= per_rank <= MAX_EXPERTS
+        fits = rest == 0 and per_rank <= MAX_EXPERTS
         yield "num_experts", num_experts, fits, expected
         yield from_1_to(MAX_TOPK, "topk", topk)
-        yield "dtype", dtype, dtype in DTYPES, DTYPE_NAMES
+        yield from kernel_checks("dtype", dtype)
         yield from_1_to(max_tokens, "capacity", capacity)
 
-    equal_arguments = {**sizes, "dtype": dtype, "can_combine": can_combine}
-    agree_to_create("create_ep_context", "an expert-parallel", equal_arguments, checks(), group)
+    agree_to_create(
+        "create_ep_context", "an expert-parallel", group, rank,
+        {"world_size": world_size, "local_world_size": local_world_size}, sizes, checks(),
+        dtype=dtype, can_combine=can_combine,
+    )  # fmt: skip
     return EPContext(max_tokens, hidden, num_experts, topk, dtype, capacity, group, can_combine)
 
 

@@ -36,12 +36,8 @@ import torch
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.moe.skew import SKEWS, skewed_ids
 from triton_dist.kernels.common.op import op
-from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
-    DISPATCH,
-    DispatchCall,
-    dispatch_key,
-)
-from triton_dist.kernels.nvidia.expert_parallel.combine import COMBINE, CombineCall, combine_key
+from triton_dist.kernels.nvidia.expert_parallel.algorithms import DISPATCH, DispatchCall
+from triton_dist.kernels.nvidia.expert_parallel.combine import COMBINE, CombineCall
 from triton_dist.kernels.nvidia.expert_parallel.context import EPContext, Received
 from triton_dist.runtime.device import current_device
 
@@ -76,8 +72,6 @@ def combine_variants(
 @op(
     algorithms=DISPATCH,
     call=DispatchCall,
-    sizes=dispatch_key,
-    key_fn=dispatch_key,
     key_sizes=("M",),
     input_variants_fn=id_variants,
     worst_input=True,
@@ -159,8 +153,6 @@ def ep_send(x: torch.Tensor, topk_ids: torch.Tensor, ctx: EPContext, **options: 
 @op(
     algorithms=COMBINE,
     call=CombineCall,
-    sizes=combine_key,
-    key_fn=combine_key,
     key_sizes=("M",),
     input_variants_fn=combine_variants,
     worst_input=True,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -22,8 +21,9 @@ from triton_dist.kernels.common.context import (
     tensor_checks,
 )
 from triton_dist.kernels.common.exchange.pushed import Pushed
+from triton_dist.kernels.common.heads import heads_check, rows_of
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
-from triton_dist.kernels.common.peers import fold_to_tag
+from triton_dist.kernels.common.peers import digest_of
 from triton_dist.kernels.common.slots.epochs import PUSH_STREAMS
 from triton_dist.kernels.nvidia.sp_ag_attention.context import SPAttentionContext
 from triton_dist.kernels.nvidia.sp_ag_attention.kernel import kernel_await_shard, kernel_merge
@@ -31,10 +31,11 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.transfer import Copy, InputRows, Step
 from triton_dist.runtime.launch import Launch
 
+R = TypeVar("R")
 _MERGE_ELEMENTS = 4096
 """Elements that a program merges."""
-Gathered = tuple[torch.Tensor, torch.Tensor]
-"""k and v of a rank, [batch, tokens, kv_heads, head_dim]."""
+Gathered = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+"""Wait for the k and v of a rank, and return them, [batch, tokens, kv_heads, head_dim]."""
 
 
 class AttentionKey(NamedTuple):
@@ -112,9 +113,7 @@ class AttentionCall(OpCall):
                 fits = tuple(x.shape) == expected_shape
                 yield f"{name}.shape", tuple(x.shape), fits, f"{expected_shape}"
             yield from operand_checks(ctx.dtype, ctx.device.torch_device, **{name: x})
-            fits = x.is_contiguous() or (x.stride(3) == 1 and x.stride(2) == dim)
-            fits = fits and (1 in shape[:2] or x.stride(0) == shape[1] * x.stride(1))
-            yield f"{name}.stride()", x.stride(), fits, "contiguous heads, equally distant tokens"
+            yield from heads_check(name, x)
         lengths = self.seq_lens
         if lengths is not None:
             fits = isinstance(lengths, Sequence) and all(is_int(n) and n >= 0 for n in lengths)
@@ -126,22 +125,15 @@ class AttentionCall(OpCall):
             name, value = ("q.shape", shape) if lengths is None else ("seq_lens", lengths)
             yield name, value, fits, "even numbers of tokens for zigzag order"
 
-    @classmethod
-    def key_fn(cls, *args: Any, **kwargs: Any) -> AttentionKey:
-        """Return the key that a tuning is recorded under. Raise if the call cannot work."""
-        key: AttentionKey = cls(*args, **kwargs).key
-        return key
-
-    @classmethod
-    def agree_fn(cls, *args: Any, **kwargs: Any) -> str:
-        """Return the text on which ranks must agree in addition to the key."""
-        call = cls(*args, **kwargs)
-        return f"{call.key.M} tokens, seq_lens {call.lengths}"
+    @property
+    def agreement(self) -> str:
+        """Text on which ranks must agree in addition to the key."""
+        return f"{self.key.M} tokens, seq_lens {self.lengths}"
 
     @property
     def digest(self) -> int:
         """Value that must be equal on all ranks."""
-        return fold_to_tag(zlib.crc32(repr((self.key, self.lengths)).encode()))
+        return digest_of(self.key, self.lengths)
 
     def pieces(self, source: int) -> Iterator[Piece]:
         """Yield the attention of this rank's tokens over the tokens of rank ``source``."""
@@ -161,21 +153,22 @@ class AttentionCall(OpCall):
                 yield Piece(middle, end, first, end, False)
             first = end
 
-    def run_all(self) -> tuple[torch.Tensor, torch.Tensor]:
-        result: Any = self.run()
-        return result  # type: ignore[no-any-return]
+    def shards(self, gathered: Gathered) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Yield each rank, from this one on, and its k and v."""
+        yield self.ctx.rank, self.k.detach(), self.v.detach()
+        for step in range(1, self.ctx.num_ranks):
+            source = (self.ctx.rank + step) % self.ctx.num_ranks
+            yield source, *gathered(source)
 
-    def attend(self, gathered: Callable[[int], Gathered]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to the parts of all ranks; ``gathered`` waits for a part and returns it."""
-        ctx, q = self.ctx, self.q.detach()
-        own = self.k.detach(), self.v.detach()
-        parts = [self.partial(q, *own, piece) for piece in self.pieces(ctx.rank)]
+    def attend(self, gathered: Gathered) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend to the parts of all ranks."""
+        q, shards = self.q.detach(), self.shards(gathered)
+        source, k, v = next(shards)
+        parts = [self.partial(q, k, v, piece) for piece in self.pieces(source)]
         out, lse = parts[0]
         if len(parts) > 1:
             out, lse = torch.cat([o for o, _ in parts], 1), torch.cat([s for _, s in parts], 2)
-        for step in range(1, ctx.num_ranks):
-            source = (ctx.rank + step) % ctx.num_ranks
-            k, v = gathered(source)
+        for source, k, v in shards:
             for piece in self.pieces(source):
                 self.merge(out, lse, *self.partial(q, k, v, piece), piece.first)
         return out, lse
@@ -212,27 +205,21 @@ class AttentionCall(OpCall):
         dq = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
         dkv = q.new_zeros((size, 2, *self.k.shape))
 
-        def add(source: int, k: torch.Tensor, v: torch.Tensor) -> None:
-            for piece in self.pieces(source):
-                rows, keys = slice(piece.first, piece.end), slice(piece.k_first, piece.k_end)
-                one, *others = attention_gradients(
-                    str(self.backend), grad[:, rows], q[:, rows], k[:, keys], v[:, keys],
-                    out[:, rows], lse[:, :, rows], piece.is_causal, self.scale,
-                )  # fmt: skip
-                dq[:, rows] += one
-                dkv[source, 0, :, keys], dkv[source, 1, :, keys] = others
+        def attend(gathered: Gathered) -> None:
+            for source, k, v in self.shards(gathered):
+                for piece in self.pieces(source):
+                    rows, keys = slice(piece.first, piece.end), slice(piece.k_first, piece.k_end)
+                    one, *others = attention_gradients(
+                        str(self.backend), grad[:, rows], q[:, rows], k[:, keys], v[:, keys],
+                        out[:, rows], lse[:, :, rows], piece.is_causal, self.scale,
+                    )  # fmt: skip
+                    dq[:, rows] += one
+                    dkv[source, 0, :, keys], dkv[source, 1, :, keys] = others
 
-        def attend(gathered: Callable[[int], Gathered]) -> None:
-            add(ctx.rank, self.k.detach(), self.v.detach())
-            for step in range(1, size):
-                source = (ctx.rank + step) % size
-                add(source, *gathered(source))
-
+        self.chosen.run_gathered(self, attend)  # type: ignore[attr-defined]
         if size == 1:
-            attend(lambda _: (self.k, self.v))
             dk, dv = dkv[0]
         else:
-            self.chosen.gather(self, attend)  # type: ignore[attr-defined]
             dk, dv = libraries.reduce_scatter(dkv.flatten(0, 1), ctx.group)
         return dq.to(q.dtype), dk, dv
 
@@ -316,18 +303,17 @@ class _Algorithm(Algorithm[AttentionCall, AttentionKey]):
         return True
 
     def run(self, call: AttentionCall) -> Any:
+        return self.run_gathered(call, call.attend)
+
+    def run_gathered(self, call: AttentionCall, attend: Callable[[Gathered], R]) -> R:
+        """Return ``attend(gathered)``. A single rank does not call ``gathered``."""
         if call.ctx.num_ranks == 1:
-            return call.attend(lambda _: (call.k, call.v))
-        return self.gather(call, call.attend)
+            return attend(lambda _: (call.k, call.v))
+        return self.gather(call, attend)
 
     @abstractmethod
-    def gather(
-        self, call: AttentionCall, attend: Callable[[Callable[[int], Gathered]], Any]
-    ) -> Any:
-        """Gather k and v and return ``attend(gathered)``.
-
-        ``gathered(source)`` waits for the k and v of rank ``source`` and returns them.
-        """
+    def gather(self, call: AttentionCall, attend: Callable[[Gathered], R]) -> R:
+        """Gather k and v of several ranks and return ``attend(gathered)``."""
 
 
 class CopyEngine(_Algorithm):
@@ -348,33 +334,20 @@ class CopyEngine(_Algorithm):
         arguments = (pushed, call.digest, source)
         return Launch(kernel_await_shard, (1,), arguments, {"num_warps": 1})
 
-    def gather(
-        self, call: AttentionCall, attend: Callable[[Callable[[int], Gathered]], Any]
-    ) -> Any:
-        buffer, stream = call.ctx.buffer, call.ctx.device.current_stream()
-        slots, awaited, transfer = buffer.slots, False, None
-        slots.take(call.digest, copied=True)
-        try:
-            key = slots.index, call.k.shape
-            transfer = buffer.transfer(key, lambda: self.steps(call))
-            transfer.start((rows_of(call.k), rows_of(call.v)), stream)
-            result = attend(lambda source: self.part(call, source))
-            awaited = True
-        finally:
-            if transfer is not None:
-                transfer.join(stream)
-            flags = buffer.flags_of_peers(1)
-            slots.finish(awaited, expected=lambda: {"arrivals": flags})
-        return result
+    def gather(self, call: AttentionCall, attend: Callable[[Gathered], R]) -> R:
+        return call.ctx.buffer.push(
+            call.digest, call.k.shape, lambda: self.steps(call), (rows_of(call.k), rows_of(call.v)),
+            lambda: attend(lambda source: self.part(call, source)), lambda: 1,
+        )  # fmt: skip
 
-    def part(self, call: AttentionCall, source: int) -> Gathered:
+    def part(self, call: AttentionCall, source: int) -> tuple[torch.Tensor, torch.Tensor]:
         slots = call.ctx.buffer.slots
         key = kernel_await_shard, slots.index, call.digest, source
         slots.launcher.run(key, lambda: self.wait(call, source))
         return self.shard(call, call.ctx.rank, source)
 
     @staticmethod
-    def shard(call: AttentionCall, rank: int, source: int) -> Gathered:
+    def shard(call: AttentionCall, rank: int, source: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the memory of ``rank`` for k and v of ``source``."""
         elements = call.k.numel()
         memory = call.ctx.buffer.slots["shards"].peers[rank].view(call.k.dtype)
@@ -393,14 +366,6 @@ class CopyEngine(_Algorithm):
             yield Copy(stream, arrivals[ctx.rank : ctx.rank + 1], slots.epoch[:1])
 
 
-def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """Return [batch * tokens, heads * dim] of a tensor."""
-    batch, tokens, heads, dim = x.shape
-    distance = x.stride(1) if tokens > 1 else x.stride(0)
-    distance = heads * dim if x.is_contiguous() else distance
-    return x.detach().as_strided((batch * tokens, heads * dim), (distance, 1))
-
-
 class Collective(_Algorithm):
     """The group's all-gather (NCCL; gloo on CPU ranks) before all attention."""
 
@@ -410,9 +375,7 @@ class Collective(_Algorithm):
         # CPU ranks test our kernels, so the library is not a candidate there.
         return [(backend,) for backend in backends()] if current_device().has_nccl else []
 
-    def gather(
-        self, call: AttentionCall, attend: Callable[[Callable[[int], Gathered]], Any]
-    ) -> Any:
+    def gather(self, call: AttentionCall, attend: Callable[[Gathered], R]) -> R:
         batch, group = call.q.shape[0], call.ctx.group
         k, v = (libraries.all_gather_rows(x.detach().contiguous(), group) for x in (call.k, call.v))
         return attend(lambda source: (k[source * batch :][:batch], v[source * batch :][:batch]))

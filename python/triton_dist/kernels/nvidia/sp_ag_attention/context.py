@@ -9,13 +9,10 @@ import torch.distributed as dist
 
 from triton_dist.kernels.common.collective.pushed import PushedShards
 from triton_dist.kernels.common.context import (
-    DTYPE_NAMES,
-    DTYPES,
     Check,
     OpContext,
     agree_to_create,
-    group_checks,
-    int_checks,
+    kernel_checks,
 )
 from triton_dist.kernels.common.peers import Disagreements
 from triton_dist.runtime.device import current_device
@@ -63,9 +60,7 @@ def create_sp_ag_attention_context(
     Allocates per rank twice the k and v of all ranks.
 
     Args:
-        rank: this rank in the group.
-        world_size: number of ranks in the group.
-        local_world_size: ranks on one host, clamped to ``world_size``.
+        rank, world_size, local_world_size: this rank, ranks of the group, and ranks on this host.
         max_tokens: largest batch size times tokens of a rank in any call.
         kv_heads: heads of k and v.
         head_dim: elements of a head, a multiple of 8.
@@ -76,29 +71,21 @@ def create_sp_ag_attention_context(
         The context. Call ``finalize()`` or use ``with`` to free it.
 
     Raises:
-        InvalidArgument: a value is out of range; raised on every rank.
-        RankDisagreement: ranks pass different sizes or dtypes.
-        SymmetricMemoryFull: a rank has too little memory; raised on every rank.
+        InvalidArgument, RankDisagreement, SymmetricMemoryFull: see ``create_ag_gemm_context``.
     """
     group = process_group_of(group)
-    sizes = {"max_tokens": max_tokens, "kv_heads": kv_heads, "head_dim": head_dim}
 
     def checks() -> Iterator[Check]:
-        yield from int_checks(**sizes)
-        yield from group_checks(
-            group, rank, world_size=world_size, local_world_size=local_world_size
-        )
-        yield "max_tokens", max_tokens, max_tokens >= 1, "at least 1"
-        yield "kv_heads", kv_heads, kv_heads >= 1, "at least 1"
-        fits = head_dim >= 8 and head_dim % 8 == 0
-        yield "head_dim", head_dim, fits, "a positive multiple of 8"
-        yield "dtype", dtype, dtype in DTYPES, DTYPE_NAMES
+        yield "head_dim", head_dim, head_dim % 8 == 0, "a multiple of 8"
+        yield from kernel_checks("dtype", dtype)
         on_cpu = current_device().torch_device.type == "cpu"
         fits = on_cpu or dtype is not torch.float32
         yield "dtype", dtype, fits, "torch.float16 or torch.bfloat16, which libraries support"
 
     agree_to_create(
-        "create_sp_ag_attention_context", "an AllGather-attention",
-        {**sizes, "dtype": str(dtype)}, checks(), group,
+        "create_sp_ag_attention_context", "an AllGather-attention", group, rank,
+        {"world_size": world_size, "local_world_size": local_world_size},
+        {"max_tokens": max_tokens, "kv_heads": kv_heads, "head_dim": head_dim}, checks(),
+        dtype=dtype,
     )  # fmt: skip
     return SPAttentionContext(max_tokens, kv_heads, head_dim, dtype, group)

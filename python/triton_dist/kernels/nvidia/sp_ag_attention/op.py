@@ -35,10 +35,8 @@ from triton_dist.kernels.nvidia.sp_ag_attention.context import SPAttentionContex
 @op(
     algorithms=ALGORITHMS,
     call=AttentionCall,
-    sizes=AttentionCall.key_fn,
-    key_fn=AttentionCall.key_fn,
     key_sizes=("M",),
-    agree_fn=AttentionCall.agree_fn,
+    agree_fn=lambda *args, **kwargs: AttentionCall(*args, **kwargs).agreement,
     version="1",  # change when the shipped results (records/) must no longer be used
 )
 def sp_ag_attention(
@@ -83,7 +81,7 @@ def sp_ag_attention(
     """
     return AttentionCall(
         q, k, v, ctx, is_causal, zigzag, seq_lens, scale, backend, algorithm, accepted_key
-    ).run_all()
+    ).run()  # type: ignore[return-value]
 
 
 def sp_ag_attention_backward(

@@ -9,13 +9,11 @@ import torch.distributed as dist
 
 from triton_dist.kernels.common.collective.pushed import PushedShards
 from triton_dist.kernels.common.context import (
-    DTYPE_NAMES,
-    DTYPES,
     Check,
     OpContext,
     agree_to_create,
-    group_checks,
     int_checks,
+    kernel_checks,
 )
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer
 from triton_dist.kernels.common.peers import Disagreements
@@ -96,9 +94,7 @@ def create_ulysses_context(
     Allocates per rank about 4 times the bytes of the largest q, k and v of a rank.
 
     Args:
-        rank: this rank in the group.
-        world_size: number of ranks in the group.
-        local_world_size: ranks on one host, clamped to ``world_size``.
+        rank, world_size, local_world_size: this rank, ranks of the group, and ranks on this host.
         max_tokens: largest batch size times sequence length (tokens of all ranks) in any call.
         q_heads: heads of q, a multiple of ``world_size`` and of ``kv_heads``.
         kv_heads: heads of k and v, a multiple or a divisor of ``world_size``.
@@ -113,9 +109,7 @@ def create_ulysses_context(
         The context. Call ``finalize()`` or use ``with`` to free it.
 
     Raises:
-        InvalidArgument: a value is out of range; raised on every rank.
-        RankDisagreement: ranks pass different sizes or dtypes.
-        SymmetricMemoryFull: a rank has too little memory; raised on every rank.
+        InvalidArgument, RankDisagreement, SymmetricMemoryFull: see ``create_ag_gemm_context``.
     """
     group = process_group_of(group)
     v_dim = head_dim if v_head_dim is None else v_head_dim
@@ -125,21 +119,15 @@ def create_ulysses_context(
     }  # fmt: skip
 
     def checks() -> Iterator[Check]:
-        yield from int_checks(**sizes)
-        yield from group_checks(
-            group, rank, world_size=world_size, local_world_size=local_world_size
-        )
-        yield "max_tokens", max_tokens, max_tokens >= 1, "at least 1"
-        yield "kv_heads", kv_heads, kv_heads >= 1, "at least 1"
         shares = kv_heads % world_size == 0 or world_size % kv_heads == 0
         expected = f"a multiple or a divisor of world_size = {world_size}"
         yield "kv_heads", kv_heads, shares, expected
-        fits = q_heads >= 1 and q_heads % world_size == 0 and q_heads % kv_heads == 0
-        expected = f"a positive multiple of world_size = {world_size} and of kv_heads = {kv_heads}"
+        fits = q_heads % world_size == 0 and q_heads % kv_heads == 0
+        expected = f"a multiple of world_size = {world_size} and of kv_heads = {kv_heads}"
         yield "q_heads", q_heads, fits, expected
         for name, dim in (("head_dim", head_dim), ("v_head_dim", v_dim)):
-            yield name, dim, dim >= 8 and dim % 8 == 0, "a positive multiple of 8"
-        yield "dtype", dtype, dtype in DTYPES, DTYPE_NAMES
+            yield name, dim, dim % 8 == 0, "a multiple of 8"
+        yield from kernel_checks("dtype", dtype)
         if max_local_tokens is not None:
             yield from int_checks(max_local_tokens=max_local_tokens)
             fits = max_local_tokens * world_size >= max_tokens
@@ -147,8 +135,9 @@ def create_ulysses_context(
             yield "max_local_tokens", max_local_tokens, fits, expected
 
     agree_to_create(
-        "create_ulysses_context", "a Ulysses",
-        {**sizes, "max_local_tokens": max_local_tokens or 0, "dtype": str(dtype)}, checks(), group,
+        "create_ulysses_context", "a Ulysses", group, rank,
+        {"world_size": world_size, "local_world_size": local_world_size}, sizes, checks(),
+        max_local_tokens=max_local_tokens or 0, dtype=dtype,
     )  # fmt: skip
     local = -(-max_tokens // world_size) if max_local_tokens is None else max_local_tokens
     return UlyssesContext(max_tokens, local, q_heads, kv_heads, (head_dim, v_dim), dtype, group)

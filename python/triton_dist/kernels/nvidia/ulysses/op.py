@@ -35,19 +35,17 @@ from triton_dist.kernels.common.op import op
 from triton_dist.kernels.nvidia.ulysses.algorithms import (
     POST_ATTN,
     PRE_ATTN,
-    PostAttnCall,
-    PreAttnCall,
+    post_attn_call,
+    pre_attn_call,
 )
 from triton_dist.kernels.nvidia.ulysses.context import UlyssesContext
 
 
 @op(
     algorithms=PRE_ATTN,
-    call=PreAttnCall,
-    sizes=PreAttnCall.key_fn,
-    key_fn=PreAttnCall.key_fn,
+    call=pre_attn_call,
     key_sizes=("M",),
-    agree_fn=PreAttnCall.agree_fn,
+    agree_fn=lambda *args, **kwargs: pre_attn_call(*args, **kwargs).agreement,
     version="1",  # change when the shipped results (records/) must no longer be used
 )
 def ulysses_pre_attn(
@@ -89,18 +87,16 @@ def ulysses_pre_attn(
         ContextFinalized: ``ctx`` was finalized.
         RankDisagreement: ranks pass different shapes or ``seq_lens`` (see ``ctx.check``).
     """
-    return PreAttnCall(
+    return pre_attn_call(
         q, k, v, ctx, seq_lens, num_ctas, block_bytes, num_chunks, algorithm, accepted_key
-    ).run_all()
+    ).run()  # type: ignore[return-value]
 
 
 @op(
     algorithms=POST_ATTN,
-    call=PostAttnCall,
-    sizes=PostAttnCall.key_fn,
-    key_fn=PostAttnCall.key_fn,
+    call=post_attn_call,
     key_sizes=("M",),
-    agree_fn=PostAttnCall.agree_fn,
+    agree_fn=lambda *args, **kwargs: post_attn_call(*args, **kwargs).agreement,
     version="1",  # change when the shipped results (records/) must no longer be used
 )
 def ulysses_post_attn(
@@ -134,6 +130,6 @@ def ulysses_post_attn(
     Raises:
         InvalidArgument, ContextFinalized, RankDisagreement: see ``ulysses_pre_attn``.
     """
-    return PostAttnCall(
+    return post_attn_call(
         o, ctx, k, v, seq_lens, num_ctas, block_bytes, num_chunks, algorithm, accepted_key
-    ).run_all()
+    ).run()  # type: ignore[return-value]
