@@ -35,7 +35,7 @@ from triton_dist.testing.opinfo.decode_attention import DecodeShape
 from triton_dist.testing.opinfo.expert_parallel import TokenShape
 from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.opinfo.moe import GroupedShape
-from triton_dist.testing.opinfo.ulysses import HeadsShape
+from triton_dist.testing.opinfo.sequence_parallel import HeadsShape
 
 NAMES = sorted(OPINFOS.keys() - {"grouped_gemm"})
 DTYPE = torch.float16

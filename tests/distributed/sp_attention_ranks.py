@@ -28,8 +28,7 @@ from triton_dist.layers.nvidia.sequence_parallel import ag_attention
 from triton_dist.runtime.device import current_device
 from triton_dist.testing import assert_allclose
 from triton_dist.testing.assertions import assert_bitwise_equal
-from triton_dist.testing.opinfo.sp_ag_attention import tokens_of_rank
-from triton_dist.testing.opinfo.ulysses import local_part, shared_heads
+from triton_dist.testing.opinfo.sequence_parallel import local_part, shared_heads, tokens_of_rank
 from triton_dist.testing.timing import captured
 
 

@@ -26,7 +26,7 @@ from triton_dist.layers.nvidia.sequence_parallel import post_attn, pre_attn
 from triton_dist.runtime.device import current_device
 from triton_dist.testing import assert_allclose
 from triton_dist.testing.assertions import assert_bitwise_equal
-from triton_dist.testing.opinfo.ulysses import local_part, shared_heads
+from triton_dist.testing.opinfo.sequence_parallel import local_part, shared_heads
 
 ALGORITHMS = ("push", "copy_engine", "collective")
 

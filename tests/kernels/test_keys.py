@@ -21,7 +21,7 @@ from triton_dist.testing.opinfo.decode_attention import DecodeShape
 from triton_dist.testing.opinfo.expert_parallel import TokenShape
 from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.opinfo.moe import GroupedShape
-from triton_dist.testing.opinfo.ulysses import HeadsShape
+from triton_dist.testing.opinfo.sequence_parallel import HeadsShape
 
 SHAPES = {Shape: Shape(64, 48, 32), GroupedShape: GroupedShape(64, 48, 32, 4, 2), Size: Size(4096)}
 SHAPES |= {TokenShape: TokenShape(16, 24, 2), HeadsShape: HeadsShape(16, 4, 2, 8)}

@@ -19,7 +19,7 @@ from triton_dist.testing.opinfo.base import RECIPES, Baseline
 from triton_dist.testing.opinfo.expert_parallel import TokenShape
 from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.opinfo.moe import GroupedShape
-from triton_dist.testing.opinfo.ulysses import HeadsShape
+from triton_dist.testing.opinfo.sequence_parallel import HeadsShape
 from triton_dist.testing.overlap import overlap_limit
 from triton_dist.testing.timing import Samples, captured, interleaved
 

@@ -13,9 +13,12 @@ from triton_dist.testing.opinfo.expert_parallel import EP_COMBINE, EP_DISPATCH
 from triton_dist.testing.opinfo.gemm import GEMMOpInfo
 from triton_dist.testing.opinfo.grouped_gemm import GROUPED_GEMM
 from triton_dist.testing.opinfo.moe_reduce import MOE_REDUCE_AR, MOE_REDUCE_RS
-from triton_dist.testing.opinfo.sp_ag_attention import SP_AG_ATTENTION
+from triton_dist.testing.opinfo.sequence_parallel import (
+    SP_AG_ATTENTION,
+    ULYSSES_POST_ATTN,
+    ULYSSES_PRE_ATTN,
+)
 from triton_dist.testing.opinfo.summed_gemm import GEMM_AR, GEMM_RS
-from triton_dist.testing.opinfo.ulysses import ULYSSES_POST_ATTN, ULYSSES_PRE_ATTN
 
 GEMM_OPINFOS: dict[str, GEMMOpInfo] = {info.name: info for info in (AG_GEMM, GEMM_AR, GEMM_RS)}
 """OpInfos of GEMMs across ranks, by name of the op."""

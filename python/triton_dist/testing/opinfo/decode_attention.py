@@ -12,20 +12,8 @@ from torch import Generator
 
 from triton_dist.kernels.nvidia import create_sp_decode_context, sp_decode_attn
 from triton_dist.runtime.device import current_device
-from triton_dist.runtime.ranks import group_for
-from triton_dist.testing.opinfo.base import (
-    Baseline,
-    Call,
-    Cost,
-    Group,
-    Operands,
-    OpInfo,
-    meta,
-    other_dtype,
-    tolerance,
-    uniform,
-)
-from triton_dist.testing.opinfo.expert_parallel import LIBRARY, gathered
+from triton_dist.testing.opinfo.base import Call, Cost, Group, Operands, meta, tolerance, uniform
+from triton_dist.testing.opinfo.exchange import META, ExchangeOpInfo, gathered, operand_errors
 
 
 @dataclass(frozen=True)
@@ -44,14 +32,15 @@ class DecodeShape:
         )
 
 
-class DecodeOpInfo(OpInfo[DecodeShape]):
+class DecodeOpInfo(ExchangeOpInfo[DecodeShape]):
     """Operands ``q`` [batch, heads, head_dim], ``k_cache``, ``v_cache`` and ``kv_lens``.
 
     ``q`` and ``kv_lens`` are equal on all ranks. The caches have this rank's tokens, without pages.
     """
 
     shape, shapes = DecodeShape, (DecodeShape(65536, 1, 96, 12, 128),)
-    transfer, serial, overlaps = "all-gather", LIBRARY, False
+    transfer, create = "all-gather", staticmethod(create_sp_decode_context)
+    library, refilled = "all_to_all", ("k_cache", "v_cache")
     library_algorithms = ("library", "library_reduce_scatter")
 
     def smaller(self, shape: DecodeShape, divisor: int, num_ranks: int) -> DecodeShape:
@@ -60,14 +49,8 @@ class DecodeOpInfo(OpInfo[DecodeShape]):
         heads = kv_heads * min(num_ranks * 2, shape.heads // shape.kv_heads)
         return DecodeShape(tokens, shape.batch, heads, kv_heads, max(16, shape.head_dim // divisor))
 
-    def context(
-        self, shape: DecodeShape, dtype: torch.dtype, group: Any = None, **options: Any
-    ) -> Any:
-        ranks = group_for(group)
-        return create_sp_decode_context(
-            ranks.rank, ranks.size, ranks.size, shape.batch, shape.heads, shape.head_dim, dtype,
-            group=group, **options,
-        )  # fmt: skip
+    def limits(self, shape: DecodeShape, num_ranks: int) -> tuple[int, ...]:
+        return shape.batch, shape.heads, shape.head_dim
 
     def allocate(
         self, shape: DecodeShape, dtype: torch.dtype, num_ranks: int, generator: Generator | None
@@ -83,13 +66,6 @@ class DecodeOpInfo(OpInfo[DecodeShape]):
             "v_cache": torch.empty(cache, dtype=dtype, device=device),
             "kv_lens": (tokens - shortened_by % min(tokens, 4)).int().to(device),
         }
-
-    def refill(
-        self, operands: Operands, num_ranks: int, generator: Generator | None = None
-    ) -> None:
-        for name in ("k_cache", "v_cache"):
-            cache = operands[name]
-            cache.copy_(uniform(cache.shape, cache.dtype, generator))
 
     def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> DecodeShape:
         q, cache = operands["q"], operands["k_cache"]
@@ -123,15 +99,6 @@ class DecodeOpInfo(OpInfo[DecodeShape]):
     def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
         return tolerance(dtype, num_ranks + 1)
 
-    def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return a baseline: the op with NCCL's all-to-all instead of our exchange."""
-        args, _ = self.arguments(operands, ctx)
-
-        def library() -> torch.Tensor:
-            return self.output(self.op.fn(*args, algorithm="all_to_all"))
-
-        return {LIBRARY: self.whole(library, operands, ctx.group)}
-
     def cost(self, shape: DecodeShape, dtype: torch.dtype, num_ranks: int) -> Cost:
         """Return the cost if every sequence has ``shape.tokens`` tokens."""
         keys = shape.tokens / num_ranks * shape.batch
@@ -147,13 +114,10 @@ class DecodeOpInfo(OpInfo[DecodeShape]):
         q, k, v, lens = (good[name] for name in ("q", "k_cache", "v_cache", "kv_lens"))
         heads = q.shape[1]
         return {
-            "q": {"q": None},
-            "q.dtype": {"q": q.to(other_dtype(q.dtype))},
-            "q.device": {"q": q.to("meta")},
+            **operand_errors("q", q),
             "q.shape": {"q": q.new_ones(len(q), heads + 1, q.shape[2])},
             "q.shape (new tokens)": {"q": q.new_ones(len(q), 2, *q.shape[1:])},
             "q.stride(-1)": {"q": q.mT.contiguous().mT},
-            "q.requires_grad": {"q": q.clone().requires_grad_()},
             "k_cache.requires_grad": {"k_cache": k.clone().requires_grad_()},
             "k_cache.dtype": {"k_cache": k.double(), "v_cache": v.double()},
             "k_cache.shape": {"k_cache": k[..., :8]},
@@ -174,7 +138,6 @@ class DecodeOpInfo(OpInfo[DecodeShape]):
             "shard_output": {"shard_output": 1},
             "lse_base": {"lse_base": "10"},
             "max_kv_len": {"max_kv_len": 0},
-            "algorithm": {"algorithm": "ring"},
         }
 
     def example_keys(self) -> Iterator[Any]:
@@ -190,7 +153,7 @@ class DecodeOpInfo(OpInfo[DecodeShape]):
         ctx = SimpleNamespace(
             max_batch=key.batch, max_q_len=1, num_q_heads=key.q_heads, head_dim=key.head_dim,
             v_head_dim=key.head_dim, dtype=key.dtype, shard_queries=False, num_ranks=key.num_ranks,
-            buffer=None, device=SimpleNamespace(torch_device=torch.device("meta")),
+            buffer=None, device=META,
         )  # fmt: skip
         cache = meta(key.dtype, key.batch, key.max_kv_len, key.kv_heads, key.head_dim)
         q = meta(key.dtype, key.batch, key.q_heads, key.head_dim)

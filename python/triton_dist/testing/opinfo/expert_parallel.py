@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 from torch import Generator
 
-from triton_dist.kernels.common import libraries
 from triton_dist.kernels.nvidia import create_ep_context, ep_combine, ep_dispatch
 from triton_dist.kernels.nvidia.expert_parallel import Received
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
-from triton_dist.testing.opinfo.base import (
-    Baseline,
-    Call,
-    Cost,
-    Group,
-    Operands,
-    OpInfo,
-    meta,
-    other_dtype,
-    tolerance,
-    uniform,
-)
+from triton_dist.testing.opinfo.base import Baseline, Call, Cost, Group, Operands, meta, tolerance
+from triton_dist.testing.opinfo.exchange import META, ExchangeOpInfo, gathered, operand_errors
 from triton_dist.testing.opinfo.moe import uniform_ids
 
 LOCAL_EXPERTS = 4
 """Number of experts per rank."""
-LIBRARY = "library"
 
 
 @dataclass(frozen=True)
@@ -46,11 +34,11 @@ class TokenShape:
         return f"{self.M}x{self.hidden} topk={self.topk}"
 
 
-class EPOpInfo(OpInfo[TokenShape]):
+class EPOpInfo(ExchangeOpInfo[TokenShape]):
     """Operands ``topk_ids`` and ``topk_weights`` [M / W, topk], for W ranks, and rows to send."""
 
     shape, shapes = TokenShape, (TokenShape(8192, 7168, 2), TokenShape(256, 7168, 4))
-    transfer, serial, overlaps = "all-to-all", LIBRARY, False
+    transfer, create = "all-to-all", staticmethod(create_ep_context)
     rows: ClassVar[str]
     """Name of the operand whose rows [·, hidden] are sent: ``x`` (dispatch) or ``y`` (combine)."""
 
@@ -59,14 +47,8 @@ class EPOpInfo(OpInfo[TokenShape]):
         hidden = max(16, shape.hidden // divisor // 16 * 16)  # packets require multiples of 16
         return TokenShape(M, hidden, shape.topk)
 
-    def context(
-        self, shape: TokenShape, dtype: torch.dtype, group: Any = None, **options: Any
-    ) -> Any:
-        ranks = group_for(group)
-        return create_ep_context(
-            ranks.rank, ranks.size, ranks.size, shape.M // ranks.size, shape.hidden,
-            LOCAL_EXPERTS * ranks.size, shape.topk, dtype, group=group, **options,
-        )  # fmt: skip
+    def limits(self, shape: TokenShape, num_ranks: int) -> tuple[int, ...]:
+        return shape.M // num_ranks, shape.hidden, LOCAL_EXPERTS * num_ranks, shape.topk
 
     def allocate(
         self, shape: TokenShape, dtype: torch.dtype, num_ranks: int, generator: Generator | None
@@ -83,12 +65,10 @@ class EPOpInfo(OpInfo[TokenShape]):
     def refill(
         self, operands: Operands, num_ranks: int, generator: Generator | None = None
     ) -> None:
-        rows, ids, weights = (operands[n] for n in (self.rows, "topk_ids", "topk_weights"))
-        rows.copy_(uniform(rows.shape, rows.dtype, generator))
-        ids.copy_(
-            uniform_ids(len(ids), LOCAL_EXPERTS * num_ranks, ids.shape[1], ids.device, generator)
-        )
-        weights.copy_(uniform(weights.shape, weights.dtype, generator))
+        super().refill(operands, num_ranks, generator)
+        (tokens, topk), experts = operands["topk_ids"].shape, LOCAL_EXPERTS * num_ranks
+        device = operands["topk_ids"].device
+        operands["topk_ids"].copy_(uniform_ids(tokens, experts, topk, device, generator))
 
     def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> TokenShape:
         received = operands.get("received")
@@ -112,20 +92,6 @@ class EPOpInfo(OpInfo[TokenShape]):
             return result.expanded()[0][: result.num_positions()]
         return super().output(result)
 
-    def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return a baseline: the op with the library's all-gather or reduce-scatter.
-
-        The baseline of a combine uses the routing at the time when this method is called.
-        """
-        args, _ = self.arguments(operands, ctx)
-
-        def library() -> torch.Tensor:
-            return self.output(self.op.fn(*args, algorithm="collective"))
-
-        if self.rows == "x":
-            return {LIBRARY: self.whole(library, operands, ctx.group)}
-        return {LIBRARY: Baseline("baseline", library)}
-
     def cost(self, shape: TokenShape, dtype: torch.dtype, num_ranks: int) -> Cost:
         """Return the cost if tokens choose all experts with equal probability.
 
@@ -142,14 +108,10 @@ class EPOpInfo(OpInfo[TokenShape]):
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
         name, rows = self.rows, good[self.rows]
         return {
-            name: {name: None},
-            f"{name}.dtype": {name: rows.to(other_dtype(rows.dtype))},
-            f"{name}.device": {name: rows.to("meta")},
+            **operand_errors(name, rows),
             f"{name}.shape": {name: rows.new_ones(len(rows), rows.shape[1] + 1)},
             f"{name}.stride()": {name: rows.T.contiguous().T},
-            f"{name}.requires_grad": {name: rows.clone().requires_grad_()},
             "num_sms": {"num_sms": 0},
-            "algorithm": {"algorithm": "ring"},
         }
 
     def example_keys(self) -> Iterator[Any]:
@@ -167,7 +129,7 @@ class EPOpInfo(OpInfo[TokenShape]):
         ctx = SimpleNamespace(
             max_tokens=key.M, capacity=key.M, hidden=key.hidden, topk=key.topk, dtype=key.dtype,
             num_experts=key.num_experts, num_ranks=key.num_ranks, buffer=None, pending=None,
-            can_combine=True, device=SimpleNamespace(torch_device=torch.device("meta")),
+            can_combine=True, device=META,
         )  # fmt: skip
         weights = meta(torch.float32, key.M, key.topk) if key.has_weights else None
         return ctx, meta(key.dtype, key.M, key.hidden), meta(torch.int32, key.M, key.topk), weights
@@ -179,7 +141,7 @@ class DispatchOpInfo(EPOpInfo):
     The result has a row for each choice of one of this rank's experts.
     """
 
-    rows = "x"
+    rows, refilled = "x", ("x", "topk_weights")
 
     def arguments(self, operands: Operands, ctx: Any) -> Call:
         return (operands["x"], operands["topk_ids"], ctx, operands["topk_weights"]), {}
@@ -218,13 +180,21 @@ class CombineOpInfo(EPOpInfo):
     The result is the weighted sum for each of this rank's tokens, [M / W, hidden].
     """
 
-    rows = "y"
+    rows, refilled = "y", ("y", "topk_weights")
 
     def arguments(self, operands: Operands, ctx: Any) -> Call:
         """Return the arguments of a call, including the result of a new dispatch. Collective."""
         y, ids = operands["y"], operands["topk_ids"]
         x = y.new_zeros(len(ids), y.shape[1])
         return (y, ep_dispatch.fn(x, ids, ctx, operands["topk_weights"]), ctx), {}
+
+    def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
+        """Return a baseline: the op with the library's reduce-scatter.
+
+        It uses the routing at the time when this method is called.
+        """
+        baselines = super().baselines(operands, ctx)
+        return {name: replace(each, expected=None) for name, each in baselines.items()}
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         y, tokens, ranks = operands["y"], len(operands["topk_ids"]), group_for(group)
@@ -248,12 +218,6 @@ class CombineOpInfo(EPOpInfo):
             routing_skew=key.routing_skew,
         )  # fmt: skip
         return (x, received, ctx), {"num_sms": key.num_sms}
-
-
-def gathered(shard: torch.Tensor, group: Group) -> torch.Tensor:
-    """Concatenate the shards of all ranks."""
-    is_alone = group_for(group).size == 1
-    return shard if is_alone else libraries.all_gather_rows(shard.contiguous(), group)
 
 
 EP_DISPATCH = DispatchOpInfo(ep_dispatch)

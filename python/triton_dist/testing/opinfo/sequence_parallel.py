@@ -1,4 +1,4 @@
-"""OpInfos of the Ulysses ops, which exchange tokens for heads before and after attention."""
+"""OpInfos of the Ulysses ops, which exchange tokens for heads, and of AllGather-attention."""
 
 from __future__ import annotations
 
@@ -9,25 +9,29 @@ from typing import Any
 
 import torch
 from torch import Generator
+from torch.nn.functional import scaled_dot_product_attention
 
-from triton_dist.kernels.common import libraries
-from triton_dist.kernels.nvidia import create_ulysses_context, ulysses_post_attn, ulysses_pre_attn
+from triton_dist.kernels.nvidia import (
+    create_sp_ag_attention_context,
+    create_ulysses_context,
+    sp_ag_attention,
+    ulysses_post_attn,
+    ulysses_pre_attn,
+)
+from triton_dist.kernels.nvidia.sp_ag_attention.algorithms import AttentionKey
 from triton_dist.kernels.nvidia.ulysses.algorithms import HeadsKey
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing.opinfo.base import (
-    Baseline,
     Call,
     Cost,
     Group,
     Operands,
-    OpInfo,
     meta,
     other_dtype,
-    uniform,
+    tolerance,
 )
-
-LIBRARY = "library"
+from triton_dist.testing.opinfo.exchange import META, ExchangeOpInfo, gathered, operand_errors
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,28 @@ def shared_heads(x: torch.Tensor, num_ranks: int) -> tuple[torch.Tensor, ...]:
     return tuple(each for each in x.chunk(num_ranks // replicas, 2) for _ in range(replicas))
 
 
-class UlyssesOpInfo(OpInfo[HeadsShape]):
-    """Base class of both OpInfos. All ranks have the same number of tokens."""
+def local_heads(shape: HeadsShape, dtype: torch.dtype, num_ranks: int) -> Operands:
+    """Return uninitialised q, k and v [1, M / W, heads, dim]."""
+    device, tokens = current_device().torch_device, shape.M // num_ranks
+    heads = {"q": shape.q_heads, "k": shape.kv_heads, "v": shape.kv_heads}
+    return {
+        name: torch.empty(1, tokens, number, shape.dim, dtype=dtype, device=device)
+        for name, number in heads.items()
+    }
+
+
+def shape_of_heads(operands: Mapping[str, Any], num_ranks: int) -> HeadsShape:
+    q, k = operands["q"], operands.get("k")
+    kv_heads = q.shape[2] if k is None else k.shape[2]
+    return HeadsShape(q.shape[0] * q.shape[1] * num_ranks, q.shape[2], kv_heads, q.shape[3])
+
+
+class UlyssesOpInfo(ExchangeOpInfo[HeadsShape]):
+    """Base of the OpInfos of Ulysses; all ranks have equal numbers of tokens."""
 
     shape = HeadsShape
     shapes = HeadsShape(8000, 32, 32, 128), HeadsShape(16384, 32, 8, 128)
-    transfer, serial, overlaps = "all-to-all", LIBRARY, False
+    transfer, create = "all-to-all", staticmethod(create_ulysses_context)
 
     def smaller(self, shape: HeadsShape, divisor: int, num_ranks: int) -> HeadsShape:
         M = max(1, shape.M // divisor // num_ranks) * num_ranks
@@ -71,20 +91,8 @@ class UlyssesOpInfo(OpInfo[HeadsShape]):
         dim = max(8, shape.dim // divisor // 8 * 8)
         return HeadsShape(M, 2 * num_ranks, kv_heads, dim)
 
-    def context(
-        self, shape: HeadsShape, dtype: torch.dtype, group: Any = None, **options: Any
-    ) -> Any:
-        ranks = group_for(group)
-        return create_ulysses_context(
-            ranks.rank, ranks.size, ranks.size, shape.M, shape.q_heads, shape.kv_heads, shape.dim,
-            dtype, group=group, **options,
-        )  # fmt: skip
-
-    def refill(
-        self, operands: Operands, num_ranks: int, generator: Generator | None = None
-    ) -> None:
-        for x in operands.values():
-            x.copy_(uniform(x.shape, x.dtype, generator))
+    def limits(self, shape: HeadsShape, num_ranks: int) -> tuple[int, ...]:
+        return shape.M, shape.q_heads, shape.kv_heads, shape.dim
 
     def output(self, result: Any) -> torch.Tensor:
         """Concatenate the results (q, k and v, or o) to one tensor [batch, tokens, elements]."""
@@ -93,12 +101,6 @@ class UlyssesOpInfo(OpInfo[HeadsShape]):
     def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
         """Return 0: elements are copied."""
         return 0.0
-
-    def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return a baseline: a permutation, the library's all-to-all, and another permutation."""
-        args, _ = self.arguments(operands, ctx)
-        call = lambda: self.output(self.op.fn(*args, algorithm="collective"))  # noqa: E731
-        return {LIBRARY: self.whole(call, operands, ctx.group)}
 
     def cost(self, shape: HeadsShape, dtype: torch.dtype, num_ranks: int) -> Cost:
         row = self.heads(shape, num_ranks) * shape.dim * dtype.itemsize
@@ -117,17 +119,13 @@ class UlyssesOpInfo(OpInfo[HeadsShape]):
         name, x = next(iter(good.items()))
         batch, tokens, heads, dim = x.shape
         return {
-            name: {name: None},
-            f"{name}.dtype": {name: x.to(other_dtype(x.dtype))},
-            f"{name}.device": {name: x.to("meta")},
+            **operand_errors(name, x),
             f"{name}.shape": {name: x.new_ones(batch, tokens, heads + 1, dim)},
             f"{name}.shape (a vector)": {name: x.flatten()},
             f"{name}.stride()": {name: x.mT.contiguous().mT},
-            f"{name}.requires_grad": {name: x.clone().requires_grad_()},
             "seq_lens": {"seq_lens": [tokens] * (num_ranks + 1)},
             "seq_lens (negative)": {"seq_lens": [-1] * num_ranks},
             f"{name}.shape (of seq_lens)": {"seq_lens": [tokens + 1] * num_ranks},
-            "algorithm": {"algorithm": "ring"},
             "num_ctas": {"num_ctas": 0, "algorithm": "push"},
         }
 
@@ -154,7 +152,7 @@ class UlyssesOpInfo(OpInfo[HeadsShape]):
             rank=0, num_ranks=size, buffer=None, max_tokens=key.M, max_local_tokens=key.M,
             q_heads=heads[0] * size, kv_heads=size // key.replicas if shared else heads[1] * size,
             head_dims=dims, dtype=dtype, replicas=key.replicas,
-            device=SimpleNamespace(torch_device=torch.device("meta")),
+            device=META,
         )  # fmt: skip
         batch = 2 if key.is_batched else 1
         tokens = key.M // batch
@@ -165,29 +163,22 @@ class UlyssesOpInfo(OpInfo[HeadsShape]):
 class PreAttnOpInfo(UlyssesOpInfo):
     """Operands ``q``, ``k``, ``v`` [1, M / W, heads, dim], for W ranks."""
 
+    refilled = "q", "k", "v"
+
     def allocate(
         self, shape: HeadsShape, dtype: torch.dtype, num_ranks: int, generator: Generator | None
     ) -> Operands:
-        device, tokens = current_device().torch_device, shape.M // num_ranks
-        return {
-            name: torch.empty(1, tokens, heads, shape.dim, dtype=dtype, device=device)
-            for name, heads in (
-                ("q", shape.q_heads), ("k", shape.kv_heads), ("v", shape.kv_heads),
-            )
-        }  # fmt: skip
+        return local_heads(shape, dtype, num_ranks)
 
     def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> HeadsShape:
-        q, k = operands["q"], operands.get("k")
-        kv_heads = q.shape[2] if k is None else k.shape[2]
-        M = q.shape[0] * q.shape[1] * num_ranks
-        return HeadsShape(M, q.shape[2], kv_heads, q.shape[3])
+        return shape_of_heads(operands, num_ranks)
 
     def arguments(self, operands: Operands, ctx: Any) -> Call:
         return (operands["q"], operands["k"], operands["v"], ctx), {}
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         ranks = group_for(group)
-        whole = [gathered(operands[name], group) for name in "qkv"]
+        whole = [gathered(operands[name][0], group)[None] for name in "qkv"]
         return self.output([shared_heads(x, ranks.size)[ranks.rank] for x in whole])
 
     def heads(self, shape: HeadsShape, num_ranks: int) -> int:
@@ -217,6 +208,8 @@ class PreAttnOpInfo(UlyssesOpInfo):
 class PostAttnOpInfo(UlyssesOpInfo):
     """Operand ``o`` [1, M, q_heads / W, dim], for W ranks."""
 
+    refilled = ("o",)
+
     def allocate(
         self, shape: HeadsShape, dtype: torch.dtype, num_ranks: int, generator: Generator | None
     ) -> Operands:
@@ -232,10 +225,8 @@ class PostAttnOpInfo(UlyssesOpInfo):
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         ranks, o = group_for(group), operands["o"]
-        by_rank = o[None] if ranks.size == 1 else libraries.all_gather_rows(o, group)[:, None]
-        tokens = o.shape[1] // ranks.size
-        parts = [local_part(x, [tokens] * ranks.size, ranks.rank) for x in by_rank]
-        return torch.cat(parts, 2).flatten(2)
+        parts = gathered(o, group).chunk(ranks.size, 1)[ranks.rank]
+        return torch.cat(parts.split(1), 2).flatten(2)
 
     def inputs_for(self, key: Any) -> Call:
         ctx, whole, (heads, *kv_heads), options = self.meta_inputs(key)
@@ -246,10 +237,120 @@ class PostAttnOpInfo(UlyssesOpInfo):
         return (meta(key.dtype, *whole, heads, ctx.head_dims[0]), ctx, *kv), options
 
 
-def gathered(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Gather x [1, tokens, …] of each rank to [1, tokens of all ranks, …]."""
-    return x if group_for(group).size == 1 else libraries.all_gather_rows(x[0], group)[None]
+def tokens_of_rank(lengths: Sequence[int], rank: int, num_ranks: int, zigzag: bool) -> list[int]:
+    """Return the positions of a rank's tokens among the concatenated sequences.
+
+    ``lengths`` are the numbers of tokens of the sequences. Each rank has an equal share of each
+    sequence: with ``zigzag``, one chunk from the front and one from the back.
+    """
+    tokens: list[int] = []
+    first = 0
+    for length in lengths:
+        chunks = 2 * num_ranks if zigzag else num_ranks
+        chunk = length // chunks
+        for number in (rank, chunks - 1 - rank) if zigzag else (rank,):
+            tokens += range(first + number * chunk, first + (number + 1) * chunk)
+        first += length
+    return tokens
+
+
+class SPAttentionOpInfo(ExchangeOpInfo[HeadsShape]):
+    """Operands ``q``, ``k``, ``v`` [1, M / W, heads, dim], for W ranks, of one causal sequence.
+
+    Each rank has a chunk from the front and a chunk from the back of the sequence (zig-zag).
+    """
+
+    shape = HeadsShape
+    shapes = HeadsShape(8192, 32, 32, 128), HeadsShape(32768, 32, 8, 128)
+    # Not measured by bench_overlap (``overlaps`` is false): its lower bound is a library's
+    # attention, not a GEMM.
+    transfer, serial = "all-gather", "all-gather + attention"
+    create, refilled = staticmethod(create_sp_ag_attention_context), ("q", "k", "v")
+
+    def smaller(self, shape: HeadsShape, divisor: int, num_ranks: int) -> HeadsShape:
+        M = max(1, shape.M // divisor // (2 * num_ranks)) * 2 * num_ranks
+        return HeadsShape(M, 4, 2, max(8, shape.dim // divisor // 8 * 8))
+
+    def limits(self, shape: HeadsShape, num_ranks: int) -> tuple[int, ...]:
+        return shape.M // num_ranks, shape.kv_heads, shape.dim
+
+    def allocate(
+        self, shape: HeadsShape, dtype: torch.dtype, num_ranks: int, generator: Generator | None
+    ) -> Operands:
+        return local_heads(shape, dtype, num_ranks)
+
+    def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> HeadsShape:
+        return shape_of_heads(operands, num_ranks)
+
+    def arguments(self, operands: Operands, ctx: Any) -> Call:
+        return (operands["q"], operands["k"], operands["v"], ctx), {}
+
+    def output(self, result: Any) -> torch.Tensor:
+        out: torch.Tensor = result[0]
+        return out
+
+    def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
+        ranks = group_for(group)
+        whole = [gathered(operands[name][0], group)[None] for name in "qkv"]
+        length = whole[0].shape[1]
+        size = ranks.size
+        order = [t for r in range(size) for t in tokens_of_rank([length], r, size, size > 1)]
+        position = torch.tensor(order, device=whole[0].device).argsort()
+        q, k, v = (x[:, position].float().transpose(1, 2) for x in whole)
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        mine = order[ranks.rank * length // size :][: length // size]
+        return out.transpose(1, 2)[:, mine].to(operands["q"].dtype)
+
+    def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
+        """Return the tolerance. Partial results are rounded before they are merged."""
+        return tolerance(dtype, num_ranks + 1)
+
+    def cost(self, shape: HeadsShape, dtype: torch.dtype, num_ranks: int) -> Cost:
+        token, item = shape.dim * dtype.itemsize, shape.M / num_ranks
+        kv = 2 * shape.M * shape.kv_heads * token
+        flops = 2 * shape.M**2 * shape.q_heads * shape.dim / num_ranks
+        rows = item * shape.q_heads * token
+        return Cost(dtype, flops, rows + kv, rows, kv * (num_ranks - 1) / num_ranks)
+
+    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
+        q, k, v = good["q"], good["k"], good["v"]
+        batch, tokens, heads, dim = q.shape
+        return {
+            **operand_errors("q", q),
+            "q.shape": {"q": q.new_ones(batch, tokens, heads + 1, dim)},
+            "q.shape (a vector)": {"q": q.flatten()},
+            "q.shape (too many tokens)": {n: torch.cat([x, x], 1) for n, x in good.items()},
+            "q.shape (odd)": {n: x[:, 1:].contiguous() for n, x in good.items()},
+            "q.stride()": {"q": q.mT.contiguous().mT},
+            "k.shape": {"k": k[:, 1:]},
+            "v.dtype": {"v": v.to(other_dtype(v.dtype))},
+            "seq_lens": {"seq_lens": [tokens + 2]},
+            "backend": {"backend": "math"},
+        }
+
+    def example_keys(self) -> Iterator[Any]:
+        for M in (256, 512, 2048, 4096, 8192, 16384):
+            for kv_heads in (8, 32):
+                for zigzag in (False, True):
+                    yield AttentionKey(M, 1, 32, kv_heads, 128, torch.bfloat16, True, zigzag, 1, 2)
+
+    def inputs_for(self, key: Any) -> Call:
+        ctx = SimpleNamespace(
+            rank=0, num_ranks=key.num_ranks, buffer=None, max_tokens=key.M, kv_heads=key.kv_heads,
+            head_dim=key.head_dim, dtype=key.dtype,
+            device=META,
+        )  # fmt: skip
+        q, k, v = (
+            meta(key.dtype, key.batch, key.M // key.batch, heads, key.head_dim)
+            for heads in (key.q_heads, key.kv_heads, key.kv_heads)
+        )
+        options = {"is_causal": key.is_causal, "zigzag": key.zigzag}
+        if key.sequences > 1:
+            rest = [0] * (key.sequences - 1)
+            options["seq_lens"] = [key.M, *rest]
+        return (q, k, v, ctx), options
 
 
 ULYSSES_PRE_ATTN = PreAttnOpInfo(ulysses_pre_attn)
 ULYSSES_POST_ATTN = PostAttnOpInfo(ulysses_post_attn)
+SP_AG_ATTENTION = SPAttentionOpInfo(sp_ag_attention)

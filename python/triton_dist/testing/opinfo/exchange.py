@@ -1,0 +1,78 @@
+"""Base of the OpInfos of expert parallelism and of attention over ranks."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Generator
+
+from triton_dist.kernels.common import libraries
+from triton_dist.runtime.ranks import group_for
+from triton_dist.testing.opinfo.base import (
+    Baseline,
+    Group,
+    Operands,
+    OpInfo,
+    S,
+    other_dtype,
+    uniform,
+)
+
+META = SimpleNamespace(torch_device=torch.device("meta"))
+"""The device of a context that OpInfos substitute for a real one."""
+
+
+class ExchangeOpInfo(OpInfo[S]):
+    """OpInfo of an op whose baseline is one of its own algorithms, with the group's collective.
+
+    Attributes:
+        create: creates a context.
+        library: algorithm of the baseline.
+        refilled: names of the operands that ``refill`` writes.
+    """
+
+    serial, overlaps = "library", False
+    create: ClassVar[Callable[..., Any]]
+    library: ClassVar[str] = "collective"
+    refilled: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def limits(self, shape: S, num_ranks: int) -> tuple[int, ...]:
+        """Return the sizes of a context for calls of up to ``shape``."""
+
+    def context(self, shape: S, dtype: torch.dtype, group: Any = None, **options: Any) -> Any:
+        ranks, create = group_for(group), type(self).create
+        limits = self.limits(shape, ranks.size)
+        return create(ranks.rank, ranks.size, ranks.size, *limits, dtype, group=group, **options)
+
+    def refill(
+        self, operands: Operands, num_ranks: int, generator: Generator | None = None
+    ) -> None:
+        for name in self.refilled:
+            operands[name].copy_(uniform(operands[name].shape, operands[name].dtype, generator))
+
+    def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
+        args, _ = self.arguments(operands, ctx)
+        call = lambda: self.output(self.op.fn(*args, algorithm=self.library))  # noqa: E731
+        return {self.serial: self.whole(call, operands, ctx.group)}
+
+
+def operand_errors(name: str, x: torch.Tensor) -> dict[str, dict[str, Any]]:
+    """Return invalid values of an operand, for ``error_inputs``."""
+    return {
+        name: {name: None},
+        f"{name}.dtype": {name: x.to(other_dtype(x.dtype))},
+        f"{name}.device": {name: x.to("meta")},
+        f"{name}.requires_grad": {name: x.clone().requires_grad_()},
+        "algorithm": {"algorithm": "ring"},
+    }
+
+
+def gathered(shard: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the shards of all ranks, concatenated."""
+    is_alone = group_for(group).size == 1
+    return shard if is_alone else libraries.all_gather_rows(shard.contiguous(), group)
