@@ -7,11 +7,13 @@ Calls alternate between two slots by the protocol of ``slots/epochs.py``. On eac
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from triton_dist.kernels.common.context import Check
 from triton_dist.kernels.common.exchange.buffer import (
     MAX_CHUNKS,
     Exchange,
@@ -24,6 +26,8 @@ from triton_dist.kernels.common.peers import Disagreements
 from triton_dist.kernels.common.slots.epochs import PUSH_STREAMS, EpochSlots, PushedSlots
 from triton_dist.runtime.device.transfer import Copy, InputRows, Step
 from triton_dist.runtime.launch import Launch
+
+T = TypeVar("T")
 
 
 class PushedShards(PushedSlots):
@@ -46,6 +50,36 @@ class PushedShards(PushedSlots):
             disagreements=disagreements,
         )  # fmt: skip
         super().__init__(slots)
+
+    def push(
+        self,
+        size: int,
+        key: Hashable,
+        steps: Callable[[], Iterable[Step]],
+        tensors: Any,
+        receive: Callable[[], T],
+        num_chunks: Callable[[], int],
+    ) -> T:
+        """Push ``tensors`` and return ``receive()``, which queues kernels that wait for the peers.
+
+        Args:
+            size: see ``EpochSlots.take``.
+            key, steps: see ``transfer``; the key need not contain the slot.
+            num_chunks: returns the number of flags of each peer; called only for an error.
+        """
+        slots, awaited, transfer = self.slots, False, None
+        slots.take(size, copied=True)
+        stream = self._device.current_stream()
+        try:
+            transfer = self.transfer((slots.index, key), steps)
+            transfer.start(tensors, stream)
+            result = receive()
+            awaited = True
+        finally:
+            if transfer is not None:
+                transfer.join(stream)
+            slots.finish(awaited, lambda: {"arrivals": self.flags_of_peers(num_chunks())})
+        return result
 
     def launch(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> Launch:
         slots, params = self.slots, exchange.params
@@ -96,3 +130,25 @@ def _chunks(exchange: Exchange, item_bytes: int) -> Iterable[tuple[int, int]]:
     step = -(-rounds // params.num_chunks) * round_elements
     for first in range(0, exchange.elements, step):
         yield first, min(first + step, exchange.elements)
+
+
+def heads_check(name: str, x: torch.Tensor) -> Iterator[Check]:
+    """Yield the check that heads are contiguous and all tokens have one distance."""
+    batch, tokens, heads, dim = x.shape
+    in_row = x.stride(3) == 1 and (heads == 1 or x.stride(2) == dim)
+    fits = in_row and (1 in (batch, tokens) or x.stride(0) == tokens * x.stride(1))
+    expected = "contiguous heads, with one distance between all tokens"
+    yield f"{name}.stride()", x.stride(), fits or x.is_contiguous(), expected
+
+
+def row_stride(x: torch.Tensor) -> int:
+    """Return the elements between two tokens."""
+    if x.is_contiguous():  # whose strides of dimensions of size 1 are arbitrary
+        return x.shape[2] * x.shape[3]
+    return int(x.stride(1) if x.shape[1] > 1 else x.stride(0))
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """Return [batch * tokens, heads * dim] of a tensor, without gradient."""
+    batch, tokens, heads, dim = x.shape
+    return x.detach().as_strided((batch * tokens, heads * dim), (row_stride(x), 1))

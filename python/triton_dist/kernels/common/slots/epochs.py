@@ -389,36 +389,6 @@ class PushedSlots(SlotMemory):
             transfer = self._transfers[key] = self._device.transfer(list(steps()), self._streams)
         return transfer
 
-    def push(
-        self,
-        size: int,
-        key: Hashable,
-        steps: Callable[[], Iterable[Step]],
-        tensors: Any,
-        receive: Callable[[], T],
-        num_chunks: Callable[[], int],
-    ) -> T:
-        """Push ``tensors`` and return ``receive()``, which queues kernels that wait for the peers.
-
-        Args:
-            size: see ``EpochSlots.take``.
-            key, steps: see ``transfer``; the key need not contain the slot.
-            num_chunks: returns the number of flags of each peer; called only for an error.
-        """
-        slots, awaited, transfer = self.slots, False, None
-        slots.take(size, copied=True)
-        stream = self._device.current_stream()
-        try:
-            transfer = self.transfer((slots.index, key), steps)
-            transfer.start(tensors, stream)
-            result = receive()
-            awaited = True
-        finally:
-            if transfer is not None:
-                transfer.join(stream)
-            slots.finish(awaited, lambda: {"arrivals": self.flags_of_peers(num_chunks())})
-        return result
-
     def free(self) -> None:
         for stream in self._streams:
             stream.close()

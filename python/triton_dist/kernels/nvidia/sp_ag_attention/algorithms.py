@@ -12,6 +12,7 @@ import triton
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import libraries
+from triton_dist.kernels.common.collective.pushed import heads_check, rows_of
 from triton_dist.kernels.common.context import (
     Check,
     checked_buffer,
@@ -21,7 +22,6 @@ from triton_dist.kernels.common.context import (
     tensor_checks,
 )
 from triton_dist.kernels.common.exchange.pushed import Pushed
-from triton_dist.kernels.common.heads import heads_check, rows_of
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
 from triton_dist.kernels.common.peers import digest_of
 from triton_dist.kernels.common.slots.epochs import PUSH_STREAMS
