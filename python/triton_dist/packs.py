@@ -113,4 +113,4 @@ def use(path: str | Path) -> None:
         raise InvalidArgument("packs.use", "path", path, "the path of a pack")
     _archive.use(Path(path))
     shipped.install()
-    shipped.prepare()
+    shipped.start_background_jobs()

@@ -22,8 +22,8 @@ from triton_dist.runtime.device.cuda_launch import (
 from triton_dist.runtime.device.transfer import AwaitFlag, Copy, InputRows, SetFlag
 
 STREAMS = [
-    SimpleNamespace(handle=11, begun=12, done=13, staging=None),
-    SimpleNamespace(handle=21, begun=22, done=23, staging=None),
+    SimpleNamespace(handle=11, begun_event=12, done_event=13, staging=None),
+    SimpleNamespace(handle=21, begun_event=22, done_event=23, staging=None),
 ]
 CURRENT = 7
 
@@ -82,7 +82,7 @@ def test_a_transfer_queues_its_steps_in_order_between_two_events(driver):
 def test_staged_copies_go_through_the_host_in_pieces_and_none_within_the_gpu(driver):
     staging, own = torch.zeros(40, dtype=torch.uint8), torch.zeros(5, 4)
     target, flags = torch.zeros(5, 4), torch.zeros(2, dtype=torch.int64)
-    stream = SimpleNamespace(handle=11, begun=12, done=13, staging=staging)
+    stream = SimpleNamespace(handle=11, begun_event=12, done_event=13, staging=staging)
     steps = [Copy(0, target[:4], InputRows(1, 5)), Copy(0, flags[1:], flags[:1])]
     transfer = CudaTransfer(steps, [stream])
     transfer.start(own, CURRENT)

@@ -107,7 +107,7 @@ def join_on_one_gpu(mistakes):
     distributed._set_current_gpu = use
     location = RankLocation("a", "boot", ("", ""), "gpu", "0:1", ("gpu",), ranks_per_gpu())
     if "visible" in mistake:
-        location = replace(location, visible=("gpu", "another"))
+        location = replace(location, visible_gpus=("gpu", "another"))
     distributed.RankLocation = SimpleNamespace(of=lambda gpu: location)
     try:
         initialize_distributed()

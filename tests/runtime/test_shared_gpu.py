@@ -198,7 +198,7 @@ def test_an_op_over_such_memory(spawn_ranks):
 ONE = RankLocation(
     "a", "boot 1", ("pid 1", "ipc 1"), "gpu 0", "0:1", ("gpu 0", "gpu 1"), ranks_per_gpu=2
 )
-BESIDE = replace(ONE, gpu="gpu 1", bus="0:2")
+BESIDE = replace(ONE, gpu="gpu 1", pci_address="0:2")
 
 
 def named(rank):
@@ -230,11 +230,11 @@ def test_ranks_that_share_a_gpu_may():
             "rank 10 and rank 11 are in containers that .* --ipc=host --pid=host",
         ),
         (
-            [ONE, replace(ONE, gpu="part", visible=("part",))],
+            [ONE, replace(ONE, gpu="part", visible_gpus=("part",))],
             "rank 10 and rank 11 are on different MIG instances of one GPU",
         ),
         (
-            [ONE, replace(ONE, visible=("gpu 0",))],
+            [ONE, replace(ONE, visible_gpus=("gpu 0",))],
             "rank 10 and rank 11 see different GPUs: 2 and 1. .* CUDA_VISIBLE_DEVICES",
         ),
         ([ONE, ONE, ONE], "rank 10 is not alone on its GPU, .* launch.sh --share-gpus"),
@@ -330,8 +330,8 @@ def driver(monkeypatch):
 
 def test_the_driver_is_asked_without_making_a_context(driver):
     location = RankLocation.of(1)
-    assert location.visible == ("00" * 15 + "05", "00" * 15 + "06")
-    assert (location.gpu, location.bus) == (location.visible[1], "0000:6")
+    assert location.visible_gpus == ("00" * 15 + "05", "00" * 15 + "06")
+    assert (location.gpu, location.pci_address) == (location.visible_gpus[1], "0000:6")
     assert (location.is_exclusive, location.is_mps, location.ranks_per_gpu) == (True, True, 1)
     assert all(location.namespaces)
     assert location.machine

@@ -130,7 +130,7 @@ def _run(program: Path | None, tool: str, op: str, options: Any) -> bool:
     for rank, status in enumerate(statuses):
         log, output = ranks.logs[rank], ranks.outputs[rank].read_text(errors="replace")
         text = log.read_text(errors="replace") if log.exists() else ""
-        wrong = verdict(status, reports.report_of(text) if program else None, output)
+        wrong = verdict(status, reports.parse_report(text) if program else None, output)
         if wrong:
             found[rank] = wrong
     seconds = time.monotonic() - begin

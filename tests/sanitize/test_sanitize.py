@@ -63,14 +63,14 @@ BROKEN_OFF = (
     ],
 )
 def test_a_report_says_what_was_found_and_whether_it_is_whole(text, count, kinds):
-    report = reports.report_of(text)
+    report = reports.parse_report(text)
     assert (report.count, report.kinds) == (count, kinds)
     assert report.is_clean is (count == 0)
 
 
 def test_what_several_processes_found_is_a_line_each():
     reports_of = {
-        name: reports.report_of(text)
+        name: reports.parse_report(text)
         for name, text in (
             ("rank-0", MEMCHECK), ("rank-1", RACES), ("rank-2", CLEAN), ("rank-3", BROKEN_OFF),
             ("rank-4", "========= ERROR SUMMARY: 3 errors\n"),
@@ -86,12 +86,12 @@ def test_what_several_processes_found_is_a_line_each():
 
 
 def test_a_rank_is_right_if_it_says_so_and_nothing_was_reported():
-    clean, found = reports.report_of(CLEAN), reports.report_of(MEMCHECK)
+    clean, found = reports.parse_report(CLEAN), reports.parse_report(MEMCHECK)
     said = "12 calls are right\n"
     assert run.verdict(0, clean, said) == ""
     assert run.verdict(0, None, said) == ""
     assert "2 x Invalid __global__ write" in run.verdict(reports.FINDINGS_STATUS, found, said)
-    assert "incomplete report" in run.verdict(0, reports.report_of(""), said)
+    assert "incomplete report" in run.verdict(0, reports.parse_report(""), said)
     assert run.verdict(1, clean, "Traceback\nKeyError: 3\n") == "exited with status 1: KeyError: 3"
     assert run.verdict(None, clean, said) == "did not end: 12 calls are right"
     assert run.verdict(None, clean, "") == "did not end"

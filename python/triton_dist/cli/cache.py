@@ -114,7 +114,7 @@ def hardware_text(record: TuningRecord) -> str:
     return record.key.hardware + f", under {settings}" * bool(settings)
 
 
-def single(name: str, found: Sequence[StoredRecord]) -> StoredRecord:
+def single_record(name: str, found: Sequence[StoredRecord]) -> StoredRecord:
     """Return the only record in ``found``, which must not be empty.
 
     Raises:
@@ -144,7 +144,8 @@ def print_no_record(function: str, arguments: argparse.Namespace) -> int:
         for option, text in (("--key", arguments.key), ("--on", arguments.on))
         if text is not None
     )
-    print(f"No record of {function}{conditions} in {folders()}. All records: triton-dist list")
+    searched = searched_folders()
+    print(f"No record of {function}{conditions} in {searched}. All records: triton-dist list")
     return 1
 
 
@@ -176,6 +177,6 @@ def has_name(key: Key, function: str) -> bool:
     return function in (key.function_name, key.function, key.full_name, module_and_function)
 
 
-def folders() -> str:
+def searched_folders() -> str:
     """Return the searched folders as text, for messages."""
     return ", ".join(map(str, [knobs.cache_dir.get(), *knobs.autotune_readonly_dirs.get()]))

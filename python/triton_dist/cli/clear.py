@@ -11,7 +11,7 @@ from triton_dist._tuning.store import is_in_use, places, removable
 from triton_dist._tuning.values import StoredRecord
 from triton_dist.cli import cache, text
 from triton_dist.cli.subcommand import add_subcommand, counted
-from triton_dist.cli.validator import is_ours, verdict, verdicts_by_import
+from triton_dist.cli.validator import is_own_package, verdict, verdicts_by_import
 
 _NAMES_BY_KIND = {"record": "record", "journal": "interrupted tuning", "log": "log"}
 
@@ -95,7 +95,7 @@ def _stale(records: list[StoredRecord], imports: bool) -> tuple[set[Path], dict[
     modules: dict[str, list[int]] = {}
     for number, each in enumerate(verdicts):
         module = records[number].record.key.module
-        if each.by_import and (imports or is_ours(module)):
+        if each.by_import and (imports or is_own_package(module)):
             modules.setdefault(module, []).append(number)
     for module, numbers in modules.items():
         chosen = [records[number].record for number in numbers]

@@ -153,7 +153,7 @@ def _diff(arguments: argparse.Namespace) -> int:
         found = cache.select(name, arguments)
         if not found:
             return cache.print_no_record(name, arguments)
-        pair.append(cache.single(name, found))
+        pair.append(cache.single_record(name, found))
     old, new = pair
     changes = Changes.of(old.record, new.record)
     if arguments.json:

@@ -97,11 +97,11 @@ def _run(arguments: argparse.Namespace) -> int:
             python = sanitizer.write_rank_python(program, tools[0], reports.resolve())
             variables["PYTHON_EXEC"] = str(python)
         else:
-            prefix = sanitizer.command_with_children(program, tools[0], reports)
+            prefix = sanitizer.command_prefix_with_children(program, tools[0], reports)
     ran = subprocess.run([*prefix, *arguments.command], env=knobs.environment() | variables)
     if tools:
         found = {
-            path.stem: sanitizer.report_of(path.read_text(encoding="utf-8", errors="replace"))
+            path.stem: sanitizer.parse_report(path.read_text(encoding="utf-8", errors="replace"))
             for path in sorted(reports.glob("*.log"))
         }
         lines = [f"  {line}" for line in sanitizer.merge_reports(found)]
@@ -134,23 +134,23 @@ def attach(rank: int, job: str | None, seconds: float) -> int:
         with socket.socket(socket.AF_UNIX) as connection:
             try:
                 try:
-                    folder = folder_of(job, debugger.socket_of(Path(), rank).name)
+                    folder = folder_of(job, debugger.socket_path(Path(), rank).name)
                 except NoSuchJob:  # the rank has not stopped in any job: request a stop
                     folder = folder_of(job, "*")
-                    debugger.request_of(folder, rank).touch()
-                connection.connect(str(debugger.socket_of(folder, rank)))
+                    debugger.stop_request_path(folder, rank).touch()
+                connection.connect(str(debugger.socket_path(folder, rank)))
             except (NoSuchJob, OSError) as failure:
                 if time.monotonic() < end:
                     time.sleep(_POLL_SECONDS)
                     continue
                 if isinstance(failure, NoSuchJob):
                     raise
-                debugger.request_of(folder, rank).unlink(missing_ok=True)
+                debugger.stop_request_path(folder, rank).unlink(missing_ok=True)
                 raise TimeoutError(
                     f"rank {rank} did not stop within {seconds:g} s: it did not reach a "
                     "dl.breakpoint and does not wait in a dl.wait of an interpreted kernel"
                 ) from failure
-            debugger.request_of(folder, rank).unlink(missing_ok=True)
+            debugger.stop_request_path(folder, rank).unlink(missing_ok=True)
             _talk(connection, sys.stdin.buffer, sys.stdout.buffer)
             return 0
 

@@ -112,14 +112,14 @@ def diff(old: Path, new: Path, as_json: bool) -> int:
     Raises:
         InvalidArgument: a folder contains no kernel, or several kernels.
     """
-    tree = compared(old, new)
+    tree = comparison(old, new)
     print(json.dumps(tree, indent=2) if as_json else "\n".join(_lines(tree)))
     parts = [part for level in tree["levels"].values() for part in level.values()]
     alike = all(a == b for a, b in tree["facts"].values())
     return 0 if alike and all(part["same"] for part in parts) else 1
 
 
-def compared(old: Path, new: Path) -> dict[str, Any]:
+def comparison(old: Path, new: Path) -> dict[str, Any]:
     """Return the comparison of two kernels as a JSON tree.
 
     ``facts`` has the old and the new value of registers, options and constants, by name. ``levels``
@@ -139,7 +139,7 @@ def compared(old: Path, new: Path) -> dict[str, Any]:
             missing[level] = f"{type(failure).__name__}: {failure}"
             continue
         levels[level] = {
-            name: _part(parts.get(name, Section()), others.get(name, Section()))
+            name: _compare_sections(parts.get(name, Section()), others.get(name, Section()))
             for name in [*parts, *(name for name in others if name not in parts)]
         }
     names = [*old_facts, *(name for name in new_facts if name not in old_facts)]
@@ -185,7 +185,7 @@ def _text(description: Path, level: str) -> str:
     return description.with_suffix(f".{level}").read_text(encoding="utf-8")
 
 
-def _part(old: Any, new: Any) -> dict[str, Any]:
+def _compare_sections(old: Any, new: Any) -> dict[str, Any]:
     """Compare two sections of code: their numbers of lines, and the operations whose counts
     differ."""
     before, after = old.operations, new.operations

@@ -14,7 +14,7 @@ from triton_dist.cli.subcommand import add_subcommand, counted, positive
 from triton_dist.cli.validator import (
     OTHER_FUNCTION_REASON,
     Verdict,
-    is_ours,
+    is_own_package,
     verdict,
     verdicts_by_import,
 )
@@ -74,7 +74,7 @@ def _run(arguments: argparse.Namespace) -> int:
     sizes = {name: getattr(arguments, name) for name in ("world_size", "local_world_size")}
     ranks = {name: str(size) for name, size in sizes.items() if size is not None}
     records = _records(module, name)
-    if module and not records and (arguments.imports or is_ours(module)):
+    if module and not records and (arguments.imports or is_own_package(module)):
         # The function may have been tuned under a different name.
         records = _records("", None)
     kept = {id(each) for each in cache.matching((each for _, each in records), arguments)}
@@ -145,7 +145,7 @@ def _explained(
     explained: list[_Explained] = []
     for where, group in groups.items():
         records = [stored.record for _, stored in group]
-        if is_ours(where) or (imports and where):
+        if is_own_package(where) or (imports and where):
             pairs = [(name if module else record.key.function, record) for record in records]
             verdicts = verdicts_by_import(where, pairs, ranks)
         else:

@@ -63,7 +63,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if not found:
         return cache.print_no_record(arguments.function, arguments)
     if arguments.format == "t4":
-        found = [cache.single(arguments.function, found)]
+        found = [cache.single_record(arguments.function, found)]
     written = _FORMATS[arguments.format](found)
     if arguments.out is None:
         sys.stdout.write(written)

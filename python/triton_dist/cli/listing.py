@@ -43,7 +43,7 @@ def _run(arguments: argparse.Namespace) -> int:
         for line in _lines(records, unfinished, in_full=function is not None):
             text.print_lines(line)
     else:
-        print(f"No record of {function or 'any function'} in {cache.folders()}.")
+        print(f"No record of {function or 'any function'} in {cache.searched_folders()}.")
     if others and not arguments.json:
         text.print_lines(
             f"{counted(len(others), 'file')} of another program in {store.root}, such as "
@@ -77,7 +77,7 @@ def _lines(
     yield (
         f"{counted(len(records), 'record')} of {counted(len(groups), 'function')}"
         + f", {counted(len(unfinished), 'unfinished tuning')}" * bool(unfinished)
-        + f" in {cache.folders()}."
+        + f" in {cache.searched_folders()}."
         + " Winners and files: triton-dist list FUNCTION" * (not in_full)
     )
 

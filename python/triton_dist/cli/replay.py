@@ -102,5 +102,5 @@ def _space(arguments: argparse.Namespace) -> RecordedSpace | None:
     found = cache.select(arguments.function, arguments)
     if not found:
         return None
-    record = cache.single(arguments.function, found)
+    record = cache.single_record(arguments.function, found)
     return RecordedSpace.parse(export.t4([record]), record.record.key.full_name)

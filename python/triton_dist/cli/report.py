@@ -62,7 +62,7 @@ def _run(arguments: argparse.Namespace) -> int:
     older = None if arguments.against is None else cache.record_in_file(arguments.against)
     is_file = out.suffix == ".html"
     if is_file or older is not None:
-        found = [cache.single(function or "any function", found)]
+        found = [cache.single_record(function or "any function", found)]
     subjects = sorted((ReportedRecord(each, older) for each in found), key=_sort_key)
     files = [out] if is_file else [out / each.page_name for each in subjects]
     pages = {

@@ -115,7 +115,7 @@ def _changes(record: TuningRecord, module: str) -> tuple[tuple[str, ...], list[s
     return tuple(found), unknown
 
 
-def is_ours(module: str) -> bool:
+def is_own_package(module: str) -> bool:
     """Return whether importing ``module`` runs no user code."""
     return module.partition(".")[0] in OWN_PACKAGES
 
@@ -132,7 +132,7 @@ def verdicts_by_import(
     A user's module is imported in a new process, which is killed after ``IMPORT_SECONDS``. The
     other arguments are described at :func:`verdict`.
     """
-    if is_ours(module):
+    if is_own_package(module):
         return _verdicts(module, pairs, ranks, any_settings)
     with tempfile.TemporaryDirectory(prefix="triton_dist-import-") as folder:
         request = pickle.dumps((sys.path, module, pairs, dict(ranks), any_settings))

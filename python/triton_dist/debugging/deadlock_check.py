@@ -25,7 +25,7 @@ from triton_dist import knobs
 from triton_dist.debugging import rank_status
 from triton_dist.debugging.accesses import Access, Observer, Undo
 from triton_dist.debugging.faults import WaitNeverEnds
-from triton_dist.debugging.site import is_of_program, site
+from triton_dist.debugging.site import is_user_code, site
 from triton_dist.runtime import waits
 from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.job import create_job_folder, is_running, job_folder
@@ -43,7 +43,7 @@ _PACKAGE = str(Path(__file__).resolve().parents[1])
 _OF_RANK = re.compile(r"(.*)( of rank \d+)(\[.*\])")
 
 
-def flag_at(address: int) -> str:
+def flag_name(address: int) -> str:
     """Return ``name[index] of rank r`` for a flag in the memory of rank ``r``. The text is equal on
     all ranks."""
     name = describe_address(address)
@@ -96,7 +96,7 @@ class DeadlockCheck(Observer):
         """Record the flags that ``access`` sets."""
         if access.semantic == "release":
             for address in np.asarray(access.touched()).flat:
-                flag = flag_at(int(address))
+                flag = flag_name(int(address))
                 self._set_flags[flag] = str(site())
                 self._set_flags.move_to_end(flag)
             while len(self._set_flags) > _MAX_SET_FLAGS:
@@ -124,7 +124,7 @@ class DeadlockCheck(Observer):
             or (wait["address"], wait["seen"]) != (address, found)
             or now - wait["polled_at"] > _WAIT_EXPIRY_SECONDS
         ):
-            wait = {"at": str(site()), "flag": flag_at(address), "address": address}
+            wait = {"at": str(site()), "flag": flag_name(address), "address": address}
             wait |= {"expected": expected, "seen": found, "polled_at": now}
             wait["writer"] = rank_status.writer_of(address)
             # Replaced as a whole, because the publishing thread reads it concurrently.
@@ -193,7 +193,7 @@ def _host_line(frame: FrameType | None) -> tuple[bool, str]:
     while frame is not None:
         file = frame.f_code.co_filename
         collective = collective or any(part in file for part in _COLLECTIVES)
-        if is_of_program(frame) and not file.startswith(_PACKAGE):
+        if is_user_code(frame) and not file.startswith(_PACKAGE):
             return collective, f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return collective, "?"

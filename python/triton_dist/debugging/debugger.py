@@ -39,11 +39,11 @@ def is_active() -> bool:
     return _active
 
 
-def socket_of(folder: Path, rank: int) -> Path:
+def socket_path(folder: Path, rank: int) -> Path:
     return folder / f"pdb-{rank}.sock"
 
 
-def request_of(folder: Path, rank: int) -> Path:
+def stop_request_path(folder: Path, rank: int) -> Path:
     """Return the path of the file that requests a stop of ``rank``. The rank stops in a kernel that
     waits for a flag."""
     return folder / f"halt-{rank}"
@@ -57,7 +57,7 @@ def stop_at_breakpoint(frame: FrameType) -> None:
     """
     if _active and not waits.are_limited():
         rank, folder = knobs.rank.get(), create_job_folder()
-        path = socket_of(folder, rank)
+        path = socket_path(folder, rank)
         path.unlink(missing_ok=True)
         with deadlines.paused(), socket.socket(socket.AF_UNIX) as server:
             server.bind(str(path))
@@ -82,7 +82,7 @@ def stop_if_requested() -> None:
     if not _active or time.monotonic() - _last_check < _POLL_SECONDS:
         return
     _last_check = time.monotonic()
-    request = request_of(job_folder(), knobs.rank.get())
+    request = stop_request_path(job_folder(), knobs.rank.get())
     if request.exists():
         request.unlink(missing_ok=True)
         frame = kernel_frame()

@@ -12,11 +12,11 @@ import torch
 import triton.language as tl
 
 from triton_dist.debugging.accesses import Undo, patch, undo_all
-from triton_dist.debugging.site import is_of_program, site
+from triton_dist.debugging.site import is_user_code, site
 from triton_dist.runtime.addresses import describe_address
 
 # The interpreter stores blocks of these types as bit patterns.
-_AS_BITS = {
+_STORED_AS_BITS = {
     "bf16": torch.bfloat16,
     "fp8e4nv": torch.float8_e4m3fn,
     "fp8e5": torch.float8_e5m2,
@@ -70,10 +70,10 @@ def _describe_handle(handle: Any, shape: list[int]) -> str:
 
 def _numbers(block: Any, element: str) -> Any:
     """Return the values of a block as numbers. The interpreter stores bf16 and fp8 as bits."""
-    if element not in _AS_BITS:
+    if element not in _STORED_AS_BITS:
         return block
     signed = torch.from_numpy(np.ascontiguousarray(block).view(f"i{block.itemsize}"))
-    return signed.view(_AS_BITS[element]).float().numpy()
+    return signed.view(_STORED_AS_BITS[element]).float().numpy()
 
 
 def prefix_output(upstream: Any) -> Undo:
@@ -81,7 +81,7 @@ def prefix_output(upstream: Any) -> Undo:
     source line. Return a function that undoes this."""
 
     def python_print(original: Any, *values: Any, **kwargs: Any) -> None:
-        if is_of_program(sys._getframe(2)) and (at := site()).kernel != "?":
+        if is_user_code(sys._getframe(2)) and (at := site()).kernel != "?":
             values = (f"{at}:", *values)
         original(*values, **kwargs)
 

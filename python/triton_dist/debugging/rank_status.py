@@ -29,7 +29,7 @@ import triton
 
 from triton_dist import knobs
 from triton_dist.debugging.faults import NoSuchJob
-from triton_dist.debugging.site import is_of_program
+from triton_dist.debugging.site import is_user_code
 from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.job import create_job_folder, is_running, job_folders
@@ -186,7 +186,7 @@ def answer_request(folder: Path, answered: str, state: dict[str, Any]) -> str:
         frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
         lines: list[str] = []
         while frame is not None and len(lines) < _MAX_FRAMES:
-            if is_of_program(frame):
+            if is_user_code(frame):
                 lines.append(
                     f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
                 )

@@ -77,7 +77,7 @@ def command(program: Path, tool: str, log: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def command_with_children(program: Path, tool: str, folder: Path) -> list[str]:
+def command_prefix_with_children(program: Path, tool: str, folder: Path) -> list[str]:
     """Return the words to insert before a command, to run it and its child processes under
     ``tool``. Each process writes a log to ``folder``."""
     log = ["--log-file", str(folder / "process-%p.log")]
@@ -138,7 +138,7 @@ class Report:
         return "; ".join([f"{self.count} found", *found])
 
 
-def report_of(text: str) -> Report:
+def parse_report(text: str) -> Report:
     """Parse the text of a log file."""
     summaries = _SUMMARY.findall(text)
     kinds = Counter(map(_kind, _findings(text)))

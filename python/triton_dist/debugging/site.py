@@ -36,7 +36,7 @@ _NOT_PROGRAM_PATHS = (
 )
 
 
-def is_of_program(frame: FrameType) -> bool:
+def is_user_code(frame: FrameType) -> bool:
     """Return whether a frame belongs to user code or to a kernel, not to a library."""
     return not frame.f_code.co_filename.startswith(_NOT_PROGRAM_PATHS)
 

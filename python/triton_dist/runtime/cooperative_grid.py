@@ -20,12 +20,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
-PAUSE_SECONDS = 200e-6
+MIN_PAUSE_SECONDS = 200e-6
 """First pause of a waiting program if no other program of its grid can run. This is about the time
 of a poll, and long enough for a copy thread or another process to run."""
-LONGEST_PAUSE_SECONDS = 5e-3
+MAX_PAUSE_SECONDS = 5e-3
 """Maximum pause. Waits shorter than about 0.1 s do not reach it."""
-_SHARE_OF_WAITED = 1 / 16
+_PAUSE_PER_TIME_WAITED = 1 / 16
 """Ratio of a pause to the time waited so far, for waits that check ``unchanged``."""
 
 Unchanged: TypeAlias = Callable[[], bool]
@@ -82,8 +82,8 @@ class CooperativeGrid:
         body: function that runs a program.
         state: dictionary that describes the running program (the interpreter's builder). It is
             saved when a program pauses and restored when the program continues.
-        residents: maximum number of programs that have started and not ended, as on a GPU with this
-            many slots; ``None``: unlimited.
+        max_residents: maximum number of programs that have started and not ended, as on a GPU with
+            room for this number of programs; ``None``: unlimited.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class CooperativeGrid:
         count: int,
         body: Callable[[int], None],
         state: dict[str, Any],
-        residents: int | None = None,
+        max_residents: int | None = None,
     ) -> None:
         self._count, self._body, self._state = count, body, state
-        self._residents = count if residents is None else residents
+        self._max_residents = count if max_residents is None else max_residents
         self._next = 0
         self._starter = _ProgramThread()  # the only thread that starts programs
         self._ready: deque[_ProgramThread] = deque()  # every thread except the running one
@@ -128,7 +128,7 @@ class CooperativeGrid:
         """
         worker = _local.worker
         assert worker is not None, "only a program of this grid can pause it"
-        if self._starts_next(worker) and 1 + len(self._ready) < self._residents:
+        if self._starts_next(worker) and 1 + len(self._ready) < self._max_residents:
             self._starter = _ProgramThread()
             self._start_thread(self._starter)
             self._ready.appendleft(self._starter)
@@ -214,7 +214,7 @@ def pause(polls: int = 0, unchanged: Unchanged | None = None) -> bool:
     from the rank that should set the flag. With ``unchanged``, sleeps until ``unchanged()`` is
     False.
     """
-    seconds = min(PAUSE_SECONDS * (1 + polls), LONGEST_PAUSE_SECONDS)
+    seconds = min(MIN_PAUSE_SECONDS * (1 + polls), MAX_PAUSE_SECONDS)
     if _local.grid is not None and _local.grid.pause(seconds, unchanged):
         return True
     if unchanged is None:
@@ -232,4 +232,4 @@ def _poll_intervals() -> Iterator[float]:
     began = time.monotonic()
     while True:
         waited = time.monotonic() - began
-        yield min(max(PAUSE_SECONDS, waited * _SHARE_OF_WAITED), LONGEST_PAUSE_SECONDS)
+        yield min(max(MIN_PAUSE_SECONDS, waited * _PAUSE_PER_TIME_WAITED), MAX_PAUSE_SECONDS)

@@ -48,7 +48,7 @@ def initialize_distributed(
     """
     fold_uncaught()
     shipped.install()
-    shipped.prepare()
+    shipped.start_background_jobs()
     if not dist.is_initialized():
         _join_world()
     init_seed(dist.get_rank() if seed is None else seed)
@@ -64,7 +64,7 @@ def init_nvshmem_by_torch_process_group(pg: dist.ProcessGroup) -> None:
     """
     fold_uncaught()
     shipped.install()
-    shipped.prepare()
+    shipped.start_background_jobs()
     group_for(pg).barrier("init_nvshmem_by_torch_process_group")
 
 

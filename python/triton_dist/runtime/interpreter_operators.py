@@ -126,12 +126,12 @@ def use_float32_for_bfloat16(upstream: Any) -> None:
 
 
 Operator = Callable[[Any, Any], Any]
-_Kinds = dict[str, "np.dtype[Any]"]
+_DtypeByName = dict[str, "np.dtype[Any]"]
 
-_INTEGERS: _Kinds = {"int32": np.dtype(np.int32), "int64": np.dtype(np.int64)}
-_SINGLE: _Kinds = {"fp32": np.dtype(np.float32)}
-_NUMBERS: _Kinds = {**_INTEGERS, **_SINGLE, "fp16": np.dtype(np.float16)}
-_BITS: _Kinds = {**_INTEGERS, "int1": np.dtype(np.bool_)}
+_INTEGERS: _DtypeByName = {"int32": np.dtype(np.int32), "int64": np.dtype(np.int64)}
+_FLOAT32_ONLY: _DtypeByName = {"fp32": np.dtype(np.float32)}
+_NUMBERS: _DtypeByName = {**_INTEGERS, **_FLOAT32_ONLY, "fp16": np.dtype(np.float16)}
+_BITS: _DtypeByName = {**_INTEGERS, "int1": np.dtype(np.bool_)}
 
 
 def _quotient(left: Any, right: Any) -> Any:
@@ -148,11 +148,11 @@ _COMPARISONS: dict[str, Callable[..., Any]] = {
     "ne": np.not_equal,
 }
 _SHIFTS: dict[str, Callable[..., Any]] = {"lshift": np.left_shift, "rshift": np.right_shift}
-_OPERATIONS: dict[str, tuple[Callable[..., Any], _Kinds]] = {
+_OPERATIONS: dict[str, tuple[Callable[..., Any], _DtypeByName]] = {
     "add": (np.add, _NUMBERS),
     "sub": (np.subtract, _NUMBERS),
     "mul": (np.multiply, _NUMBERS),
-    "truediv": (np.divide, _SINGLE),
+    "truediv": (np.divide, _FLOAT32_ONLY),
     "floordiv": (_quotient, _INTEGERS),
     "mod": (np.fmod, _INTEGERS),
     "and": (np.bitwise_and, _BITS),

@@ -97,11 +97,11 @@ class Marks:
     @contextmanager
     def on(self) -> Iterator[None]:
         """Context manager in which launched kernels store marks here. Reentrant."""
-        _state.change(self, wanted=1)
+        _state.change(self, on_change=1)
         try:
             yield
         finally:
-            _state.change(self, wanted=-1)
+            _state.change(self, on_change=-1)
 
     def read(self) -> tuple[list[Mark | Flag], int]:
         """Wait for the device. Return the stored marks, and the number of marks including those
@@ -123,14 +123,14 @@ class _State:
         self.marks: Marks | None = None
         self._lock = threading.Lock()
         self._latest: Marks | None = None
-        self._wanted = self._unwanted = 0  # active contexts ``on`` and ``off`` of all threads
+        self._on_count = self._off_count = 0  # active contexts ``on`` and ``off`` of all threads
 
-    def change(self, marks: Marks | None = None, wanted: int = 0, unwanted: int = 0) -> None:
+    def change(self, marks: Marks | None = None, on_change: int = 0, off_change: int = 0) -> None:
         with self._lock:
             self._latest = marks or self._latest
-            self._wanted += wanted
-            self._unwanted += unwanted
-            self.marks = self._latest if self._wanted and not self._unwanted else None
+            self._on_count += on_change
+            self._off_count += off_change
+            self.marks = self._latest if self._on_count and not self._off_count else None
             knobs = triton.knobs.compilation
             modes = knobs.instrumentation_mode.split(",")
             names = [name for name in modes if name and not name.startswith(_PREFIX)]
@@ -150,11 +150,11 @@ def current() -> Marks | None:
 @contextmanager
 def off() -> Iterator[None]:
     """Context manager in which no kernel makes marks. The tuner measures candidates in it."""
-    _state.change(unwanted=1)
+    _state.change(off_change=1)
     try:
         yield
     finally:
-        _state.change(unwanted=-1)
+        _state.change(off_change=-1)
 
 
 @functools.cache

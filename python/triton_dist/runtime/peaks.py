@@ -44,7 +44,7 @@ RELATIVE_RATE = {
 }
 """Rates of matrix products relative to the 16-bit rate; fp32 operands are multiplied as TF32."""
 _PCIE_GEN4_X16 = 32.0
-_BY_NAME = {
+_PEAK_BY_NAME = {
     "A100": Peak(312.0, 2039.0, 300.0, 108),
     "A800": Peak(312.0, 2039.0, 200.0, 108),
     "L40S": Peak(362.0, 864.0, _PCIE_GEN4_X16, 142),
@@ -54,7 +54,7 @@ _BY_NAME = {
     "H200": Peak(989.0, 4800.0, 450.0, 132),
     "B200": Peak(2250.0, 8000.0, 900.0, 148),
 }
-_BY_CAPABILITY = {8: "A100", 9: "H100", 10: "B200"}
+_NAME_BY_CAPABILITY = {8: "A100", 9: "H100", 10: "B200"}
 
 
 @functools.cache
@@ -67,14 +67,18 @@ def device_peak(index: int | None = None) -> Peak:
     """
     device = current_device()
     if device.name != "cuda":
-        return _BY_NAME["H200"]
+        return _PEAK_BY_NAME["H200"]
     if index not in (None, device.torch_device.index):
         device = CudaDevice(index)
     facts = device.facts()
-    fitting = [name for name in _BY_NAME if name in facts["gpu"]]
-    if fitting:
-        return _BY_NAME[max(fitting, key=len)]  # the longest match: "H20" is a prefix of "H200"
-    reference = _BY_NAME[_BY_CAPABILITY.get(int(facts["capability"].split(".")[0]), "A100")]
+    matching = [name for name in _PEAK_BY_NAME if name in facts["gpu"]]
+    if matching:
+        return _PEAK_BY_NAME[
+            max(matching, key=len)
+        ]  # the longest match: "H20" is a prefix of "H200"
+    reference = _PEAK_BY_NAME[
+        _NAME_BY_CAPABILITY.get(int(facts["capability"].split(".")[0]), "A100")
+    ]
     sms = int(facts["sms"])
     return Peak(
         reference.tflops * sms / reference.sms,

@@ -157,7 +157,7 @@ def get_torch_prof_ctx(do_prof: bool = True) -> AbstractContextManager[Any]:
 def timeline_profile() -> torch.autograd.profiler.profile:
     """Return torch's autograd profiler. The public ``torch.profiler`` uses it, but imports torch's
     compiler, which takes 2 s."""
-    _end_forks_without_destructors()
+    _skip_destructors_in_forks()
     device = "cuda" if torch.cuda.is_available() else None
     return torch.autograd.profiler.profile(use_device=device, use_kineto=True, acc_events=True)
 
@@ -191,15 +191,16 @@ def _wait(name: str, read: Callable[[], tuple[int, int]], seconds: float) -> boo
     end, pause = time.monotonic() + seconds, _FIRST_PAUSE
     while True:
         try:
-            now, top = read()
+            clock, max_clock = read()
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             return _warn(f"{name}: nvidia-smi does not report the SM clock: {error}")
-        if now >= top:
+        if clock >= max_clock:
             return True
         if time.monotonic() + pause > end:
             return _warn(
-                f"{name}: the SM clock is {now} MHz after {seconds} s, its maximum is {top} MHz; "
-                "measured times will be too long. Check other processes, heat and the power limit."
+                f"{name}: the SM clock is {clock} MHz after {seconds} s, its maximum is "
+                f"{max_clock} MHz; measured times will be too long. Check other processes, heat "
+                "and the power limit."
             )
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
@@ -214,12 +215,12 @@ def _megahertz(uuid: str) -> tuple[int, int]:
     query = "--query-gpu=clocks.sm,clocks.max.sm"
     command = ["nvidia-smi", "-i", uuid, query, "--format=csv,noheader,nounits"]
     output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
-    now, top = map(int, output.split(","))
-    return now, top
+    clock, max_clock = map(int, output.split(","))
+    return clock, max_clock
 
 
 @functools.cache
-def _end_forks_without_destructors() -> None:
+def _skip_destructors_in_forks() -> None:
     """Make forked children of this process exit without destructors of libraries.
 
     The destructor of torch's profiler waits for a thread that a forked child does not have. The

@@ -121,7 +121,7 @@ def is_interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def no_device_for_kernels() -> DeviceUnavailable:
+def missing_gpu_error() -> DeviceUnavailable:
     """Return the error for a kernel that is compiled, not interpreted, on a host without a GPU."""
     return DeviceUnavailable(
         "cuda",
@@ -146,7 +146,7 @@ def explain_missing_driver() -> None:
         except RuntimeError as failure:
             if "0 active drivers" not in str(failure):
                 raise
-            raise no_device_for_kernels() from failure
+            raise missing_gpu_error() from failure
 
     module._create_driver = create_or_explain  # type: ignore[attr-defined]
 

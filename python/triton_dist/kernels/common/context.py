@@ -16,7 +16,7 @@ from triton_dist.kernels.common.peers import Disagreements
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import BoundedDict, fits_descriptor
 from triton_dist.runtime.ranks import Group, group_for
-from triton_dist.runtime.triton_compat import no_device_for_kernels
+from triton_dist.runtime.triton_compat import missing_gpu_error
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DTYPE_NAMES = "torch.float16, torch.bfloat16 or torch.float32"
@@ -179,7 +179,7 @@ def agree_to_create(
     equal_arguments = {**sizes, **equal_arguments}
     try:
         error = first_error(function, all_checks) or (
-            None if current_device().runs_kernels else no_device_for_kernels()
+            None if current_device().runs_kernels else missing_gpu_error()
         )
     # A check compared a value that is not a number. Inform the other ranks before raising.
     except TypeError as failure:

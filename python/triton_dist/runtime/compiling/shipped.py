@@ -181,8 +181,8 @@ def _hash_triton() -> None:
     _start_thread(triton_key)
 
 
-def prepare() -> None:
-    """Run ``background_jobs`` in the background if packs are in use."""
+def start_background_jobs() -> None:
+    """Run each of ``background_jobs`` in a thread if packs are in use."""
     if triton.knobs.cache.manager_class is ShippedCache and any(packs_in(pack_places())):
         for job in background_jobs:
             _start_thread(job)

@@ -44,7 +44,7 @@ class CudaCopyStream:
         self._events = (torch.cuda.Event(), torch.cuda.Event())
         for event in self._events:
             event.record(self._stream)  # torch creates the CUDA event at the first record
-        self.begun, self.done = (int(event.cuda_event) for event in self._events)
+        self.begun_event, self.done_event = (int(event.cuda_event) for event in self._events)
 
     def close(self) -> None:
         """Do nothing: torch reuses its streams."""
@@ -56,19 +56,19 @@ class CudaTransfer:
     def __init__(self, steps: Sequence[Step], streams: Sequence[CudaCopyStream]) -> None:
         # Values that change between starts: the caller's stream, and the address of each
         # ``InputRows``. The keys of addresses are (tensor, first row, byte offset).
-        self._current = ctypes.c_void_p()
+        self._caller_stream = ctypes.c_void_p()
         self._input_addresses: dict[tuple[int, int, int], ctypes.c_uint64] = {}
         # Copies of columns, with their tensor, first row, and offset of the column in bytes.
-        self._pitched: list[tuple[cuda_driver.Memcpy2D, int, int, int]] = []
+        self._column_copies: list[tuple[cuda_driver.Memcpy2D, int, int, int]] = []
         self._streams = tuple(streams)  # keeps their events and memory alive
-        begun = streams[0].begun
-        self._fork = [_call("cuEventRecord", begun, self._current)]
+        begun = streams[0].begun_event
+        self._fork = [_call("cuEventRecord", begun, self._caller_stream)]
         self._fork += [_call("cuStreamWaitEvent", each.handle, begun, 0) for each in streams]
         self._steps = [call for step in steps for call in self._queued(step, streams[step.stream])]
         self._join: list[_Call] = []
         for each in streams:
-            self._join.append(_call("cuEventRecord", each.done, each.handle))
-            self._join.append(_call("cuStreamWaitEvent", self._current, each.done, 0))
+            self._join.append(_call("cuEventRecord", each.done_event, each.handle))
+            self._join.append(_call("cuStreamWaitEvent", self._caller_stream, each.done_event, 0))
 
     def _queued(self, step: Step, stream: CudaCopyStream) -> Iterator[_Call]:
         handle = stream.handle
@@ -115,7 +115,7 @@ class CudaTransfer:
             )  # fmt: skip
             if staging is not None:
                 copy.target_type, copy.target_host = cuda_driver.MEMORY_HOST, staging.data_ptr()
-            self._pitched.append((copy, source.tensor, source.first + begin, column))
+            self._column_copies.append((copy, source.tensor, source.first + begin, column))
             yield _call("cuMemcpy2DAsync_v2", ctypes.pointer(copy), stream.handle)
             if staging is not None:
                 nbytes, host = size * width, staging.data_ptr()
@@ -138,7 +138,7 @@ class CudaTransfer:
         for (tensor, first, begin), cell in self._input_addresses.items():
             base, row_bytes = bases[tensor]
             cell.value = base + first * row_bytes + begin
-        for copy, tensor, first, column in self._pitched:
+        for copy, tensor, first, column in self._column_copies:
             pitch = tensors[tensor].stride(0) * tensors[tensor].element_size()
             copy.source_device = bases[tensor][0] + first * pitch + column
             copy.source_pitch = pitch
@@ -147,7 +147,7 @@ class CudaTransfer:
 
     def fork(self, current: int) -> None:
         """Make the side streams wait for the work queued on stream ``current``."""
-        self._current.value = current
+        self._caller_stream.value = current
         _run(self._fork, "queue a transfer")
 
     def queue(self) -> None:
@@ -161,7 +161,7 @@ class CudaTransfer:
 
     def join(self, current: int) -> None:
         """Make stream ``current`` wait for all queued steps."""
-        self._current.value = current
+        self._caller_stream.value = current
         _run(self._join, "wait for a transfer")
 
 

@@ -111,24 +111,24 @@ def arguments(name: str, *values: Any) -> tuple[Any, ...]:
     )
 
 
-def check(status: int, what: str) -> None:
+def check(status: int, action: str) -> None:
     """Raise ``RuntimeError`` unless the CUresult ``status`` is 0.
 
-    Raise ``MemoryError`` if the driver is out of memory. ``what`` is the attempted action for the
+    Raise ``MemoryError`` if the driver is out of memory. ``action`` is the attempted action for the
     message, such as ``"free shared memory"``.
     """
     if status == OUT_OF_MEMORY:
-        raise MemoryError(f"the CUDA driver refused to {what}: out of memory")
+        raise MemoryError(f"the CUDA driver refused to {action}: out of memory")
     if status != 0:
         name = ctypes.c_char_p()
         function("cuGetErrorName")(status, ctypes.byref(name))
         error = name.value.decode() if name.value else "unknown"
-        raise RuntimeError(f"the CUDA driver refused to {what}: {error} ({status})")
+        raise RuntimeError(f"the CUDA driver refused to {action}: {error} ({status})")
 
 
-def call(name: str, what: str, *values: Any) -> None:
+def call(name: str, action: str, *values: Any) -> None:
     """Call the driver function ``name`` with ``values``, and check the result."""
-    check(function(name)(*values), what)
+    check(function(name)(*values), action)
 
 
 def device(ordinal: int) -> int:
@@ -140,8 +140,8 @@ def device(ordinal: int) -> int:
 def primary_context(ordinal: int) -> int:
     """Return the primary context of the GPU with this CUDA ordinal. torch uses this context."""
     context = ctypes.c_void_p()
-    what = f"return the context of GPU {ordinal}"
-    call("cuDevicePrimaryCtxRetain", what, ctypes.byref(context), device(ordinal))
+    action = f"return the context of GPU {ordinal}"
+    call("cuDevicePrimaryCtxRetain", action, ctypes.byref(context), device(ordinal))
     return context.value or 0
 
 
@@ -174,8 +174,8 @@ def allocate(nbytes: int) -> int:
 def free_bytes() -> int:
     """Return the free memory of the current GPU in bytes."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
-    what = "return the size of free memory"
-    call("cuMemGetInfo_v2", what, ctypes.byref(free), ctypes.byref(total))
+    action = "return the size of free memory"
+    call("cuMemGetInfo_v2", action, ctypes.byref(free), ctypes.byref(total))
     return free.value
 
 
@@ -187,8 +187,8 @@ def free(address: int) -> None:
 def export(address: int) -> bytes:
     """Return a handle with which another process can open memory from ``allocate``."""
     handle = IpcHandle()
-    what = "export memory by CUDA IPC"
-    call("cuIpcGetMemHandle", what, ctypes.byref(handle), address)
+    action = "export memory by CUDA IPC"
+    call("cuIpcGetMemHandle", action, ctypes.byref(handle), address)
     return bytes(handle)
 
 

@@ -31,9 +31,9 @@ class RankLocation:
     """PID and IPC namespaces."""
     gpu: str
     """UUID of the GPU or MIG instance."""
-    bus: str
+    pci_address: str
     """PCI address, which is equal for all MIG instances of a GPU."""
-    visible: tuple[str, ...]
+    visible_gpus: tuple[str, ...]
     """UUIDs of all visible GPUs, in CUDA's order."""
     ranks_per_gpu: int = 1
     """Maximum number of ranks per GPU that this process is configured for."""
@@ -49,10 +49,10 @@ class RankLocation:
         cuda_driver.call("cuInit", "start", 0)
         count = ctypes.c_int()
         cuda_driver.call("cuDeviceGetCount", "count GPUs", ctypes.byref(count))
-        visible = tuple(_uuid(each) for each in range(count.value))
-        bus = ctypes.create_string_buffer(32)
+        visible_gpus = tuple(_uuid(each) for each in range(count.value))
+        pci_address = ctypes.create_string_buffer(32)
         what = f"return the location of GPU {ordinal}"
-        cuda_driver.call("cuDeviceGetPCIBusId", what, bus, 32, cuda_driver.device(ordinal))
+        cuda_driver.call("cuDeviceGetPCIBusId", what, pci_address, 32, cuda_driver.device(ordinal))
         machine = ""
         with suppress(OSError):
             machine = _BOOT.read_text().strip()
@@ -60,22 +60,24 @@ class RankLocation:
             host=socket.gethostname(),
             machine=machine,
             namespaces=(_namespace("pid"), _namespace("ipc")),
-            gpu=visible[ordinal],
-            bus=bus.value.decode(),
-            visible=visible,
+            gpu=visible_gpus[ordinal],
+            pci_address=pci_address.value.decode(),
+            visible_gpus=visible_gpus,
             ranks_per_gpu=ranks_per_gpu(),
             is_exclusive=_attribute(_COMPUTE_MODE, ordinal) != 0,
             is_mps=_attribute(_MPS_ENABLED, ordinal) == 1,
         )
 
-    def is_gpu_of(self, other: RankLocation) -> bool:
+    def shares_gpu_with(self, other: RankLocation) -> bool:
         """Return whether two ranks use one GPU, or MIG instances of one GPU."""
-        return (self.machine, self.bus) == (other.machine, other.bus)
+        return (self.machine, self.pci_address) == (other.machine, other.pci_address)
 
 
 def share_a_gpu(locations: Sequence[RankLocation]) -> bool:
     """Return whether two or more ranks are on one GPU."""
-    return len({(location.machine, location.bus) for location in locations}) < len(locations)
+    return len({(location.machine, location.pci_address) for location in locations}) < len(
+        locations
+    )
 
 
 def sharing_error(
@@ -87,7 +89,7 @@ def sharing_error(
     number for a rank in the message.
     """
     first = locations[0]
-    on_gpu = Counter((location.machine, location.bus) for location in locations)
+    on_gpu = Counter((location.machine, location.pci_address) for location in locations)
     for rank, location in enumerate(locations):
         pair = f"rank {global_rank(0)} and rank {global_rank(rank)}"
         reasons = (
@@ -103,17 +105,18 @@ def sharing_error(
                 "Start all ranks in one container, or all containers with --ipc=host --pid=host.",
             ),
             (
-                location.is_gpu_of(first) and location.gpu != first.gpu,
+                location.shares_gpu_with(first) and location.gpu != first.gpu,
                 f"{pair} are on different MIG instances of one GPU, which share no memory",
                 "Give all ranks of the host the same instance, or the GPU without MIG.",
             ),
             (
-                location.visible != first.visible,
-                f"{pair} see different GPUs: {len(first.visible)} and {len(location.visible)}",
+                location.visible_gpus != first.visible_gpus,
+                f"{pair} see different GPUs: {len(first.visible_gpus)} and "
+                f"{len(location.visible_gpus)}",
                 "Give all ranks of the host the same CUDA_VISIBLE_DEVICES.",
             ),
             (
-                on_gpu[location.machine, location.bus] > location.ranks_per_gpu,
+                on_gpu[location.machine, location.pci_address] > location.ranks_per_gpu,
                 f"rank {global_rank(rank)} is not alone on its GPU, and sharing was not requested",
                 "Start one rank per GPU; or let ranks share GPUs: launch.sh "
                 "--share-gpus, which sets TRITON_DIST_SHARE_GPUS=1.",

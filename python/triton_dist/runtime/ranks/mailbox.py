@@ -48,7 +48,7 @@ class MissingRanks(Exception):
     Attributes:
         missing: the ranks whose messages did not arrive.
         notice: the message of a rank that left the channel, or ``None``.
-        because: known reasons why a rank is missing, by rank.
+        reasons: known reasons why a rank is missing, by rank.
         seconds: time waited.
     """
 
@@ -56,11 +56,11 @@ class MissingRanks(Exception):
         self,
         missing: list[int],
         notice: LeaveNotice | None,
-        because: Mapping[int, str],
+        reasons: Mapping[int, str],
         seconds: float,
     ) -> None:
-        self.missing, self.notice, self.because, self.seconds = missing, notice, because, seconds
-        super().__init__(f"rank(s) {missing}: {notice or because}")
+        self.missing, self.notice, self.reasons, self.seconds = missing, notice, reasons, seconds
+        super().__init__(f"rank(s) {missing}: {notice or reasons}")
 
 
 class Mailbox:

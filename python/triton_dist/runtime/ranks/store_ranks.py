@@ -48,11 +48,11 @@ class StoreRanks:
     Each tuning uses a separate *channel* with separate step numbers, because the tuned function may
     itself send messages while a config is tried. A rank joins a channel with its first message.
 
-    Channels are numbered too. The numbers of ranks may differ, because a rank may raise in a call
-    that needs no channel on the other ranks. A rank *leaves* a channel if an error ends its call,
-    before or after the first message. If a rank left a channel before all ranks joined it,
-    ``first_all_gather`` continues with the next channel. All ranks therefore meet in the first
-    channel that no rank has left.
+    Channels are numbered too. Ranks may have opened different numbers of channels, because a rank
+    may raise in a call that needs no channel on the other ranks. A rank *leaves* a channel if an
+    error ends its call, before or after the first message. If a rank left a channel before all
+    ranks joined it, ``first_all_gather`` continues with the next channel. All ranks therefore meet
+    in the first channel that no rank has left.
 
     Args:
         store: a store without earlier entries. Only this group may use it.
@@ -67,7 +67,7 @@ class StoreRanks:
         self.world = tuple(range(size)) if world is None else tuple(world)
         self._mailbox = Mailbox(store, rank)
         self._numbers = itertools.count(1)
-        self._topic = self._function = self._key = self._hint = ""
+        self._channel_prefix = self._function = self._key = self._hint = ""
         self._call = self._step = 0
         self._written_names: list[str] = []
         self._last_channel: StoreRanks = self
@@ -126,7 +126,7 @@ class StoreRanks:
         )
         new._function, new._key, new._call, new._hint = function, key, call, hint
         new._step, new._reminded = 0, False
-        new._next_topic()
+        new._next_channel()
         self._last_channel = new
         return new
 
@@ -135,13 +135,13 @@ class StoreRanks:
         block. ``refused``: the call's arguments were invalid, so this rank sent no message."""
         last = LeaveNotice(self.rank, self._function, self._call, reason, refused)
         with self._reporting_lost_store(f"leaving ({reason})"):
-            while not self._mailbox.put_first(f"{self._topic}left", last):
-                left = self._mailbox.find(f"{self._topic}left")
+            while not self._mailbox.put_first(f"{self._channel_prefix}left", last):
+                left = self._mailbox.find(f"{self._channel_prefix}left")
                 # Keep the notice of the first rank that left: its reason is the original cause.
                 if self._step or self._is_of_this_call(left):
                     return
-                self._next_topic()  # the channel that the remaining ranks join
-            self._written_names.append(f"{self._topic}left")
+                self._next_channel()  # the channel that the remaining ranks join
+            self._written_names.append(f"{self._channel_prefix}left")
 
     def note(self, function: str, text: str) -> None:
         """Store a note that may explain why this rank does not join a channel of ``function``.
@@ -167,7 +167,7 @@ class StoreRanks:
         while True:
             absent = MissingRanks([], None, {}, 0.0)
             with self._reporting_lost_store(phase):
-                left: LeaveNotice | None = self._mailbox.find(f"{self._topic}left")
+                left: LeaveNotice | None = self._mailbox.find(f"{self._channel_prefix}left")
             if left is None:
                 if self._step == 0:
                     self._put(self._next_step(), phase, value)
@@ -181,19 +181,19 @@ class StoreRanks:
                 if left is None and left_ranks and left_ranks.keys().isdisjoint(absent.missing):
                     # The ranks that left have returned; other ranks are late.
                     left_ranks, return_deadline = {}, end
-                    if not absent.because and time.monotonic() < end:
+                    if not absent.reasons and time.monotonic() < end:
                         continue
             is_same_function = left is not None and left.function == self._function
             has_returned = left_ranks and is_same_function and absent.missing
             if left is None or self._is_of_this_call(left) or has_returned:
                 self._step = 1
                 missing = absent.missing or ([left.rank] if left else [])
-                absent = MissingRanks(missing, left, absent.because, time.monotonic() - begin)
+                absent = MissingRanks(missing, left, absent.reasons, time.monotonic() - begin)
                 raise self._timeout(phase, absent, left_ranks)
             if is_same_function:
                 left_ranks[left.rank] = left
                 return_deadline = min(end, time.monotonic() + _RETURN_SECONDS)
-            self._next_topic()
+            self._next_channel()
 
     def broadcast(self, phase: str, value: T | None, seconds: float | None = None) -> T:
         step = self._next_step()
@@ -253,8 +253,8 @@ class StoreRanks:
         """Return whether ``left`` reports that a rank refused this call."""
         return left.refused and (left.function, left.call) == (self._function, self._call)
 
-    def _next_topic(self) -> None:
-        self._topic, self._step = f"channel {next(self._numbers)}/", 0
+    def _next_channel(self) -> None:
+        self._channel_prefix, self._step = f"channel {next(self._numbers)}/", 0
 
     def _next_step(self) -> int:
         self._step += 1
@@ -281,7 +281,7 @@ class StoreRanks:
         self, step: int, phase: str, ranks: Sequence[int], seconds: float
     ) -> list[tuple[str, Any]]:
         names = {rank: self._name(step, rank) for rank in ranks}
-        notice_name = f"{self._topic}left"
+        notice_name = f"{self._channel_prefix}left"
 
         def repeat_request(missing: list[int], waited: float) -> None:
             if waited >= _REMIND_SECONDS and not self._reminded:
@@ -320,7 +320,7 @@ class StoreRanks:
             notices[absent.notice.rank] = absent.notice
         known = {rank: f"left: {left.reason}" for rank, left in notices.items()}
         # The reason why a rank left is more useful than the fact that its process ended.
-        because = {self.global_rank(r): text for r, text in {**absent.because, **known}.items()}
+        because = {self.global_rank(r): text for r, text in {**absent.reasons, **known}.items()}
         if not because:
             with suppress(dist.DistError):
                 because = self._notes(absent.missing)
@@ -336,7 +336,7 @@ class StoreRanks:
         )
 
     def _name(self, step: int, rank: int) -> str:
-        return f"{self._topic}{step}/{rank}"
+        return f"{self._channel_prefix}{step}/{rank}"
 
     @contextmanager
     def _reporting_lost_store(self, phase: str) -> Iterator[None]:
