@@ -5,14 +5,14 @@ Rules for every op that runs across ranks:
 * All ranks call the op in the same order with matching arguments.
 * Consecutive calls need no synchronisation. Calls can be captured in a CUDA graph; all ranks must
   then replay the graph equally often.
-* Calls with one context execute in order on the device, whatever streams they are issued on.
+* Calls with one context must execute in order on the device, even if they use several streams.
 * Arguments are checked before any launch.
 * The first call of a key tunes the op over all ranks. An argument marked "(tuned)" is chosen by the
   tuner unless the caller passes it. docs/reference/autotune.md lists the tuner's errors.
 
 TMA requires a contiguous A, and a B with unit stride in one dimension and a multiple of 16 bytes in
-the other. Other operands are read through pointers. ``accepted_key`` of an op is reserved for the
-tuner: the key of operands that are already checked.
+the other. Other operands are read through pointers. The argument ``accepted_key`` of an op is
+reserved for the tuner, which passes the key of operands that it has already checked.
 
 Creating a context is collective over its group, and the group must lie on one host. The default
 group is the world if torch.distributed is initialised, else this process alone.

@@ -1,9 +1,10 @@
 """All-to-all with 2D splits on the device, under the names of Triton-distributed's scripts.
 
-Rows are sent by ``ep_dispatch`` with one expert per row, and then copied to their places. A
-dispatch (``rank_in_row=True``) has splits [ranks, experts per rank] and sorts received rows by
-expert. A combine (``rank_in_row=False``) has splits [experts per rank, ranks] and sorts received
-rows by rank.
+A split is the number of rows of a chunk: the rows that one rank sends to one expert of one rank.
+Splits are on the device. ``ep_dispatch`` sends the rows, with one expert per row, and a copy then
+sorts them. A dispatch (``rank_in_row=True``) has splits [ranks, experts per rank] and sorts
+received rows by expert. A combine (``rank_in_row=False``) has splits [experts per rank, ranks] and
+sorts received rows by rank.
 """
 
 from __future__ import annotations
@@ -24,19 +25,21 @@ class AllToAllContext(RowContext):
     Args:
         rank, world_size: this rank, and the number of ranks, all on one host.
         ne: experts per rank.
-        k: largest split.
-        token_len_elem, token_dtype: elements and dtype of a row, which has an even number of bytes.
-        overflow_factor: a rank receives at most this multiple of ``max_token_num_per_rank`` rows,
-            rounded up; default: ``world_size``.
-        max_token_num_per_rank: largest number of rows of a dispatch; default: k for each split.
-        use_v2_kernel: ignored; a context serves both functions.
+        k: maximum of a split.
+        token_len_elem, token_dtype: elements and dtype of a row, which must have an even number of
+            bytes.
+        overflow_factor: a rank receives at most ``overflow_factor``, rounded up, times
+            ``max_token_num_per_rank`` rows; default: ``world_size``.
+        max_token_num_per_rank: maximum number of rows that a rank dispatches in a call; default: k
+            times the number of splits.
+        use_v2_kernel: ignored; a context can be used with both functions.
 
     Attributes:
-        max_num_token: largest number of rows of inputs and outputs.
+        max_num_token: maximum number of rows of inputs and outputs.
         nsplits: number of splits, world_size * ne.
-        dispatch_splits_offsets, combine_splits_offsets: int32 [2 * nsplits], splits and offsets of
-            the inputs and of the outputs of a dispatch; reversed for a combine.
-        dispatch_data, combine_data: [max_num_token * token_len_elem], their rows.
+        dispatch_splits_offsets, combine_splits_offsets: int32 [2 * nsplits], splits, then offsets.
+            The first are inputs of a dispatch and outputs of a combine, the second vice versa.
+        dispatch_data, combine_data: [max_num_token * token_len_elem], the rows of these splits.
     """
 
     def __init__(
@@ -65,9 +68,10 @@ class AllToAllContext(RowContext):
 
         Args:
             rows, out: [rows, token_len_elem].
-            splits, offsets: [nsplits], size and first row of each chunk; ``None``: no gaps.
-            align: each output row of the splits begins at a multiple of this number. Gaps become
-                zero.
+            splits: [nsplits], number of rows of each chunk.
+            offsets: [nsplits], first row of each chunk in ``rows``; ``None``: chunks have no gaps.
+            align: in ``out``, the chunks of each row of the 2D splits begin at a multiple of this
+                number of rows. Gaps are filled with zeros.
         """
         expert = torch.arange(self.nsplits, device=rows.device)
         if not rank_in_row:
@@ -85,7 +89,7 @@ class AllToAllContext(RowContext):
         rows_in = received.row_of_position
         _, chunk, within, is_used = chunk_of_rows(received.counts.flatten(), len(rows_in))
         first = (offsets_out if rank_in_row else offsets_out.t()).flatten()[chunk]
-        # Positions without a place write to one extra element, which is cut off below.
+        # Unused positions write to one additional element, which is removed below.
         place = torch.where(is_used, first + within, len(out)).clamp(max=len(out))
         rows_out = rows_in.new_full((len(out) + 1,), -1)
         rows_out[place] = rows_in
@@ -112,25 +116,28 @@ def all_to_all_v_offset_op(
     has_input_offset: bool = False,
     profiling: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Exchange rows, and write splits and offsets of the result to ``ctx``. Tuned.
+    """Exchange rows, and write the splits and offsets of the result to ``ctx``. Tuned.
+
+    The call waits for the device, unless ``copy_to_symm_buffer`` and ``return_tensor`` are both
+    ``False``.
 
     Args:
         ctx: context of ``create_context``.
-        rank_in_row: a dispatch with splits [ranks, experts], or a combine with splits
-            [experts, ranks].
+        rank_in_row: ``True``: a dispatch with splits [ranks, experts]. ``False``: a combine with
+            splits [experts, ranks].
         input, output: [at most max_num_token, token_len_elem].
         in_splits, in_offset: int32, number of rows and first row of each chunk of ``input``.
-            Offsets are read with ``has_input_offset``; otherwise ``input`` has no gaps.
-        copy_to_symm_buffer: ``False``: rows, splits and offsets are in ``ctx``, and the result
-            stays there. The call synchronises, unless this and ``return_tensor`` are ``False``.
+            ``in_offset`` is read if ``has_input_offset``; otherwise ``input`` has no gaps.
+        copy_to_symm_buffer: ``False``: rows, splits and offsets are already in ``ctx``, and the
+            result stays there.
         return_tensor: return the result.
-        major_align: each output row of the splits begins at a multiple of this number. If it is
-            above 1, each output row also reserves at least this number of rows.
+        major_align: in the result, the chunks of each row of the 2D splits begin at a multiple of
+            this number of rows. If it is above 1, they also reserve at least this number of rows.
         grid_size, profiling: ignored; accepted for existing scripts.
 
     Returns:
-        The result, and its number of rows including gaps as a tensor on the device;
-        ``(None, None)`` without ``return_tensor``.
+        (result, its number of rows including gaps, as a tensor on the device). Without
+        ``return_tensor``: ``(None, None)``.
 
     Raises:
         InvalidArgument: a tensor is missing or has another size.
@@ -161,10 +168,10 @@ def all_to_all_v_offset_op(
             sent[ctx.nsplits :] = in_offset.flatten()
     splits, offsets = sent.split(ctx.nsplits)
     rows, out = (each.view(-1, ctx.token_len_elem) for each in (data, result))
-    found = ctx.exchange(
+    result_layout = ctx.exchange(
         rank_in_row, rows, splits, offsets if has_input_offset else None, major_align, out
     )
-    arrived.copy_(torch.cat([each.flatten() for each in found]))
+    arrived.copy_(torch.cat([each.flatten() for each in result_layout]))
     number = arrived[ctx.nsplits - 1] + arrived[-1]
     if copy_to_symm_buffer and output is not None:
         size = int(number)
@@ -191,14 +198,15 @@ def all_to_all_v_offset_op_v2(
     grid_size: int | None = None,
     profiling: bool = False,
 ) -> tuple[torch.Tensor | None, int | None, int | None]:
-    """Exchange rows without gaps into ``output``. Tuned; synchronises only to return something.
+    """Exchange rows and store the received rows without gaps in ``output``. Tuned.
 
-    If ``output`` is too short, ``ctx.ep.check()`` raises.
+    The call waits for the device only if it returns something. If ``output`` is too short,
+    ``ctx.ep.check()`` raises.
 
     Args:
-        out_splits: ignored; splits travel with the rows.
+        out_splits: ignored; splits are sent with the rows.
         copy_to_symm_buffer: ``False``: send rows of ``ctx.dispatch_data`` instead of ``input``.
-        return_tensor_sliced: return the rows of ``output`` that arrived.
+        return_tensor_sliced: return the part of ``output`` that has received rows.
         return_stat: return the numbers of sent and received rows.
     """
     if not copy_to_symm_buffer:

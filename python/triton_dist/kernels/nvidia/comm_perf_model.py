@@ -1,4 +1,4 @@
-"""Lower bounds for the time of a collective, from its bytes and the link bandwidths."""
+"""Lower bounds of the time of a collective, from its bytes and the link bandwidths."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["estimate_all_gather_time_ms", "estimate_reduce_scatter_time_ms", "ge
 def estimate_all_gather_time_ms(
     nbytes: float, world_size: int, local_world_size: int, intranode_bw: float, internode_bw: float
 ) -> float:
-    """Return the least time in milliseconds until every rank has all shards.
+    """Return a lower bound, in milliseconds, of the time until every rank has all shards.
 
-    Each shard crosses once to each other host. Ranks of that host redistribute it while the next
-    shard crosses.
+    The model sends each shard once to each other host. The ranks of that host redistribute the
+    shard while the next shard is sent.
 
     Args:
         nbytes: total bytes of all shards.
         world_size: number of ranks.
         local_world_size: ranks per host; must divide ``world_size``.
         intranode_bw: bandwidth between one rank and its peers on the host, one direction, GB/s.
-        internode_bw: bandwidth between one rank and other hosts, one direction, GB/s. A bandwidth
-            of 0 means unknown (as on CPU ranks); the time is then infinite.
+        internode_bw: bandwidth between one rank and other hosts, one direction, GB/s. If a
+            bandwidth that is needed is 0 (unknown, as on CPU ranks), the result is infinite.
 
     Raises:
         InvalidArgument: ``local_world_size`` does not divide ``world_size``.
@@ -50,5 +50,6 @@ def _milliseconds(megabytes: float, gbps: float) -> float:
     return megabytes / gbps if gbps > 0 else math.inf
 
 
-# A reduce-scatter moves the same bytes in reverse; ``nbytes`` is the size of one rank's input.
+# A reduce-scatter moves equal bytes in the reverse direction. ``nbytes`` are the bytes of one
+# rank's input.
 estimate_reduce_scatter_time_ms = estimate_all_gather_time_ms

@@ -1,6 +1,6 @@
-"""Decode attention of one rank, under the names of Triton-distributed's scripts.
+"""Decode attention on one rank, under the names of Triton-distributed's scripts.
 
-New programs call ``sp_decode_attn``, which these functions use without tuning.
+These functions call ``sp_decode_attn`` without tuning. New programs should call ``sp_decode_attn``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from triton_dist.runtime.launch import Launcher
 
 @functools.lru_cache(64)
 def _context(heads: int, head_dim: int, v_head_dim: int, dtype: torch.dtype) -> Any:
-    """Return a substitute for a context of this process alone, without symmetric memory."""
+    """Return a substitute for the context of ``sp_decode_attn``, for a single rank.
+
+    It has no symmetric memory.
+    """
     return SimpleNamespace(
         rank=0, num_ranks=1, group=None, max_batch=2**31, max_q_len=1, num_q_heads=heads,
         head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype, shard_queries=False,
@@ -34,16 +37,16 @@ def gqa_fwd_batch_decode(
     soft_cap: float = 0.0, output_split: torch.Tensor | None = None,
     output_combine: torch.Tensor | None = None, kv_split: int = -1,
 ) -> torch.Tensor:  # fmt: skip
-    """Return attention of one new token per sequence over a paged cache.
+    """Return the attention of one new token per sequence over a paged KV cache.
 
     Args:
         q: [batch, heads, head_dim], fp16, bf16 or fp32.
         k_cache, v_cache: [pages, page size, KV heads, dimension].
-        workspace, output_split, kv_split: ignored; the keys are divided over the multiprocessors.
-        q_lens: numbers of new tokens, each 1.
-        kv_lens: int32 [batch], numbers of keys.
+        workspace, output_split, kv_split: ignored; the op divides the keys over the SMs.
+        q_lens: number of new tokens of each sequence; must be 1.
+        kv_lens: int32 [batch], number of keys of each sequence.
         block_table: int32 [batch, pages of a sequence].
-        scale: factor of the scores.
+        scale: factor by which the scores are multiplied.
         soft_cap: see ``sp_decode_attn``.
         output_combine: receives the result.
 
@@ -63,7 +66,7 @@ gqa_fwd_batch_decode_persistent = gqa_fwd_batch_decode
 
 
 def gqa_fwd_batch_decode_aot(*_: Any, **__: Any) -> NoReturn:
-    """Raise ``InvalidArgument``: there are no kernels that are compiled ahead of time."""
+    """Raise ``InvalidArgument``, because there are no kernels that are compiled ahead of time."""
     expected = "gqa_fwd_batch_decode, without a stream: kernels are compiled at the first call, or "
     expected += "come from a pack"
     name = "gqa_fwd_batch_decode_aot"

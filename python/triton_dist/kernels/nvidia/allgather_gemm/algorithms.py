@@ -62,17 +62,18 @@ from triton_dist.runtime.launch import Launch, dot_precision, fits_descriptor
 
 _DEFAULT_COMM_SMS = 16
 _CHUNKS, _COMM_SMS = range(1, MAX_CHUNKS + 1), range(1, MAX_COMM_SMS + 1)
-# Any positive int is valid; a test for membership of a range accepts the usual values faster.
+# Any positive int is valid. A membership test accepts the usual values faster than the full check.
 _COMMON_STREAM_COUNTS = range(1, 9)
-# Numbers of chunks tried with each of the first warp-specialised tiles. The fourth tile is the
-# largest that supports BLOCK scales.
+# Numbers of chunks that are tried with each of the first four warp-specialized tiles. The fourth is
+# the largest tile that supports BLOCK scales.
 _CHUNKS_OF_SPECIALIZED = ((2, 4), (2, 4), (), (2,))
-# Programs of an all-gather before the GEMM, and the bytes that one program moves at a time.
+# Numbers of programs to try for an all-gather before the GEMM.
 _SERIAL_COMM_SMS = (128, 64, 32, 16, 8)
+# Minimum and maximum bytes that one of these programs moves at a time.
 _SMALL_BLOCK, _LARGE_BLOCK = 2048, 8192
 
 
-@dataclass(eq=False, repr=False)  # not frozen: created per call, and freezing costs 1 us
+@dataclass(eq=False, repr=False)  # not frozen, because that would take 1 us more per call
 class Call(OpCall):
     """One call: the arguments of ``ag_gemm``."""
 
@@ -102,7 +103,7 @@ class Call(OpCall):
         self.operands = known[0] if known is not None else check_operands(
             self.A, self.B, self.ctx, self.local_copy, self.gathered, scaling
         )  # fmt: skip
-        self.size = call_tag(self.operands, len(self.A))
+        self.call_tag = call_tag(self.operands, len(self.A))
         if self.straggler_option is not None:
             check_straggler("ag_gemm", self.straggler_option)
         self.local_shard = self.A if self.local_copy else self.ctx.own_rows(self.A.shape[0])
@@ -120,16 +121,17 @@ class Call(OpCall):
         self.chosen.check(self)
 
     def scales_in_memory(self) -> torch.Tensor | None:
-        """Return the scales of this rank's shard in the order of their memory, or ``None``."""
+        """Return the scales of this rank's shard as a vector in memory order, or ``None``."""
         scale = self.A_scale
         if scale is None:
             return None
         return (scale.t() if scale.ndim == 2 else scale).detach().reshape(-1)
 
     def scaling_of_all_rows(self, gathered_scales: torch.Tensor) -> Scaling:
-        """Return the scaling for the gathered A, from every rank's ``scales_in_memory``.
+        """Return the scaling for the gathered A.
 
-        Each rank has its own scale, so one scale per tensor becomes one scale per row.
+        ``gathered_scales`` has the ``scales_in_memory`` of all ranks. TENSOR scales of A, one per
+        rank, become one scale per row.
         """
         rows, num_ranks = self.A.shape[0], self.ctx.num_ranks
         if self.scaling.recipe(self.A, self.B) is Recipe.BLOCK:
@@ -142,14 +144,14 @@ class Call(OpCall):
 
 
 class Sizes(NamedTuple):
-    """Sizes that decide which configs are worth trying; M is the largest of the key's bucket."""
+    """Sizes that determine which configs are worth trying for all calls of a key."""
 
     A: torch.Tensor
-    """[M_per_rank, K] of the call; the number of rows represents its bucket."""
+    """[M_per_rank, K] of one call. Other calls of the key may have other numbers of rows."""
     B: torch.Tensor
     num_ranks: int
     requested: str | None
-    """Algorithm that the caller's keywords require, or ``None``."""
+    """Algorithm that the deprecated keyword ``method`` selects, or ``None``."""
     scaling: Scaling = NO_SCALING
 
     @classmethod
@@ -166,14 +168,17 @@ class Sizes(NamedTuple):
 
 
 class _Tiled(SelectableAlgorithm[Call, Sizes]):
-    """The consumer: our GEMM over all tiles, each of which waits for its rows."""
+    """Base class of algorithms that run our GEMM kernel during the all-gather.
+
+    The GEMM, called consumer, waits before each tile until the tile's rows have arrived.
+    """
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         A, B, tiles = sizes.A, sizes.B, config["gemm_config"]
         if not spaces.fits_gemm(config, A, B, sizes, **sizes.scaling._asdict()):
             return False
         if "SPLIT_K" in tiles.kwargs and not fits_descriptor(B):
-            return False  # without TMA the kernel equals the one of another config
+            return False  # without TMA, SPLIT_K is ignored, and another config runs this kernel
         return is_worth_trying(tiles, A.shape[0], B.shape[1], sizes.num_ranks)
 
     def check(self, call: Call) -> None:
@@ -190,18 +195,18 @@ class _Tiled(SelectableAlgorithm[Call, Sizes]):
             C = _empty_product(call)
             self._consume(call, C, gathered)
             if call.gathered is not None:
-                shard = call.local_shard.detach()  # a push does not write the local shard
+                shard = call.local_shard.detach()  # the all-gather does not copy the local shard
                 first = call.ctx.rank * len(shard)
                 call.gathered.copy_(gathered.rows)
                 call.gathered[first : first + len(shard)].copy_(shard)
-            awaited = True  # some tile waits for every peer's shard
-        finally:  # even if the consumer failed: the peers wait for the release of their shards
+            awaited = True  # each peer has a tile that waits for its shard
+        finally:  # even if the consumer failed, because peers wait for the release of the slot
             buffer.finish(awaited)
         return C
 
     @abstractmethod
     def describe(self, call: Call) -> GatheredShards:
-        """Return the shards, flags and order that the consumer reads in the current slot."""
+        """Return the shards and flags that the consumer reads in the current slot."""
 
     @abstractmethod
     def start(self, call: Call) -> GatheredShards:
@@ -221,7 +226,7 @@ class _Tiled(SelectableAlgorithm[Call, Sizes]):
         )  # fmt: skip
 
     def _consume(self, call: Call, C: torch.Tensor, gathered: GatheredShards) -> None:
-        """Launch the consumer; reuse the pre-built launch if only addresses changed."""
+        """Launch the consumer. Reuse the pre-built launch if only addresses have changed."""
         local_shard, B, tiles = call.local_shard, call.B, call.gemm_config
         tensors = {"local_ptr": local_shard, "b_ptr": B, "c_ptr": C}
         if call.A_scale is not None and call.B_scale is not None:
@@ -243,7 +248,7 @@ class CopyEngine(_Tiled):
     tunables = ("gemm_config", "persistent", "num_streams", "num_chunks")
 
     def __init__(self, method: AllGatherMethod, *schedules: tuple[int, int]) -> None:
-        """Try the default tiles with ``schedules`` of (``num_streams``, ``num_chunks``)."""
+        """``schedules`` are the (``num_streams``, ``num_chunks``) to try with the default tiles."""
         self.name, self._method, self._schedules = method.value, method, schedules
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
@@ -257,14 +262,15 @@ class CopyEngine(_Tiled):
     def start(self, call: Call) -> GatheredShards:
         return call.ctx.buffer.start(
             call.local_shard, self._method, call.num_streams, call.num_chunks,
-            call.scales_in_memory(), call.size,
+            call.scales_in_memory(), call.call_tag,
         )  # fmt: skip
 
 
 class Push(CopyEngine):
-    """Each rank pushes its shard to every peer; all tiles are tried with it.
+    """Each rank pushes its shard to every peer.
 
-    This was the fastest algorithm for nearly all sizes on 4 H200.
+    All tiles are tried with this algorithm, because it was the fastest for nearly all sizes on 4
+    H200.
     """
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
@@ -288,15 +294,16 @@ class Ring(CopyEngine):
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         if sizes.requested is None and has_links_between_all_gpus():
             return False
-        # With two ranks, a ring equals the full mesh.
+        # With two ranks, a ring and a full mesh send equal copies.
         return sizes.num_ranks > 2 and super().fits_sizes(config, sizes)
 
 
 class FusedPush(_Tiled):
     """The first programs of the consumer send the shard, in chunks along K.
 
-    Tiles wait for the chunks inside their K loop (``common/gemm/work_items.py``). For small shards,
-    where the fixed cost of copies dominates the call. Not for fp8, whose scales it does not send.
+    Tiles wait for the chunks between steps along K (``common/gemm/work_items.py``). For small
+    shards, where the fixed time of copies dominates the call. It does not support fp8, because it
+    does not send scales.
     """
 
     name = AllGatherMethod.FUSED_PUSH.value
@@ -337,12 +344,12 @@ class FusedPush(_Tiled):
 class _GatherThenMultiply(SelectableAlgorithm[Call, Sizes]):
     """Gather all shards, then call ``torch.matmul``.
 
-    Shards are gathered into memory of the call instead of a slot of the context. Waiting for the
-    peers and releasing the slot took 9 of 74 us at 64 rows (4 H200).
+    Shards are gathered into new memory instead of a slot of the context. With a slot, waiting for
+    the peers and releasing it took 9 of 74 us at 64 rows (4 H200).
     """
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        # One rank gathers nothing.
+        # With one rank, there is nothing to gather.
         return sizes.num_ranks > 1 and fits_library(sizes.A, sizes.B, sizes.scaling)
 
     def check(self, call: Call) -> None:
@@ -360,7 +367,7 @@ class _GatherThenMultiply(SelectableAlgorithm[Call, Sizes]):
         return ctx.buffer.slots.run_without_slots(lambda: self.multiply(call, local_shard, B))
 
     def multiply(self, call: Call, local_shard: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        """Return the product of all rows and B; called with at least two ranks."""
+        """Return the product of all rows and B. Called only if there are at least two ranks."""
         scales = call.scales_in_memory()
         if scales is None:
             return torch.matmul(self.gather(call, local_shard, call.gathered), B)
@@ -376,12 +383,12 @@ class _GatherThenMultiply(SelectableAlgorithm[Call, Sizes]):
 
 
 class Serial(_GatherThenMultiply):
-    """All-gather in one launch of our exchange, then ``torch.matmul``.
+    """All-gather in one launch of our exchange kernel, then ``torch.matmul``.
 
-    Programs store the local shard into every peer's memory, set flags, and copy out what arrives
-    (``common/exchange/protocol.py``). The exchange needs no barrier, and no release after the GEMM,
-    because the GEMM reads memory of the call. For few rows, where the transfer is shorter than the
-    cost of hiding it.
+    Programs store the local shard into every peer's memory, set flags, and copy received shards to
+    new memory (``common/exchange/protocol.py``). The exchange needs no barrier. The GEMM reads the
+    new memory, so no release follows the GEMM. For few rows, where the transfer takes less time
+    than the overhead of overlapping.
     """
 
     name, is_fallback = AllGatherMethod.SERIAL.value, True
@@ -422,11 +429,11 @@ class Serial(_GatherThenMultiply):
         call: Call, shard: torch.Tensor, out: torch.Tensor | None
     ) -> tuple[Exchange, torch.Tensor]:
         params = serial_params(shard.nbytes, call.num_comm_sms, call.num_chunks)
-        return all_gather_exchange(shard, call.ctx.num_ranks, params, call.size, out)
+        return all_gather_exchange(shard, call.ctx.num_ranks, params, call.call_tag, out)
 
 
 class Collective(_GatherThenMultiply):
-    """All-gather of the process group (NCCL; gloo on CPU ranks), then ``torch.matmul``."""
+    """All-gather by ``torch.distributed`` (NCCL; gloo on CPU ranks), then ``torch.matmul``."""
 
     name, method = LibraryAlgorithm.COLLECTIVE.value, LibraryAlgorithm.COLLECTIVE
     is_fallback = True
@@ -470,8 +477,8 @@ class AsyncTP(Collective):
 def serial_params(shard_bytes: int, num_comm_sms: int | None, num_chunks: int) -> LaunchParams:
     """Return the launch parameters of an all-gather before the GEMM, for shards of ``shard_bytes``.
 
-    A program moves its part of a chunk in steps of 2 KB to 8 KB. If ``num_comm_sms`` is ``None``,
-    use the number of programs that was fastest for the all-gather alone on 4 H200 (4 KB to 4 MB).
+    A program moves 2 KB to 8 KB at a time. If ``num_comm_sms`` is ``None``, use the number of
+    programs that was fastest for the all-gather alone on 4 H200 (shards of 4 KB to 4 MB).
     """
     if num_comm_sms is None:
         num_comm_sms = small_params(shard_bytes).num_ctas
@@ -485,8 +492,9 @@ def serial_params(shard_bytes: int, num_comm_sms: int | None, num_chunks: int) -
 def fits_serial(A: torch.Tensor, num_comm_sms: int | None, num_ranks: int) -> bool:
     """Return whether ``num_comm_sms`` programs are worth trying for A [M_per_rank, K].
 
-    They are worth it if half of them could not move the bucket's largest shard in one step. The
-    context's rows must not matter, because other contexts share the key.
+    They are worth trying if half of them could not move the shard in one step. The shard has the
+    maximum number of rows over the calls of the key. The result must not depend on the context's
+    sizes, because calls with different contexts share keys.
     """
     shard_bytes = spaces.max_rows_of_key(A.shape[0], num_ranks) * A.shape[1] * A.element_size()
     if num_ranks == 1 or shard_bytes * num_ranks > GATHERED_BYTES:

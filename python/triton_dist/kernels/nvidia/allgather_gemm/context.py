@@ -30,19 +30,19 @@ from triton_dist.runtime.launch import Launcher
 from triton_dist.runtime.ranks import Group, process_group_of
 
 GATHERED_BYTES = 32 << 20
-"""Largest gathered A, in bytes, of an all-gather before the GEMM. On 2 H200, gathering 32 MB takes
-59 us; a longer transfer is worth hiding behind the GEMM."""
+"""Maximum bytes of the gathered A for an all-gather before the GEMM. On 2 H200, gathering 32 MB
+takes 59 us. Longer transfers should overlap with the GEMM."""
 
 
 class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
     """Symmetric buffers and streams for ``ag_gemm`` with up to ``max_M`` rows. A context manager.
 
     Attributes:
-        symm_workspace: symmetric tensor [max_M, K], free for the caller to write. A call with
-            ``local_copy=False`` reads this rank's rows of A from it; nothing else uses it.
-        all_gather_method: default algorithm of calls without ``algorithm`` or ``method``.
+        symm_workspace: symmetric tensor [max_M, K], which the caller may write. A call with
+            ``local_copy=False`` reads this rank's rows of A from it. No other call uses it.
+        all_gather_method: algorithm of calls with neither ``algorithm`` nor ``method``.
         exchange: memory of the all-gather in one launch.
-        exchanged_rows: largest M (sum of the rows of all ranks) that ``exchange`` can gather.
+        exchanged_rows: maximum M (sum of the rows of all ranks) that ``exchange`` can gather.
     """
 
     title = "AllGather-GEMM"
@@ -87,7 +87,7 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
 
     @property
     def split_workspace(self) -> SplitWorkspace:
-        """Workspace of split-K tiles, allocated at the first use."""
+        """Workspace for split-K, allocated at the first use."""
         return self._split.workspace
 
     def own_rows(self, rows: int) -> torch.Tensor:
@@ -113,7 +113,7 @@ def create_ag_gemm_context(
     (at most 2 * 32 MB).
 
     Args:
-        max_M: largest number of gathered rows, a multiple of ``num_ranks``.
+        max_M: maximum M, the sum of the rows of A over all ranks; a multiple of ``num_ranks``.
         N: number of columns of B over all ranks, a multiple of ``num_ranks``.
         K: number of columns of A.
         dtype: dtype of A: fp16, bf16, fp32, or fp8 e4m3 or e5m2.
@@ -161,7 +161,7 @@ def check_operands(
     gathered: torch.Tensor | None,
     scaling: Scaling = NO_SCALING,
 ) -> ProductKey:
-    """Check the operands; return the key of a call, one object per signature."""
+    """Check the operands and return their key. Equal operands get one key object."""
     buffer = checked_buffer(
         ctx, AllGatherGEMMTensorParallelContext, "ag_gemm", "create_ag_gemm_context"
     )
@@ -199,7 +199,7 @@ def check_operands(
 def _check_gathered(
     gathered: torch.Tensor, own: torch.Tensor, ctx: AllGatherGEMMTensorParallelContext
 ) -> None:
-    """Check the output ``gathered``, which must not overlap ``own``, this rank's shard."""
+    """Check the output ``gathered``, which must not overlap this rank's shard ``own``."""
 
     def checks() -> Iterator[Check]:
         shape = (own.shape[0] * ctx.num_ranks, ctx.K)
@@ -219,7 +219,7 @@ def _check_gathered(
 
 
 def exchanged_rows(max_M: int, K: int, dtype: torch.dtype, num_ranks: int) -> int:
-    """Return the largest M that one launch gathers in a context for ``max_M`` rows."""
+    """Return the maximum M that one launch can gather in a context for ``max_M`` rows."""
     if num_ranks == 1:  # nothing is gathered
         return max_M
     return min(max_M, GATHERED_BYTES // (K * dtype.itemsize)) // num_ranks * num_ranks

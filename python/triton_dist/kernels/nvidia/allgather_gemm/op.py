@@ -1,28 +1,30 @@
 """AllGather-GEMM: ``C = all_gather(A) @ B`` with the transfer hidden behind the GEMM.
 
 A tensor-parallel layer shards A by rows, [M / W, K] on each of W ranks, and B by columns,
-[K, N / W]. Every rank needs all rows of A. Copy engines (the *producer*) push shards and set a flag
-for each chunk of rows. One GEMM kernel (the *consumer*) waits for the flags of a tile before it
-reads the tile's rows. It starts with the local shard and continues in the order of arrival.
-``algorithms.py`` has the other algorithms.
+[K, N / W]. Every rank needs all rows of A. Copy engines (the *producer*) push shards to the peers
+and set a flag for each chunk of rows. One GEMM kernel (the *consumer*) waits for the flags of a
+tile before it reads the tile's rows. It starts with the local shard and continues with the peers'
+shards in the order of arrival. ``algorithms.py`` has the other algorithms.
 
 Timeline of one call (W = 4, push):
     main stream   ─┬─ GEMM: local shard │ rank+1's │ rank+2's │ rank+3's ─┬─ finish
     copy stream    └─ shard → rank-1, flag │ → rank-2, flag │ → rank-3 ───┘
 
-``finish`` is one thread block. It releases the peers' shards and advances the epoch. A call needs
-no barrier, no flag reset and no copy of the local shard. In CUDA graphs, and unless the call
-directly follows another call with the context, one more thread block before the GEMM waits until
-the peers have released the slot.
+``finish`` is a kernel of one thread block. It reports to the peers that their shards have been
+read, and increments the epoch, which counts the uses of the buffer. A call needs no barrier, no
+flag reset and no copy of the local shard. Some calls also need a kernel of one thread block before
+the GEMM, which waits until the peers have read this buffer. These are calls in CUDA graphs and the
+first call after a call that did not wait for all peers.
 
-The lower bound is max(GEMM alone, all-gather alone) + the time until the first flag. Copy engines
-use no SM. They share memory bandwidth, which a GEMM with K >= 4096 leaves free.
+The lower bound of the time is max(GEMM alone, all-gather alone) + the time until the first flag.
+Copy engines use no SM. They use memory bandwidth, which a GEMM with K >= 4096 leaves free.
 
 Design (docs/explanation/allgather_gemm.md):
     * Each shard is tiled separately and stores are clipped at its end, so no tile has two sources.
-    * Loops are nested: a flattened tile loop is not pipelined if it contains a wait.
-    * Epochs count up; resetting flags would need a barrier between calls.
-    * A full grid may wait only for work that needs no SM (flags are written by the copy engine) or
+    * The loops over tiles and over K are nested. Flattened into one loop that contains a wait, they
+      would not be pipelined.
+    * Flags count epochs. Resetting flags instead would need a barrier between calls.
+    * A full grid may wait only for work that needs no SM (copies and flags of a copy engine) or
       that already runs (in fused algorithms, the programs with the lowest ids send).
 """
 
@@ -57,7 +59,7 @@ def key_fn(
     gathered: torch.Tensor | None = None,
     **options: Any,
 ) -> Any:
-    """Return the key that a tuning is recorded under. ``method`` adds its algorithm to the key."""
+    """Return the tuning key. If ``method`` is passed, the key contains its algorithm."""
     scaling = scaling_of(**options)
     key = (check_operands(A, B, ctx, local_copy, gathered, scaling), local_copy)
     return key if method is None else (*key, ALGORITHMS.requested(method))
@@ -92,9 +94,11 @@ def ag_gemm(
     use_fast_accum: bool = False,
     accepted_key: tuple[Any, ...] | None = None,
 ) -> torch.Tensor:
-    """Return ``all_gather(A) @ B``, [M, N_per_rank], over the ranks of ``ctx``; tuned over them.
+    """Return ``all_gather(A) @ B``, [M, N_per_rank], over the ranks of ``ctx``. Tuned over all
+    ranks.
 
-    The rules for calls are in the docstring of ``triton_dist.kernels.nvidia``.
+    M is the sum of M_per_rank over all ranks. The rules for calls are in the docstring of
+    ``triton_dist.kernels.nvidia``.
 
     Args:
         A: [M_per_rank, K], contiguous, dtype of the context. Do not overwrite it on another stream
@@ -104,21 +108,21 @@ def ag_gemm(
         gemm_config: tile sizes of our GEMM kernel (tuned).
         persistent: use the persistent GEMM kernel (tuned).
         method: ``algorithm`` as an enum member; kept for scripts of Triton-distributed.
-        num_streams: copy streams, at least 1 (tuned).
-        num_chunks: flags per shard (tuned). ``"fused_push"`` cuts the shard along K; ``"serial"``
-            cuts each program's part of the shard.
-        local_copy: if ``False``, this rank's rows are in ``ctx.symm_workspace``; A only gives their
-            number.
+        num_streams: number of copy streams, at least 1 (tuned).
+        num_chunks: number of chunks of a shard, each with a flag (tuned). ``"fused_push"`` divides
+            the shard along K; ``"serial"`` divides the part of the shard that each program sends.
+        local_copy: if ``False``, this rank's rows are read from ``ctx.symm_workspace``, and only
+            the shape of A is used.
         straggler_option: ``(rank, cycles)``: delay ``rank`` by ``cycles`` clock cycles, for tests.
-        num_comm_sms: SMs that send in ``"fused_push"``, default 16; programs of the all-gather in
-            ``"serial"``, default by size (tuned). Other algorithms use no SM for communication.
+        num_comm_sms: number of SMs that send in ``"fused_push"``, default 16; number of programs of
+            the all-gather in ``"serial"``, default by size (tuned). Other algorithms ignore it.
         algorithm: ``"full_mesh_push"``, ``"ring_push_1d"``, ``"fused_push"``, ``"serial"`` (for
             M <= ``ctx.exchanged_rows``), ``"collective"`` or ``"async_tp"`` (tuned). Default
             without tuning: ``ctx.all_gather_method``.
         gathered: optional output [M, K], contiguous, that receives ``all_gather(A)``. It must not
             overlap this rank's rows. Pass it on all ranks or on no rank.
-        A_scale, B_scale: fp32 scales of this rank's fp8 A and B, as in ``matmul``. All ranks use
-            one recipe. Scales of A are gathered with A.
+        A_scale, B_scale: fp32 scales of this rank's fp8 A and B, as in ``matmul``. All ranks must
+            use equal granularity. Scales of A are gathered with A.
         out_dtype, use_fast_accum: as in ``matmul``; equal on all ranks.
         accepted_key: reserved for the tuner.
 
@@ -142,7 +146,7 @@ def ag_gemm_persistent(
     gathered: GatheredShards,
     gemm_config: triton.Config,
 ) -> torch.Tensor:
-    """Launch only the persistent consumer: ``C = concat(shards) @ B``.
+    """Launch only the persistent GEMM kernel, which waits for shards: ``C = concat(shards) @ B``.
 
     Args:
         A: [M_per_rank, K], shard of this rank.
@@ -150,7 +154,7 @@ def ag_gemm_persistent(
         C: [M, N_per_rank], output.
         rank: this rank.
         num_ranks: number of ranks.
-        gathered: the other ranks' rows and flags.
+        gathered: memory with the rows and flags of all ranks.
         gemm_config: tile sizes.
 
     Returns:
@@ -165,6 +169,7 @@ def ag_gemm_persistent(
 
 
 def local_copy_and_barrier_all(A: torch.Tensor, ctx: AllGatherGEMMTensorParallelContext) -> None:
-    """Copy A [M_per_rank, K] to this rank's rows of ``ctx.symm_workspace``; barrier."""
+    """Copy A [M_per_rank, K] to this rank's rows of ``ctx.symm_workspace``, then wait for all
+    ranks."""
     ctx.own_rows(A.shape[0]).copy_(A.detach())
     ctx.barrier_all()

@@ -53,11 +53,12 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch
 
 EXCHANGE, COLLECTIVE = "exchange", "collective"
-"""All-gathers before the GEMM: ours in one launch, and the group's."""
+"""All-gathers before the GEMM: our kernel in one launch, and ``torch.distributed``."""
 PUSH, RING = AllGatherMethod.FULL_MESH_PUSH.value, AllGatherMethod.RING_PUSH_1D.value
 """All-gathers that overlap with the GEMM."""
 # The GEMM starts on a group of shards when they have arrived, and reads the weights once per group.
-# Several groups are tried only if an expert has at least one tile of the largest height per group.
+# Several groups are tried only if, per group, an expert has on average this number of rows: the
+# largest BLOCK_SIZE_M.
 _MIN_ROWS_PER_GROUP = 128
 _GROUPS = range(1, MAX_GROUPS + 1)
 
@@ -92,7 +93,7 @@ class Call(OpCall):
         self.scales = OperandScales.of(self.a, self.b, scaling)
         self.output_dtype = scaling.output_dtype(self.a)
         self.shard = self.a
-        """Rows that travel: a, or packed rows of a and their scales."""
+        """Rows that this rank sends: a, or packed rows of a and their scales."""
         self.is_packed = self.scales is not None and self.ctx.num_ranks > 1
         if self.is_packed:
             width, dtype = packed_form(self.key.K, self.a.dtype)
@@ -124,17 +125,20 @@ class Call(OpCall):
     def operand(
         self, rows: torch.Tensor, own: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, OperandScales | None]:
-        """Return the elements of rows that have travelled, and the scales for them."""
+        """Return the elements and the scales of gathered ``rows``, which may be packed.
+
+        ``own`` are this rank's rows, if they are in other memory.
+        """
         if not self.is_packed or self.scales is None:
             return rows, self.scales
         return unpacked(rows, self.a.dtype, self.key.K), self.scales.of_rows(rows, own)
 
     def blocks(self, block_m: int, **groups: Any) -> BlockMap:
-        """Return the map from routes to tiles; its launches have not run yet."""
+        """Return the map from routes (pairs of token and expert) to tiles, before its launches."""
         return block_map(self.full_topk_ids, self.key.E, block_m, **groups)
 
     def exchange(self) -> Exchange:
-        """Describe our all-gather in one launch, whose programs move the shard in one step."""
+        """Describe our all-gather in one launch."""
         a, num_ranks = self.shard, self.ctx.num_ranks
         return Exchange(
             kernel_all_gather,
@@ -145,8 +149,8 @@ class Call(OpCall):
         )
 
     def all_rows(self, overlapped_work: Callable[[], object]) -> torch.Tensor:
-        """Gather the rows of all ranks; ``overlapped_work`` queues work that needs no gathered
-        row."""
+        """Gather the rows of all ranks. ``overlapped_work()`` queues work that needs no gathered
+        rows."""
         a, ctx = self.shard.detach(), self.ctx
         ctx.sleep(self.straggler_option)
         if ctx.num_ranks == 1:
@@ -164,15 +168,16 @@ class Call(OpCall):
 
 
 class _Gathering(Algorithm[Call, RoutedKey]):
-    """An algorithm and the all-gathers that it can use; the first is its default."""
+    """Base class of the algorithms."""
 
     gathers: tuple[str, ...]
+    """All-gathers that the algorithm can use, the default first."""
 
 
 class Arrivals(_Gathering):
-    """Copy engines move shards during the GEMM; a tile waits for the last shard it contains.
+    """Copy engines send shards during the GEMM; a tile waits for the shards of its rows.
 
-    Tiles are sorted by group of arrivals, then by expert.
+    Tiles are sorted by group of shards (in the order of arrival), then by expert.
     """
 
     name = "arrivals"
@@ -194,7 +199,7 @@ class Arrivals(_Gathering):
         num_groups, gather = config["num_groups"], config["gather"]
         if num_groups > sizes.num_ranks or (sizes.num_ranks == 1 and gather != PUSH):
             return False
-        if gather == RING and sizes.num_ranks == 2:  # with two ranks, a ring equals the full mesh
+        if gather == RING and sizes.num_ranks == 2:  # a ring of two ranks is a full mesh
             return False
         rows = max_rows_of_key(sizes.M) * sizes.topk / sizes.E
         has_full_tiles = num_groups == 1 or rows >= num_groups * _MIN_ROWS_PER_GROUP
@@ -225,8 +230,8 @@ class Arrivals(_Gathering):
             C, blocks, product = self._launches(call, gathered)
             blocks.queue()
             product.run()
-            awaited = True  # every shard has a route, so some tile waits for it
-        finally:  # even if a launch failed: the peers wait for the release of their shards
+            awaited = True  # every shard has rows in some tile, which waits for the shard
+        finally:  # even if a launch failed, because peers wait for the release of the slot
             buffer.finish(awaited)
         return C
 
@@ -249,7 +254,7 @@ class Arrivals(_Gathering):
 
 
 class _GatherThenMultiply(_Gathering):
-    """Gather all shards, then multiply; only the map of routes overlaps with the all-gather."""
+    """Gather all shards, then multiply. Only the computation of the map overlaps."""
 
     gathers = (EXCHANGE, COLLECTIVE)
 
@@ -264,10 +269,10 @@ class _GatherThenMultiply(_Gathering):
 
     @abstractmethod
     def multiply(self, call: Call) -> torch.Tensor:
-        """Gather all rows and return the product."""
+        """Gather all rows and return the grouped product."""
 
     def compile_gather(self, call: Call) -> None:
-        """Compile the launches of ``Call.all_rows``."""
+        """Compile the kernel that ``Call.all_rows`` launches."""
         if call.ctx.num_ranks > 1 and call.gather == EXCHANGE:
             out = call.shard.new_empty(call.shard.numel() * call.ctx.num_ranks)
             call.ctx.exchange.launch(call.exchange(), call.shard.view(-1), out).compile()
@@ -276,8 +281,8 @@ class _GatherThenMultiply(_Gathering):
 class Serial(_GatherThenMultiply):
     """Gather all rows, then run our grouped GEMM.
 
-    For few rows, where the transfer is shorter than the cost of hiding it, and for few rows per
-    expert.
+    For few tokens, where the transfer takes less time than the overhead of overlapping, and for few
+    rows per expert.
     """
 
     name = "serial"
@@ -291,7 +296,7 @@ class Serial(_GatherThenMultiply):
     def fits(self, config: Mapping[str, Any], sizes: RoutedKey) -> bool:
         if sizes.num_ranks == 1:  # nothing to gather
             return False
-        # Try NCCL only if the exchange cannot be used, because NCCL is slower.
+        # Try NCCL only if our exchange cannot be used, because NCCL is slower.
         fits = fits_exchange(sizes) == (config["gather"] == EXCHANGE)
         return fits and fits_tiles(config, sizes)
 
@@ -364,7 +369,7 @@ class Library(_GatherThenMultiply):
 
 
 def consumer(launch: Launch) -> Launch:
-    """Return ``launch`` with the kernel under the package's public name, which scripts may replace.
+    """Return ``launch`` with the kernel that the package exports, which scripts may replace.
 
     If the replacement is wrapped in ``triton.autotune``, drop the options that its configs set.
     """
@@ -379,9 +384,9 @@ def consumer(launch: Launch) -> Launch:
 def group_ends(num_groups: int, num_ranks: int) -> tuple[int, ...]:
     """Return the end of each group of shards, in the order of arrival; the local shard is first.
 
-    With ``num_groups`` of at least ``num_ranks``, each shard is a group. Otherwise groups end after
-    the local shard (from 3 groups on), one third (2 to 4), two thirds (4) and all of the shards.
-    The first group is small, so that the GEMM starts early.
+    If ``num_groups`` is at least ``num_ranks``, each shard is a group. Otherwise 2 groups end after
+    one third and all of the shards. 3 groups also have an end after the local shard, 4 groups also
+    after two thirds. The first group is small, so that the GEMM starts early.
     """
     if num_groups >= num_ranks:
         return tuple(range(1, num_ranks + 1))
@@ -395,7 +400,7 @@ def candidate_gathers() -> list[str]:
 
 
 def fits_exchange(sizes: RoutedKey) -> bool:
-    """Return whether one launch can gather the largest M of the key's bucket."""
+    """Return whether one launch can gather the rows of every call of the key."""
     rows = max_rows_of_key(sizes.M // sizes.num_ranks, sizes.num_ranks) * sizes.num_ranks
     width, dtype = packed_form(sizes.K, sizes.dtype)
     return rows * width * dtype.itemsize <= GATHERED_BYTES

@@ -37,16 +37,16 @@ from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
 from triton_dist.runtime.ranks import Group, process_group_of
 
 GATHERED_BYTES = 16 << 20
-"""Largest gathered tensor, in bytes, of our one-launch all-gather. Larger transfers are worth
-hiding, or a library is faster."""
+"""Maximum bytes of the gathered tensor for our all-gather in one launch. Larger transfers should
+overlap with the GEMM, or a library is faster."""
 _TILE = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M")
 
 
 class RoutedKey(NamedTuple):
-    """All that a tuning depends on, except the expert ids."""
+    """Tuning key. The expert ids are not part of it."""
 
     M: int
-    """Tokens of all ranks; bucketed."""
+    """Number of tokens of all ranks. One tuning serves a range of M."""
     N: int
     """Columns of this rank's weights."""
     K: int
@@ -66,7 +66,7 @@ class MoEAllGatherGroupGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
     Attributes:
         gemm_config: default tile sizes.
         exchange: memory of the all-gather in one launch.
-        exchanged_rows: largest M (sum of the rows of all ranks) that ``exchange`` can gather.
+        exchanged_rows: maximum M (sum of the tokens of all ranks) that ``exchange`` can gather.
     """
 
     title = "AllGather + grouped GEMM"
@@ -89,8 +89,8 @@ class MoEAllGatherGroupGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         self.num_local_ranks, num_ranks = min(num_local_ranks, self.num_ranks), self.num_ranks
         self.gemm_config, self.compares_ids = gemm_config, every_call_compares()
         width, packed_dtype = packed_form(K, dtype)
-        most = GATHERED_BYTES // (width * packed_dtype.itemsize)
-        rows_of_each = min(max_ntokens, most) // num_ranks
+        max_rows = GATHERED_BYTES // (width * packed_dtype.itemsize)
+        rows_of_each = min(max_ntokens, max_rows) // num_ranks
         self.exchanged_rows = rows_of_each * num_ranks if num_ranks > 1 else 0
         nbytes = bytes_of_slot(rows_of_each * width, packed_dtype, num_ranks)
         with self.allocating() as add:
@@ -130,7 +130,7 @@ def create_ag_group_gemm_context(
     (at most 2 * 16 MB).
 
     Args:
-        max_ntokens: largest sum of the tokens of all ranks, a multiple of ``num_ranks``.
+        max_ntokens: maximum M, the sum of the tokens of all ranks; a multiple of ``num_ranks``.
         N_per_rank: number of columns of this rank's weights.
         K: number of columns of a token.
         num_experts: number of experts, 1 to 512.
@@ -195,7 +195,7 @@ def check_operands(
     full_topk_ids: torch.Tensor,
     scaling: Scaling = NO_SCALING,
 ) -> RoutedKey:
-    """Check the operands; return the key of a call, a ``ScaledKey`` for fp8 operands."""
+    """Check the operands and return their key, which is a ``ScaledKey`` for fp8 operands."""
     buffer = checked_buffer(
         ctx,
         MoEAllGatherGroupGEMMTensorParallelContext,
@@ -227,8 +227,8 @@ def check_operands(
     def key() -> RoutedKey:
         check_ids("ag_group_gemm", full_topk_ids, ctx.num_experts, "full_topk_ids")
         M, (E, K, N) = full_topk_ids.shape[0], b.shape
-        plain = RoutedKey(M, N, K, E, ctx.topk, a.dtype, weights_layout(b), buffer.num_ranks)
-        return scaling.key_of(plain, a, b)
+        unscaled_key = RoutedKey(M, N, K, E, ctx.topk, a.dtype, weights_layout(b), buffer.num_ranks)
+        return scaling.key_of(unscaled_key, a, b)
 
     signature = (*operand_signature(b, a, b, full_topk_ids), *scaling.signature(b))
     return checked_once(ctx.checked_keys, signature, "ag_group_gemm", checks, key)

@@ -5,32 +5,34 @@ Each of W ranks has M / W tokens, [M / W, K], and a shard of the columns of ever
 row of the output. Every rank needs all tokens.
 
 Algorithms:
-    * ``"arrivals"``: copy engines move shards while routes are sorted (``common/moe/routing.py``)
-      and multiplied (``common/moe/product.py``). A tile waits for the last shard it contains.
-    * ``"serial"``: gather all shards, then run the same GEMM.
-    * ``"library"``: gather all shards, then run torch's grouped GEMM between two copies of rows;
-      tried if torch has a native kernel.
+    * ``"arrivals"``: copy engines send shards while routes are sorted (``common/moe/routing.py``)
+      and multiplied (``common/moe/product.py``). A tile waits for all shards that have its rows.
+    * ``"serial"``: gather all shards, then run the kernel of ``"arrivals"``.
+    * ``"library"``: gather all shards, sort the rows, run torch's grouped GEMM, and restore the
+      order of the rows. Tried if torch has a native kernel.
 
-The last two gather with ``"exchange"`` (our launch) or ``"collective"`` (NCCL).
+The last two gather with ``"exchange"`` (our kernel) or ``"collective"`` (NCCL).
 
 Timeline of one call (W = 4, push, 2 groups):
-    main stream   ─┬─ map ─ GEMM: groups {own, rank+1}, expert by expert │ {rank+2, rank+3} ─┬─ end
+    main stream   ─┬─ sort ─ GEMM: group {own, rank+1}, expert by expert │ {rank+2, rank+3} ─┬─ end
     copy stream    └─ shard → rank-1, flag │ → rank-2, flag │ → rank-3, flag ────────────────┘
 
-Tile order: the kernel is bound by reading weights. In order of experts, the weights are read once,
-but every tile waits for the last shard. In order of shards, no tile waits, but the weights are read
-W times. Therefore shards are split into *groups* of arrivals, and tiles are sorted by expert within
-a group. The number of groups is tuned. The rows of an expert in a group are packed without gaps, in
-order of arrival, so all of its tiles there except the last are full.
+Tile order: the time to read the weights limits the kernel. If tiles are sorted by expert, the
+weights are read once, but every tile waits for the last shard. If tiles are sorted by shard, no
+tile waits long, but the weights are read W times. Therefore shards are divided into *groups* in the
+order of arrival, and tiles are sorted by expert within each group. The number of groups is tuned.
+Within a group, the rows of an expert are packed without gaps in the order of arrival, so only the
+expert's last tile is partial.
 
-Routing runs on the device: a captured graph serves any ids. All ranks must pass equal ids; ranks
-compare them at the first call of a key, or at every call. Dropped tokens give rows of zeros.
+Routing runs on the device, so a captured graph serves any expert ids. All ranks must pass equal
+ids. Ranks compare them at the first call of a key, or with ``TRITON_DIST_DEBUG=agree`` at every
+call. Dropped tokens give rows of zeros.
 
 Design:
     * Waiting programs may occupy all SMs, so copy engines, which need no SM, write rows and flags.
     * A program waits once per shard, not once per tile, because an acquire takes about 1 us.
-    * Every shard has a route, and padding tiles wait too. A finished GEMM has therefore read every
-      peer's shard, and the next call needs no check of the peers.
+    * Every shard has at least one route, and tiles of dropped tokens wait too. A finished GEMM has
+      therefore received every peer's shard, and the next call need not wait for the peers.
 """
 
 from __future__ import annotations
@@ -99,10 +101,11 @@ def ag_group_gemm(
     routing_skew: str | None = None,
     accepted_key: Any = None,
 ) -> torch.Tensor:
-    """Return each token of all ranks times the weights of its experts; tuned over all ranks.
+    """Return the products of the tokens of all ranks with the weights of their experts.
 
-    The rules for calls are in the docstring of ``triton_dist.kernels.nvidia``. Products are
-    accumulated in fp32; fp32 operands obey ``torch.backends.cuda.matmul.allow_tf32``.
+    Tuned over all ranks. The rules for calls are in the docstring of
+    ``triton_dist.kernels.nvidia``. Products are accumulated in fp32.
+    ``torch.backends.cuda.matmul.allow_tf32`` applies to fp32 operands.
 
     Args:
         a: [M / W, K], tokens of this rank, contiguous. Do not overwrite it on another stream before
@@ -114,7 +117,7 @@ def ag_group_gemm(
             every rank. An id outside 0 to E - 1 is a dropped token: its row is zero.
         gemm_config: tile sizes of ``"arrivals"`` and ``"serial"`` (tuned); default:
             ``ctx.gemm_config``.
-        num_groups: groups of arrivals, 1 to 4 (tuned).
+        num_groups: number of groups of shards for ``"arrivals"``, 1 to 4 (tuned).
         gather: all-gather (tuned): ``"full_mesh_push"`` (default) or ``"ring_push_1d"`` for
             ``"arrivals"``; ``"exchange"`` (default; M <= ``ctx.exchanged_rows``) or
             ``"collective"`` for the other algorithms.
@@ -122,7 +125,7 @@ def ag_group_gemm(
         algorithm: ``"arrivals"`` (default), ``"serial"`` or ``"library"`` (tuned).
         A_scale, B_scale, out_dtype, use_fast_accum: see ``grouped_gemm``; fp8 operands require a
             context of ``torch.float8_e4m3fn``. ``A_scale`` has the scales of this rank's tokens,
-            which travel with them.
+            which are sent with the tokens.
         routing_skew: see ``grouped_gemm``. Equal on all ranks.
         accepted_key: reserved for the tuner.
 
@@ -149,7 +152,7 @@ def run_moe_ag_triton_non_overlap(
 ) -> torch.Tensor:
     """Return the result of ``ag_group_gemm`` without overlap or context. Collective over the world.
 
-    Calls the world's all-gather, then ``grouped_gemm``.
+    Gathers the tokens with ``torch.distributed``, then calls ``grouped_gemm``.
 
     Args:
         x_shard: [M / W, K], contiguous.

@@ -54,10 +54,10 @@ PACKET_CANDIDATES = (
     LaunchParams(64, 1024),
     LaunchParams(64, 4096),
 )
-"""Launch shapes for packets: one line per thread."""
+"""Launch parameters to try for packets. Each thread sends one line, 8 bytes of data, at a time."""
 
 
-@dataclass(eq=False, repr=False)  # not frozen: created per call, and freezing costs 1 us
+@dataclass(eq=False, repr=False)  # not frozen, because that would take 1 us more per call
 class Call(OpCall):
     """One call: the arguments of ``all_reduce``, with their defaults."""
 
@@ -86,7 +86,7 @@ class Call(OpCall):
 
 
 def check_tensors(x: torch.Tensor, ctx: AllReduceContext, output: torch.Tensor | None) -> None:
-    """Raise ``InvalidArgument`` or ``ContextFinalized`` if the call cannot work."""
+    """Raise ``InvalidArgument`` for invalid tensors, or ``ContextFinalized``."""
     buffer = checked_buffer(ctx, AllReduceContext, "all_reduce", "create_allreduce_ctx")
     device = buffer.device.torch_device
     collective_context.check_tensor("all_reduce", "x", x, device)
@@ -95,7 +95,7 @@ def check_tensors(x: torch.Tensor, ctx: AllReduceContext, output: torch.Tensor |
 
 
 def algorithm_of(method: object) -> str | None:
-    """Return the name of the algorithm of ``method``, or ``None`` if there is no method."""
+    """Return the name of the algorithm that ``method`` selects; ``None`` for ``None``."""
     if method is None:
         return None
     if not isinstance(method, AllReduceMethod):
@@ -108,12 +108,12 @@ def algorithm_of(method: object) -> str | None:
 
 
 class Sizes(NamedTuple):
-    """Sizes that decide which configs are worth trying."""
+    """Sizes that determine which configs are worth trying."""
 
     nbytes: int
     num_ranks: int
     requested: str | None
-    """Algorithm that the caller's keywords require, or ``None``."""
+    """Algorithm that the keyword ``method`` selects, or ``None``."""
 
     @classmethod
     def of(
@@ -130,7 +130,7 @@ class Sizes(NamedTuple):
 
 
 class _Algorithm(SelectableAlgorithm[Call, Sizes]):
-    """Base of the algorithms."""
+    """Base class of the algorithms."""
 
     def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         return sizes.num_ranks > 1 and super().fits(config, sizes)
@@ -143,7 +143,7 @@ class _Algorithm(SelectableAlgorithm[Call, Sizes]):
     def run(self, call: Call) -> torch.Tensor:
         x, ctx, output = call.x.detach(), call.ctx, call.output
         in_place = output is not None and output.data_ptr() == x.data_ptr()
-        # A candidate must not overwrite x: the next candidate and the call itself read it.
+        # During tuning, do not overwrite x, because the next candidates and the call itself read x.
         preserves_x = in_place and waits.are_limited()
         sums = torch.empty_like(x) if output is None or preserves_x else output
         ctx.sleep(call.straggler_option)
@@ -155,11 +155,11 @@ class _Algorithm(SelectableAlgorithm[Call, Sizes]):
 
     @abstractmethod
     def sum(self, call: Call, x: torch.Tensor, sums: torch.Tensor, in_place: bool) -> None:
-        """Launch the all-reduce over several ranks; ``in_place``: the output is the caller's x."""
+        """Launch the all-reduce over several ranks. ``in_place``: the caller's output is x."""
 
 
 class BySize(Algorithm[Call, Sizes]):
-    """Default without tuning: one-shot or two-shot by size. Never a candidate."""
+    """Default without tuning: one-shot or two-shot by size. The tuner does not try it."""
 
     name = "by_size"
 
@@ -179,7 +179,7 @@ class BySize(Algorithm[Call, Sizes]):
 
 
 class _ExchangeAlgorithm(_Algorithm):
-    """Our all-reduce: one launch per chunk that fits the context."""
+    """All-reduce by our kernels. Tensors larger than the context's memory take several launches."""
 
     method: ClassVar[AllReduceMethod]
     tunables: ClassVar[tuple[str, ...]] = TUNABLES
@@ -191,7 +191,7 @@ class _ExchangeAlgorithm(_Algorithm):
         return is_worth_trying(params_in(config), shard_bytes)
 
     def is_candidate(self, sizes: Sizes) -> bool:
-        """Return whether the algorithm can be the fastest one at these sizes."""
+        """Return whether the algorithm is worth trying at these sizes."""
         return True
 
     def check(self, call: Call) -> None:
@@ -199,7 +199,7 @@ class _ExchangeAlgorithm(_Algorithm):
         call.params = checked_params("all_reduce", call.num_ctas, call.block_bytes, call.num_chunks)
 
     def compile(self, call: Call) -> None:
-        """Compile the first of several launches."""
+        """Compile the kernel of the first launch."""
         x = call.x
         if call.ctx.num_ranks > 1:
             exchange = self._exchange(call, min(x.numel(), self._step(call)))
@@ -218,10 +218,9 @@ class _ExchangeAlgorithm(_Algorithm):
 
     @abstractmethod
     def exchange(self, call: Call, elements: int, total: int, call_tag: int) -> Exchange:
-        """Describe a launch that sums ``total`` elements.
+        """Describe a launch that sums ``total`` elements, with shards of ``elements`` elements.
 
-        ``elements`` is the length of a shard; ``call_tag`` is equal on all ranks, which compare
-        it.
+        Ranks compare ``call_tag`` to detect calls of different sizes.
         """
 
     def _step(self, call: Call) -> int:
@@ -234,7 +233,10 @@ class _ExchangeAlgorithm(_Algorithm):
 
 
 class OneShot(_ExchangeAlgorithm):
-    """Every rank sends x to all ranks and adds. For small tensors; the smallest use packets."""
+    """Every rank sends x to all ranks and adds all tensors. For small tensors.
+
+    The smallest tensors are sent in packets, words that contain their own flags.
+    """
 
     name, method = AllReduceMethod.ONE_SHOT.value, AllReduceMethod.ONE_SHOT
     tunables = ("num_ctas", "block_bytes", "packets")
@@ -271,7 +273,7 @@ class OneShot(_ExchangeAlgorithm):
 
 
 class TwoShot(_ExchangeAlgorithm):
-    """Every rank receives and adds the parts of its shard, then sends the sum to all ranks."""
+    """Every rank receives its shard of x from all ranks, adds, and sends the sum to all ranks."""
 
     name, method = AllReduceMethod.TWO_SHOT.value, AllReduceMethod.TWO_SHOT
 
@@ -286,7 +288,10 @@ class TwoShot(_ExchangeAlgorithm):
 
 
 class TwoShotInPackets(TwoShot):
-    """Two shots in packets, whose words carry their own flags. For medium sizes on more ranks."""
+    """Two shots in packets, words that contain their own flags.
+
+    For medium sizes on more than two ranks.
+    """
 
     name, tunables = TWO_SHOT_IN_PACKETS, ("num_ctas", "block_bytes")
 
@@ -310,7 +315,7 @@ class TwoShotInPackets(TwoShot):
 
 
 class Collective(_Algorithm):
-    """The group's all-reduce (NCCL; gloo on CPU ranks)."""
+    """All-reduce by ``torch.distributed`` (NCCL; gloo on CPU ranks)."""
 
     name = AllReduceMethod.COLLECTIVE.value
 

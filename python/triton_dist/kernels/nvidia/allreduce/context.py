@@ -14,16 +14,18 @@ class AllReduceMethod(enum.Enum):
     """Algorithm of an all-reduce."""
 
     ONE_SHOT = "one_shot"
-    """Every rank sends x to all ranks and adds. One launch sums up to 4 MB, or 32 MB on 2 ranks."""
+    """Every rank sends x to all ranks and adds all tensors. One launch sums up to 4 MB, or 32 MB on
+    2 ranks."""
     TWO_SHOT = "two_shot"
     """Every rank adds one shard and sends the sum to all ranks."""
     COLLECTIVE = "collective"
-    """The group's all-reduce (NCCL; gloo on CPU ranks)."""
+    """All-reduce by ``torch.distributed`` (NCCL; gloo on CPU ranks)."""
     # Member names of Triton-distributed.
     OneShot = "one_shot"  # noqa: PIE796
     TwoShot = "two_shot"  # noqa: PIE796
     DoubleTree = "two_shot"  # noqa: PIE796
-    # Members that need multicast or TMA reductions, which are not supported; see ``replacement``.
+    # Members that would need multicast or TMA reductions. They are not supported; ``replacement``
+    # returns a supported member.
     OneShot_TMA = "one_shot_tma"
     OneShot_Multimem = "one_shot_multimem"
     TwoShot_Multimem = "two_shot_multimem"
@@ -40,7 +42,7 @@ class AllReduceMethod(enum.Enum):
 
 
 _REPLACED_NAMES = {"double_tree": AllReduceMethod.TWO_SHOT}
-"""Names of replaced algorithms that scripts still pass."""
+"""Names of removed algorithms that scripts still pass, and their replacements."""
 
 
 def get_allreduce_methods() -> list[str]:
@@ -58,10 +60,10 @@ def to_allreduce_method(name: str) -> AllReduceMethod:
     """
     if name not in get_allreduce_methods():
         others = {method.value: method.replacement for method in AllReduceMethod}
-        known = others.get(name)
+        replacement = others.get(name)
         expected = f"one of {', '.join(get_allreduce_methods())}"
-        if known is not None:
-            expected = f"{known.value!r}: multicast and TMA reductions are not supported"
+        if replacement is not None:
+            expected = f"{replacement.value!r}: multicast and TMA reductions are not supported"
         raise InvalidArgument("to_allreduce_method", "name", name, expected)
     return _REPLACED_NAMES[name] if name in _REPLACED_NAMES else AllReduceMethod(name)
 
@@ -90,12 +92,12 @@ def create_allreduce_ctx(
     """Create the context of ``all_reduce``. Collective over ``group``.
 
     Allocates per rank about max(4 * P, 2 * ``world_size`` * min(P, 4 MB)) bytes, where P is
-    ``workspace_nbytes``. Packets need another 4 * ``world_size`` * min(P, 256 KB),
-    from three ranks on at least 8 * min(P, 2 MB).
+    ``workspace_nbytes``. Packets need another 4 * ``world_size`` * min(P, 256 KB) bytes; with three
+    or more ranks at least 8 * min(P, 2 MB) bytes.
 
     Args:
-        workspace_nbytes: size in bytes of the largest tensor that one launch sums. Larger tensors
-            take several launches.
+        workspace_nbytes: bytes of the largest tensor that one launch sums. Larger tensors take
+            several launches.
         rank: this rank in the group.
         world_size: number of ranks in the group.
         local_world_size: ranks on one host, clamped to ``world_size``.

@@ -1,17 +1,18 @@
 """All-reduce: the sum of a tensor over all ranks, on every rank.
 
 Algorithms:
-    * ``"one_shot"``: every rank sends x to all ranks and adds. One hop; for small tensors. The
-      smallest tensors travel in packets, whose words carry their own flags. Packets double the
-      bytes but need no separate flag (``kernels/common/exchange/packets.py``).
-    * ``"two_shot"``: every rank receives the parts of its shard, adds, and sends the sum to all
-      ranks. Two hops, but 2 (W - 1) / W times the bytes instead of W - 1. For large tensors.
-    * ``"two_shot_in_packets"``: the same in packets. For medium sizes on more than two ranks.
-    * ``"collective"``: the group's all-reduce (NCCL; gloo on CPU ranks).
+    * ``"one_shot"``: every rank sends x to all ranks and adds all tensors. One hop; for small
+      tensors. The smallest tensors are sent in packets, words that contain their own flags. Packets
+      double the bytes but need no separate flag (``kernels/common/exchange/packets.py``).
+    * ``"two_shot"``: every rank receives its shard of x from all ranks, adds, and sends the sum to
+      all ranks. Two hops. On W ranks, a rank sends 2 (W - 1) / W times the bytes of x, instead of
+      W - 1 times in one shot. For large tensors.
+    * ``"two_shot_in_packets"``: two shots in packets. For medium sizes on more than two ranks.
+    * ``"collective"``: all-reduce by ``torch.distributed`` (NCCL; gloo on CPU ranks).
     * ``"by_size"``: one-shot or two-shot by size; the default without tuning.
 
-Our algorithms are one launch without a barrier. They store to peers instead of reading from them,
-because a store needs no round trip (``kernels/common/exchange/protocol.py``).
+Each of our algorithms is one launch without a barrier. Ranks store to peers instead of loading from
+them, because a store needs no round trip (``kernels/common/exchange/protocol.py``).
 
 Numerics: docs/reference/all_reduce.md.
 """
@@ -44,10 +45,11 @@ def key_fn(
     *_: Any,
     **__: Any,
 ) -> Any:
-    """Return the key that a tuning is recorded under.
+    """Return the tuning key.
 
-    It contains the bucket of the number of elements, whether 16-byte vectors fit, whether the sum
-    replaces x (a library then saves a copy), and the algorithm that ``method`` requires.
+    The key contains the number of elements, rounded to a range, and whether kernels can use 16-byte
+    vectors. It also contains whether the sum replaces x (a library then saves a copy), and the
+    algorithm that ``method`` selects.
     """
     check_tensors(x, ctx, output)
     requested = algorithm_of(method)
@@ -77,25 +79,26 @@ def all_reduce(
     algorithm: str | None = None,
     accepted_key: object = None,
 ) -> torch.Tensor:
-    """Return the sum of x over all ranks; tuned over all ranks.
+    """Return the sum of x over all ranks. Tuned over all ranks.
 
-    The sum is accumulated in fp32 in rank order and rounded once. Except with ``"collective"``, all
-    ranks and all calls give the same bits. The rules for calls are in the docstring of
-    ``triton_dist.kernels.nvidia``.
+    The sum is accumulated in fp32 in the order of ranks and rounded once. Except with
+    ``"collective"``, the result is bitwise equal on all ranks and in all calls. The rules for calls
+    are in the docstring of ``triton_dist.kernels.nvidia``.
 
     Args:
-        x: fp16, bf16 or fp32, contiguous, any shape. Copies use 16-byte vectors if x is 16-byte
-            aligned and has a multiple of 16 elements.
+        x: fp16, bf16 or fp32, contiguous, any shape. Kernels use 16-byte vectors if x is 16-byte
+            aligned and its number of elements is a multiple of 16.
         ctx: context of ``create_allreduce_ctx``.
         output: optional output, contiguous, with the shape of x: x itself or separate memory.
         method: ``algorithm`` as an ``AllReduceMethod``, for scripts of Triton-distributed. Tuning
-            is then restricted to this algorithm.
+            then tries only this algorithm.
         straggler_option: ``(rank, cycles)``: delay ``rank`` by ``cycles`` clock cycles, for tests.
-        num_ctas: programs of a launch (tuned).
-        block_bytes: bytes that a program moves per step, a power of two (tuned).
-        num_chunks: chunks of a program's part, ignored by ``"one_shot"`` (tuned).
-        packets: send ``"one_shot"`` in packets of at most 256 KB per launch; ``None``: by size
-            (tuned).
+        num_ctas: number of programs of a launch (tuned).
+        block_bytes: bytes that a program moves at a time, a power of two (tuned).
+        num_chunks: number of chunks into which each program divides its elements; ignored by
+            ``"one_shot"`` (tuned).
+        packets: whether ``"one_shot"`` sends packets, with at most 256 KB of data per launch;
+            ``None``: by size (tuned).
         algorithm: ``"one_shot"``, ``"two_shot"``, ``"collective"`` or ``"by_size"`` (tuned).
             Default without tuning: ``"by_size"``.
         accepted_key: reserved for the tuner.

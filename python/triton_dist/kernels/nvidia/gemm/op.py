@@ -56,14 +56,14 @@ def _check(A: torch.Tensor, B: torch.Tensor, scaling: Scaling = NO_SCALING) -> N
 
 
 class GEMMKey(NamedTuple):
-    """Key of a GEMM; M is bucketed."""
+    """Tuning key of a GEMM. One tuning serves a range of M."""
 
     M: int
     N: int
     K: int
     dtype: torch.dtype
     A_strides: tuple[int, ...] | None
-    """``None`` if A is row-major, so that the key does not depend on M."""
+    """Strides of A; ``None`` if A is contiguous."""
     B_strides: tuple[int, ...]
 
 
@@ -99,7 +99,7 @@ def _space(persistent: bool) -> list[dict[str, Any]]:
 
 
 def matmul_configs() -> list[dict[str, Any]]:
-    """Return the configs of ``matmul`` for this device; ``None`` stands for a library."""
+    """Return the configs of ``matmul`` to try on this device. A ``None`` config is the library."""
     specialized = ((tiles, True) for tiles in warp_specialized_tiles())
     return [
         {"gemm_config": tiles, "persistent": persistent}
@@ -175,22 +175,24 @@ def matmul(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """Return ``A @ B``, accumulated in fp32. Each rank tunes alone, once per bucket of M.
+    """Return ``A @ B``, accumulated in fp32. Each rank tunes alone, once per range of M.
 
-    For fp8 operands, ``A @ B`` is the product of the operands multiplied by their scales.
+    fp8 operands are multiplied by their scales.
 
     Args:
         A: [M, K], any strides; fp16, bf16, fp32, fp8 e4m3 or e5m2.
         B: [K, N], any strides, dtype of A. If A is fp8, B is e4m3 and K-major: the transpose of a
-            contiguous [N, K]. fp32 products obey ``torch.backends.cuda.matmul.allow_tf32``.
+            contiguous [N, K]. ``torch.backends.cuda.matmul.allow_tf32`` applies to fp32 operands.
         gemm_config: tile sizes (tuned). ``None``: torch's ``scaled_mm``, for fp8 operands only.
         persistent: use the persistent kernel (tuned).
-        A_scale, B_scale: fp32 scales of fp8 operands, for the whole tensor, by row of A and column
-            of B, or by blocks of 128. ``triton_dist.kernels.common.gemm.scales`` lists the layouts.
+        A_scale, B_scale: fp32 scales of fp8 operands: one per tensor, one per row of A and column
+            of B, or one per block of 128. ``triton_dist.kernels.common.gemm.scales`` lists the
+            layouts.
         bias: [N], contiguous, dtype of the output; added before rounding.
-        out_dtype: bf16 (default), fp16 or fp32 for fp8 operands; else A's dtype.
-        use_fast_accum: add fp8 products with the short accumulator of Hopper's tensor cores over
-            all of K. By default, sums over 128 elements are added in fp32.
+        out_dtype: bf16 (default), fp16 or fp32 for fp8 operands; otherwise A's dtype.
+        use_fast_accum: add fp8 products over all of K in the accumulator of Hopper's tensor cores,
+            which has fewer bits than fp32. By default, partial sums over 128 elements of K are
+            added in fp32.
 
     Returns:
         [M, N], ``out_dtype``.
@@ -218,7 +220,10 @@ def matmul(
 def gemm_persistent(
     A: torch.Tensor, B: torch.Tensor, ctx: object = None, *, gemm_config: triton.Config
 ) -> torch.Tensor:
-    """Return ``A @ B`` from the persistent kernel. ``ctx`` is ignored; arguments: ``matmul``."""
+    """Return ``A @ B`` from the persistent kernel. ``ctx`` is ignored.
+
+    ``matmul`` describes the other arguments.
+    """
     return _run(A, B, gemm_config, True)
 
 
@@ -237,6 +242,6 @@ def gemm_non_persistent(
 ) -> torch.Tensor:
     """Return ``A @ B`` from the non-persistent kernel, which reads through pointers.
 
-    ``ctx`` is ignored; arguments: ``matmul``.
+    ``ctx`` is ignored. ``matmul`` describes the other arguments.
     """
     return _run(A, B, gemm_config, False)

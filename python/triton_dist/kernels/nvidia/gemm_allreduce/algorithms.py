@@ -42,12 +42,13 @@ from triton_dist.kernels.nvidia.gemm_allreduce.context import (
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.symmetric.cuda import group_name, has_operator
 
-# Product size in bytes from which two-shot is the default. Tuning finds the faster one.
+# Bytes of a product from which two-shot is the default. Tuning finds the faster algorithm.
 _TWO_SHOT_FROM = 1 << 20
-# torch's all-reduce in symmetric memory needs rows that are multiples of its 16-byte vectors.
+# torch's all-reduce in symmetric memory requires rows that are multiples of its 16-byte vectors.
 _VECTOR_BYTES = 16
+# Numbers of chunks to try with the first tile shapes, and the number of these shapes.
 _CHUNKS, _CHUNKED_TILES = (2, 4), 7
-# Largest first: the first shape that a product fills is likely the fastest.
+# Launch parameters to try for ``"serial"``, the largest first, which are likely the fastest.
 _LARGE = (LaunchParams(128, 16384), LaunchParams(128, 8192))
 _SERIAL: dict[str, Sequence[LaunchParams]] = {
     ONE_SHOT: (*_LARGE, *(LaunchParams(*each) for each in ((64, 8192), (64, 2048), (16, 2048)))),
@@ -59,7 +60,7 @@ _SERIAL: dict[str, Sequence[LaunchParams]] = {
 }
 
 
-@dataclass(eq=False, repr=False)  # not frozen: created per call, and freezing costs 1 us
+@dataclass(eq=False, repr=False)  # not frozen, because that would take 1 us more per call
 class Call(SummingCall):
     """One call: the arguments of ``gemm_ar``."""
 
@@ -86,7 +87,7 @@ class Call(SummingCall):
 
 
 class BySize(Algorithm[Call, SummingSizes]):
-    """Default without tuning: one-shot or two-shot by size. Never a candidate."""
+    """Default without tuning: one-shot or two-shot by size. The tuner does not try it."""
 
     name, tunables = "by_size", ("gemm_config", "persistent")
 
@@ -99,7 +100,8 @@ class BySize(Algorithm[Call, SummingSizes]):
 
     def check(self, call: Call) -> None:
         M, ctx = call.A.shape[0], call.ctx
-        max_M = triton.next_power_of_2(M)  # equal on ranks whose M lies in one bucket
+        # Round up, so that ranks with slightly different M launch the kernel that detects this.
+        max_M = triton.next_power_of_2(M)
         is_small = (
             ctx.one_shot_rows >= M and max_M * ctx.N * ctx.output_dtype.itemsize < _TWO_SHOT_FROM
         )
@@ -111,7 +113,7 @@ class BySize(Algorithm[Call, SummingSizes]):
 
 
 class OneShot(OneLaunchAlgorithm[Call]):
-    """Send each tile to all ranks, which all add it, in one launch.
+    """Send each tile to all ranks, and add the tiles of all ranks, in one launch.
 
     For few rows: products of up to 4 MB.
     """
@@ -130,7 +132,7 @@ class OneShot(OneLaunchAlgorithm[Call]):
 
 
 class OneShotInPackets(OneShot):
-    """One-shot in packets, whose words carry their own flags. For very few rows."""
+    """One-shot in packets, words that contain their own flags. For very few rows."""
 
     name, launches = "one_shot_in_packets", PacketLaunch
 
@@ -150,7 +152,7 @@ class OneShotInPackets(OneShot):
 class TwoShotInOneLaunch(OneShot):
     """Send each tile to the owner of its rows, which adds it, then send the sums to all ranks.
 
-    Everything is one launch; sums travel after all tiles are multiplied.
+    This takes one launch. Sums are sent after all tiles are multiplied.
     """
 
     name = "two_shot_in_one_launch"
@@ -163,8 +165,8 @@ class TwoShotInOneLaunch(OneShot):
         )
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        whole = -(-sizes.M // sizes.num_ranks) * sizes.num_ranks
-        nbytes = whole * sizes.B.shape[1] * sizes.item_bytes
+        padded_M = -(-sizes.M // sizes.num_ranks) * sizes.num_ranks
+        nbytes = padded_M * sizes.B.shape[1] * sizes.item_bytes
         return nbytes <= SUMMED_BYTES and sizes.tiles_fit(config, sizes.M)
 
     def check(self, call: Call) -> None:
@@ -173,7 +175,7 @@ class TwoShotInOneLaunch(OneShot):
 
 
 class TwoShot(OverlappedAlgorithm[Call]):
-    """Two-shot that overlaps with the GEMM: sums travel while later tiles are multiplied."""
+    """Two-shot that overlaps with the GEMM: sums are sent while later tiles are multiplied."""
 
     name, tunables = "two_shot", ("gemm_config", "persistent", "num_chunks")
 
@@ -246,9 +248,9 @@ class Serial(UnfusedAlgorithm[Call]):
 
 
 class Collective(UnfusedAlgorithm[Call]):
-    """Call ``torch.matmul``, then the group's all-reduce (NCCL; gloo on CPU ranks).
+    """Call ``torch.matmul``, then ``torch.distributed.all_reduce`` (NCCL; gloo on CPU ranks).
 
-    With one rank, only the product.
+    With one rank, only ``torch.matmul`` is called.
     """
 
     name, supports_all_calls, is_fallback = "collective", True, True
@@ -276,8 +278,8 @@ def two_shot_all_reduce(
 ) -> torch.Tensor:
     """Return the sum of ``addend`` over all ranks, in ``out`` or in place.
 
-    ``addend`` lies in symmetric memory, at one offset on every rank, and is overwritten. The
-    operator synchronises all ranks at its begin and its end.
+    ``addend`` must be in symmetric memory, at an equal offset on every rank; it is overwritten. The
+    operator synchronises all ranks at its begin and at its end.
     """
     name = group_name(group)
     if out is None:
@@ -290,7 +292,7 @@ def two_shot_all_reduce(
 class SymmetricCollective(UnfusedAlgorithm[Call]):
     """Call ``torch.matmul`` into symmetric memory, then torch's two-shot all-reduce.
 
-    Requires one GPU per rank, bf16 or fp32, and rows that are multiples of 16 bytes.
+    Requires one GPU per rank, bf16 or fp32, and rows whose bytes are a multiple of 16.
     """
 
     name, is_fallback = "symmetric_collective", True

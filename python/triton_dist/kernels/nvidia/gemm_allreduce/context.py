@@ -25,7 +25,7 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import Group, group_for
 
 SUMMED_BYTES = 32 << 20
-"""Largest product, in bytes, that one launch sums in two shots. ``"serial"`` sums larger products
+"""Maximum bytes of a product that one launch sums in two shots. ``"serial"`` sums larger products
 in several launches."""
 
 
@@ -33,13 +33,13 @@ class GEMMAllReduceMethod(enum.Enum):
     """Algorithm that sums the products over the ranks."""
 
     ONE_SHOT = "one_shot"
-    """Each tile goes to all ranks, which all add it. For few rows: products of up to 4 MB."""
+    """Each tile is sent to all ranks, and every rank adds all tiles. For products of up to 4 MB."""
     TWO_SHOT = "two_shot"
-    """Each tile goes to the owner of its rows, which adds it and sends the sum to all ranks."""
+    """Each tile is sent to the owner of its rows, which adds it and sends the sum to all ranks."""
     SERIAL = "serial"
     """``torch.matmul``, then our all-reduce."""
     COLLECTIVE = "collective"
-    """``torch.matmul``, then the group's all-reduce (NCCL; gloo on CPU ranks)."""
+    """``torch.matmul``, then ``torch.distributed.all_reduce`` (NCCL; gloo on CPU ranks)."""
 
     __repr__ = enum.Enum.__str__
 
@@ -48,8 +48,8 @@ class ReducedPartials(SlotMemory):
     """Slots for products of up to ``max_M`` rows of ``N`` columns. Creation is collective.
 
     In addition to the regions of ``scatter/partials.py``, a slot has ``sums`` [max_M * N] of the
-    output's dtype and their flags ``sum_arrivals`` int64 [tile, owner]. Both are written by the
-    owner of each row block.
+    output's dtype and the flags of the sums, ``sum_arrivals`` int64 [tile, owner]. The owner of
+    each row block writes both on all ranks.
     """
 
     def __init__(
@@ -72,19 +72,19 @@ class ReducedPartials(SlotMemory):
         slots = EpochSlots(name, regions, flags, kernels, group, disagreements=disagreements)
         super().__init__(slots)
         self._N = N
-        # Created in advance: tensors made in a capture are invalid outside of its graph.
+        # Created in advance, because tensors created in a graph capture are invalid outside of it.
         self._scatterings = [self._scattering(slot) for slot in range(SLOTS)]
 
     def describe(self) -> Scattering:
-        """Return the targets of the tiles of a GEMM in the current slot."""
+        """Return the addresses to which a GEMM sends its tiles in the current slot."""
         return self._scatterings[self.slots.index]
 
     def sums(self, M: int) -> torch.Tensor:
-        """Return [M, N] of the current slot, to which owners send sums."""
+        """Return the memory [M, N] of the current slot to which owners send sums."""
         return self.slots["sums"].local[: M * self._N].view(M, self._N)
 
     def spare_sums(self, M: int) -> torch.Tensor:
-        """Return [M, N] of the next slot, for a call without a slot.
+        """Return memory [M, N] of the next slot, for a call that does not switch slots.
 
         The current slot must keep the result of the last call.
         """
@@ -92,7 +92,7 @@ class ReducedPartials(SlotMemory):
         return sums[: M * self._N].view(M, self._N)
 
     def expected(self, tiles: int) -> dict[str, list[int]]:
-        """Return the flags that a call with ``tiles`` tiles per row block waits for."""
+        """Return the indices of the flags that a call with ``tiles`` tiles per row block awaits."""
         of_peers = self.flags_of_peers(tiles)
         return {"arrivals": of_peers, "sum_arrivals": of_peers}
 
@@ -121,9 +121,9 @@ class GEMMAllReduceTensorParallelContext(SummingContext[ReducedPartials]):
     A context manager.
 
     Attributes:
-        one_shot_rows: largest M of ``"one_shot"``.
-        packet_rows: largest M of ``"one_shot_in_packets"``.
-        exchanged_rows: largest M of ``"two_shot_in_one_launch"``.
+        one_shot_rows: maximum M of ``"one_shot"``.
+        packet_rows: maximum M of ``"one_shot_in_packets"``.
+        exchanged_rows: maximum M of ``"two_shot_in_one_launch"``.
         exchange: memory of the algorithms that sum in one launch, and of ``"serial"``.
     """
 
@@ -165,12 +165,13 @@ def create_gemm_ar_context(
 ) -> GEMMAllReduceTensorParallelContext:
     """Create the context of ``gemm_ar``. Collective over ``tp_group``.
 
-    Allocates per rank about 4 * ``max_M`` * N elements. With P = ``max_M`` * N elements in bytes,
-    sums in one launch need the larger of 4 * min(P, 32 MB) and 2 * ``world_size`` * min(P, 4 MB).
-    Packets need 4 * ``world_size`` * min(P, 256 KB), from three ranks on at least 8 * min(P, 2 MB).
+    Allocates per rank about 4 * ``max_M`` * N elements, plus memory for sums in one launch and for
+    packets. Let P be the bytes of ``max_M`` * N elements. Sums in one launch need the larger of
+    4 * min(P, 32 MB) and 2 * ``world_size`` * min(P, 4 MB). Packets need
+    4 * ``world_size`` * min(P, 256 KB); with three or more ranks at least 8 * min(P, 2 MB).
 
     Args:
-        max_M: largest number of rows of A.
+        max_M: maximum number of rows of A.
         N: number of columns of B.
         rank: this rank in the group.
         world_size: number of ranks in the group.

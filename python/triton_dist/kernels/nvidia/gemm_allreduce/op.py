@@ -2,22 +2,24 @@
 
 A tensor-parallel layer shards A by columns, [M, K / W] on each of W ranks, and B by rows,
 [K / W, N]. Each rank's product is one addend of the output, which every rank needs. M can be any
-positive number. Tiles travel in one shot, with W - 1 times the bytes but one hop, for few rows
-(decode); or in two shots, with 2 (W - 1) / W times the bytes. ``algorithms.py`` has all algorithms.
+positive number. For few rows (decode), one shot is used: each rank sends its product to all ranks,
+W - 1 times the bytes of the product in one hop. In two shots, a rank sends 2 (W - 1) / W times the
+bytes in two hops. ``algorithms.py`` has all algorithms.
 
 Timeline of a two-shot call (W = 4, two chunks), on every rank at the same time:
     GEMM      r+1's │ r+2's │ r+3's │ own │ r+1's │ r+2's │ r+3's │ own │ copy to C
     addends    └ → r+1 └ → r+2 └ → r+3     └ → r+1 └ → r+2 └ → r+3
     sums                               └ → all ─────────────────── └ → all
 
-Each rank owns one block of rows, which is cut into ``num_chunks`` chunks. With one chunk, all sums
-travel during the last 1/W of the GEMM. With more chunks, the sums of a chunk travel while the next
-chunk is multiplied.
+Each rank owns one block of rows, which is divided into ``num_chunks`` chunks. With one chunk, all
+sums are sent during the last 1/W of the GEMM. With more chunks, the sums of a chunk are sent while
+the next chunk is multiplied.
 
 Numerics: docs/reference/gemm_rs.md.
 
 Design (docs/explanation/gemm_all_reduce.md):
-    * A tile waits only for tiles that come earlier in the peers' order, so waits have no cycle.
+    * A tile waits only for tiles that are earlier in the order of the peers, so waits have no
+      cycle.
     * A separate launch copies the sums to C; ``copy_to_local=False`` omits it.
     * Calls alternate between two slots, and flags count calls, so a call has no barrier. Two-shot
       uses ``slots/epochs.py``. One-shot uses ``exchange/protocol.py`` in one launch, because few
@@ -70,8 +72,8 @@ def gemm_ar(
 ) -> torch.Tensor:
     """Return the sum over ranks of ``A @ B``, plus ``bias``, on every rank. Tuned over all ranks.
 
-    ``docs/reference/gemm_rs.md`` describes the numerics, and the docstring of
-    ``triton_dist.kernels.nvidia`` the rules for calls.
+    ``docs/reference/gemm_rs.md`` describes the numerics. The docstring of
+    ``triton_dist.kernels.nvidia`` has the rules for calls.
 
     Args:
         A: [M, K_per_rank], any strides, dtype of the context or fp8; M >= 1.
@@ -80,22 +82,22 @@ def gemm_ar(
         gemm_config: tile sizes of our GEMM kernel (tuned).
         persistent: use the persistent GEMM kernel (tuned).
         method: ``algorithm`` as an enum member; kept for scripts of Triton-distributed.
-        num_chunks: chunks in which ``"two_shot"`` sums and sends a rank's rows, at most; chunks of
-            the all-reduce of ``"serial"`` (tuned).
+        num_chunks: maximum number of chunks in which ``"two_shot"`` sums and sends a rank's rows;
+            number of chunks of the all-reduce of ``"serial"`` (tuned).
         reduction: all-reduce of ``"serial"``: ``"one_shot"``, ``"two_shot"`` or
             ``"two_shot_in_packets"`` (tuned).
-        num_ctas: programs of the all-reduce of ``"serial"`` (tuned).
-        block_bytes: bytes that one of these programs moves per step (tuned).
+        num_ctas: number of programs of the all-reduce of ``"serial"`` (tuned).
+        block_bytes: bytes that one of these programs moves at a time (tuned).
         bias: [N], contiguous, equal on all ranks; added once.
         copy_to_local: if ``False``, the result may be a view of the context's memory, which saves a
-            copy. The view is valid until the second next call with the context begins.
+            copy. The next call with the context keeps the view valid; the call after it does not.
         straggler_option: ``(rank, cycles)``: delay ``rank`` by ``cycles`` clock cycles, for tests.
         algorithm: ``"one_shot"`` (M <= ``ctx.one_shot_rows``), ``"one_shot_in_packets"`` (M <=
             ``ctx.packet_rows``), ``"two_shot"``, ``"two_shot_in_one_launch"`` (M <=
             ``ctx.exchanged_rows``), ``"serial"``, ``"collective"`` or ``"symmetric_collective"``
             (tuned). Default without tuning: ``"by_size"``, one-shot or two-shot.
         A_scale, B_scale, use_fast_accum: as in ``matmul``, for fp8 operands. The output has the
-            context's dtype. All ranks use one recipe.
+            context's dtype. All ranks must use scales of equal granularity.
         accepted_key: reserved for the tuner.
 
     Returns:

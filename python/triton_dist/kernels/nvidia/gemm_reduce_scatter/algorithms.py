@@ -46,13 +46,14 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.garbage import no_garbage_collection
 from triton_dist.runtime.launch import Launch
 
-# Number of tile shapes tried with pushes. The largest tile shapes are tried with all ``_CHUNKS``.
-_NUM_PUSHED_TILES, _LARGEST_TILES = 7, 3
+# Number of tile shapes that ``"copy_engine"`` tries, and how many of them it tries with all
+# ``_CHUNKS`` instead of ``_FEW_CHUNKS``.
+_NUM_PUSHED_TILES, _NUM_LARGEST_TILES = 7, 3
 _CHUNKS, _FEW_CHUNKS = (1, 2, 4, 8), (1, 2)
-# Tiles of the sum of ``"row_blocks"``, and the fewest elements of a product.
+# Config of the kernel that sums in ``"row_blocks"``, and minimum elements of a product per SM.
 (_SUM_TILES,) = spaces.tiles((64, 256, 64, 8, 1, 1))
 _MIN_ELEMENTS_PER_SM = 128 * 128
-# Rows of fp8 products must be multiples of this number: cuBLAS refused 19 rows.
+# The number of rows of an fp8 product must be a multiple of this number: cuBLAS refused 19 rows.
 _LIBRARY_ROWS = 16
 # Launch parameters of the reduce-scatter after the GEMM: CTAs, block bytes, chunks. Likely winners
 # come first.
@@ -63,7 +64,7 @@ _SERIAL_PARAMS = (
 )
 
 
-@dataclass(eq=False, repr=False)  # not frozen: created per call, and freezing costs 1 us
+@dataclass(eq=False, repr=False)  # not frozen, because that would take 1 us more per call
 class Call(SummingCall):
     """One call: the arguments of ``gemm_rs``."""
 
@@ -97,14 +98,14 @@ class Call(SummingCall):
     options_in_key = sums_on_arrival
 
     def check_sum(self) -> None:
-        """Raise if ``reduce_st`` is set; only ``"fused"`` adds tiles on arrival."""
+        """Raise if ``reduce_st`` is set, because only ``"fused"`` adds tiles on arrival."""
         if self.adds_on_arrival:
             expected = f"{Fused.name!r} with reduce_st=True"
             raise InvalidArgument("gemm_rs", "algorithm", self.chosen.name, expected)
 
 
 class _OverlappedReduceScatter(OverlappedAlgorithm[Call]):
-    """Each tile goes to the owner of its rows."""
+    """Base class of algorithms that send each tile to the owner of its rows during the GEMM."""
 
     scatter: Scatter
     launches: ClassVar[type[ReduceScatterLaunches]] = ReduceScatterLaunches
@@ -120,7 +121,7 @@ class _OverlappedReduceScatter(OverlappedAlgorithm[Call]):
 
 
 class Fused(_OverlappedReduceScatter):
-    """The program that computed a tile stores it into the owner's memory, or adds it there."""
+    """The program that computes a tile stores it in the owner's memory, or adds it there."""
 
     name, tunables = "fused", ("gemm_config", "persistent")
     scatter, supports_all_calls = "tile", True
@@ -133,8 +134,8 @@ class OneLaunch(OneLaunchAlgorithm[Call]):
     """Multiply, send and add in one launch, for few rows.
 
     With few rows, most programs of ``"fused"`` would be idle while the last programs add. Here all
-    programs add after the last tile is multiplied. One tile spans the rows of several ranks, so B
-    is read once. No launch comes before or after the kernel.
+    programs add after they have multiplied their tiles. A tile may have rows of several ranks, so B
+    is read less often. No other launch precedes or follows the kernel.
     """
 
     name, to_owners = "one_launch", True
@@ -154,7 +155,7 @@ class OneLaunch(OneLaunchAlgorithm[Call]):
 
 
 class _Pushed(ReduceScatterLaunches):
-    """Launches of a call, plus copy-engine pushes on another stream."""
+    """Launches of a call, and pushes by copy engines on another stream."""
 
     def run(self) -> None:
         call, ctx = self.call, self.call.ctx
@@ -163,20 +164,20 @@ class _Pushed(ReduceScatterLaunches):
         rows, stream = ctx.rows_of_rank(call.A.shape[0]), ctx.device.current_stream()
         pushes = ctx.buffer.pushes(rows, call.gemm_config, call.num_chunks)
         try:
-            # The running GEMM waits for pushes that the peers queue after the launch of their GEMM.
-            # Freeing memory synchronises with the GPU: if all ranks did so here, they would
-            # deadlock.
+            # The running GEMM waits for pushes that the peers queue after they have launched their
+            # GEMM. Freeing GPU memory waits for the GEMM. If all ranks freed memory here, before
+            # they queue the pushes, they would deadlock.
             with no_garbage_collection():
                 pushes.fork(stream)
                 self.multiply()
-                pushes.queue()  # before any other launch, which may block until the GEMM ends
+                pushes.queue()  # before launches that may block the host until the GEMM ends
             self.add_deferred()
-        finally:  # join even if a wait in the kernel gave up: the peers' flags still arrive
+        finally:  # even if a wait in the kernel gave up, because the pushes still complete
             pushes.join(stream)
 
 
 class CopyEngine(_OverlappedReduceScatter):
-    """Tiles are stored locally; a copy engine pushes each peer's rows in chunks when complete."""
+    """Tiles are stored locally. A copy engine pushes each complete chunk of a peer's rows."""
 
     name, tunables = "copy_engine", ("gemm_config", "persistent", "num_chunks")
     scatter, launches, uses_copy_engines = "row_block", _Pushed, True
@@ -186,7 +187,7 @@ class CopyEngine(_OverlappedReduceScatter):
         num_shapes = 1 if current_device().interprets else _NUM_PUSHED_TILES
         shapes = spaces.tile_shapes(spaces.get_config_space(persistent))
         for number, tiles in enumerate(shapes[:num_shapes]):
-            for num_chunks in _CHUNKS if number < _LARGEST_TILES else _FEW_CHUNKS:
+            for num_chunks in _CHUNKS if number < _NUM_LARGEST_TILES else _FEW_CHUNKS:
                 yield tiles, persistent, num_chunks
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
@@ -200,7 +201,8 @@ class CopyEngine(_OverlappedReduceScatter):
         super().check(call)
         call.check_sum()
         if current_device().launches_block:
-            # The GEMM waits for pushes that are queued after its launch, which would block.
+            # The GEMM waits for pushes that are queued after its launch. With this setting, the
+            # launch would block the host, so the pushes would never be queued.
             expected = "another algorithm while CUDA_LAUNCH_BLOCKING is set: it would deadlock"
             raise InvalidArgument("gemm_rs", "algorithm", self.name, expected)
 
@@ -209,9 +211,9 @@ class CopyEngine(_OverlappedReduceScatter):
 
 
 class _Products(ReduceScatterLaunches):
-    """One product per chunk of a row block, each followed by its push; then a launch that adds.
+    """A product and a push for each chunk of a row block, then a launch that adds.
 
-    All pushes are queued before a kernel waits for a peer, so there is no deadlock.
+    All pushes are queued before the first kernel that waits for a peer, so there is no deadlock.
     """
 
     def run(self) -> None:
@@ -221,7 +223,7 @@ class _Products(ReduceScatterLaunches):
             for first, C, push in ctx.buffer.products(len(self.C), _sum_tiles(), call.num_chunks):
                 rows, A_scale = slice(first, first + len(C)), call.A_scale
                 if A_scale is not None and A_scale.numel() > 1:
-                    # Copies BLOCK scales, whose stride along K must be the number of rows.
+                    # Copy BLOCK scales, because their stride along K must be the number of rows.
                     A_scale = A_scale[rows].t().contiguous().t()
                 library_matmul(A[rows], B, call.scaling._replace(A_scale=A_scale), C)
                 if push is not None:
@@ -244,9 +246,9 @@ class _Products(ReduceScatterLaunches):
 class RowBlocks(_OverlappedReduceScatter):
     """Multiply one row block after another by ``scaled_mm`` or ``torch.matmul``.
 
-    A copy engine pushes each product during the next product. For fp8, whose fastest kernels cannot
-    send tiles; for other dtypes on more than two ranks, where a tile kernel slows down while the
-    engine reads its results.
+    A copy engine pushes each product during the next product. This is for fp8, because the fastest
+    fp8 kernels cannot send tiles. With other dtypes it is tried on more than two ranks, where our
+    GEMM kernel slows down while the copy engine reads its results.
     """
 
     name, tunables = "row_blocks", ("num_chunks",)
@@ -271,7 +273,7 @@ class RowBlocks(_OverlappedReduceScatter):
         raise_first_error("gemm_rs", [library_check(self.name, call.A, call.B, call.scaling)])
         rows = call.ctx.rows_of_rank(call.A.shape[0])
         if call.A.dtype in FP8 and call.A.device.type != "cpu" and rows % _LIBRARY_ROWS:
-            # Other calls of the tuning key may have rows that fit, so this is not an error.
+            # Other calls of the tuning key may have a valid number of rows, so do not raise.
             call.chosen = ALGORITHMS[Collective.name]
 
     def work_items(self, call: Call) -> int:
@@ -324,7 +326,7 @@ class Serial(UnfusedAlgorithm[Call]):
 
 
 class Collective(UnfusedAlgorithm[Call]):
-    """Call ``torch.matmul``, then the group's reduce-scatter (NCCL; gloo on CPU ranks)."""
+    """Call ``torch.matmul``, then reduce-scatter by ``torch.distributed`` (NCCL or gloo)."""
 
     name, method = LibraryAlgorithm.COLLECTIVE.value, LibraryAlgorithm.COLLECTIVE
     is_fallback = True

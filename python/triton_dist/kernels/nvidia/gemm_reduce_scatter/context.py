@@ -32,25 +32,25 @@ from triton_dist.runtime.launch import BoundedDict
 from triton_dist.runtime.ranks import Group
 
 EXCHANGED_BYTES = 64 << 20
-"""Largest product, in bytes, of ``"one_launch"`` and ``"serial"``. Other algorithms are faster
-above."""
+"""Maximum bytes of a product for ``"one_launch"`` and ``"serial"``. For larger products, other
+algorithms are faster."""
 
 
 class PartialsBuffer(SlotMemory):
     """Slots for row blocks of up to ``max_rows`` rows of ``N`` elements. Creation is collective.
 
     In addition to the regions of ``scatter/partials.py``, a slot has
-        sums fp32 [slot_stride], if ``with_sums``: GEMMs of peers add to it.
-        counters int32 [destination rank, MAX_CHUNKS]: staged tiles, counted by this rank's GEMM and
-            reset by its copy engines.
+        sums fp32 [slot_stride], if ``with_sums``: a sum to which the GEMMs of all ranks add.
+        counters int32 [destination rank, MAX_CHUNKS]: numbers of staged tiles, counted by this
+            rank's GEMM and reset by its copy engines.
 
-    Each call uses one mode of scattering. Pushes of row blocks start from a local ``staging``
-    buffer [destination rank, slot_stride]. The GEMM fills it chunk by chunk, and a chunk is pushed
-    when its counter has reached its number of tiles.
+    ``scatter/kernel.py`` describes the modes ``"tile"``, ``"row_block"`` and ``"add"``. In mode
+    ``"row_block"`` the GEMM stores tiles in a local ``staging`` buffer [destination rank,
+    slot_stride]. A copy engine pushes a chunk when its counter has reached its number of tiles.
 
     Args:
         with_sums: also allocate fp32 sums, for ``"add"``.
-        stream: stream for pushes of row blocks; by default a new stream.
+        stream: stream for pushes; default: a new stream.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class PartialsBuffer(SlotMemory):
         self.with_sums, self._N, self._dtype = with_sums, N, dtype
         self._stream: Any = self._device.copy_stream(stream)
         self._staging: torch.Tensor | None = None
-        # Created in advance if it needs no memory: tensors of a capture are invalid outside its
-        # graph.
+        # Created in advance, because tensors created in a graph capture are invalid outside of it.
+        # Mode "row_block" is excluded, because it needs the staging buffer.
         algorithms: tuple[Scatter, ...] = ("tile", "add") if with_sums else ("tile",)
         self._scatterings = {scatter: self._scatterings_by_slot(scatter) for scatter in algorithms}
         self._transfers: BoundedDict[Any, Any] = BoundedDict()
 
     def describe(self, scatter: Scatter) -> Scattering:
-        """Return the targets of the tiles of a GEMM in the current slot.
+        """Return the addresses to which a GEMM sends its tiles in the current slot.
 
         Raises:
             CaptureInProgress: the first call with ``"row_block"`` is captured.
@@ -109,19 +109,21 @@ class PartialsBuffer(SlotMemory):
     def pushes(self, rows: int, config: triton.Config, num_chunks: int) -> Any:
         """Return the transfer that pushes each peer's row block of ``rows`` rows.
 
-        It pushes each chunk when its tiles are staged, and then sets the chunk's flag at the peer.
+        It pushes each chunk when all tiles of the chunk are staged, then sets the chunk's flag on
+        the peer.
         """
-        return self._cut(rows, config, num_chunks, self._pushes)
+        return self._cached(rows, config, num_chunks, self._pushes)
 
     def products(self, rows: int, config: triton.Config, num_chunks: int) -> Any:
-        """Return (first row of A, memory, push) of each product of a call, in scatter order.
+        """Return (first row of A, memory for the product, push) of each product of a call.
 
-        Row blocks of peers are cut as by ``pushes``. The own row block is neither cut nor pushed.
+        Row blocks of peers come first, in the order from rank + 1, in the chunks of ``pushes``. The
+        row block of this rank is one product, which is not pushed.
         """
-        return self._cut(rows, config, num_chunks, self._products)
+        return self._cached(rows, config, num_chunks, self._products)
 
     def expected(self, work_items: int) -> dict[str, list[int]]:
-        """Return the flags that a call with ``work_items`` work items per row block waits for."""
+        """Return the indices of the awaited flags. ``work_items``: number of flags per row block."""
         return {"arrivals": self.flags_of_peers(work_items)}
 
     def free(self) -> None:
@@ -167,14 +169,14 @@ class PartialsBuffer(SlotMemory):
         )  # fmt: skip
         return Scattering(scatter, self.rank, self.num_ranks, slot_argument)
 
-    def _cut(self, rows: int, config: triton.Config, num_chunks: int, make: Any) -> Any:
-        """Return ``make(rows, chunks)`` for the current slot; call it once per slot."""
+    def _cached(self, rows: int, config: triton.Config, num_chunks: int, make: Any) -> Any:
+        """Return ``make(rows, chunks)`` for the current slot, cached per slot and arguments."""
         key = (make.__name__, self.slots.index, rows, id(config), num_chunks)
         known = self._transfers.get(key)
         if known is None:
-            made = make(rows, chunks_of_row_block(config, rows, self._N, num_chunks))
+            transfers = make(rows, chunks_of_row_block(config, rows, self._N, num_chunks))
             # Keep the config alive, because the key contains its id.
-            known = self._transfers[key] = made, config
+            known = self._transfers[key] = transfers, config
         return known[0]
 
     def _pushes(self, rows: int, chunks: Chunks) -> Any:
@@ -187,14 +189,14 @@ class PartialsBuffer(SlotMemory):
             begin = 0
             for chunk, (rows, tiles) in enumerate(zip(chunks.rows, chunks.tiles, strict=True)):
                 counter, end = peer * MAX_CHUNKS + chunk, begin + rows * self._N
-                # Reset the counter before the next use of the slot can count again.
+                # Reset the counter, so that the next use of the slot can count again.
                 yield AwaitFlag(0, counters, counter, tiles)
                 yield SetFlag(0, counters, counter, 0)
                 yield from self._push_chunk(peer, chunk, begin, end)
                 begin = end
 
     def _push_chunk(self, peer: int, chunk: int, begin: int, end: int) -> Iterator[Step]:
-        """Yield the copies of elements ``begin`` to ``end`` of a peer's row block, and its flag."""
+        """Yield the copies of elements ``begin`` to ``end`` of a peer's row block and its flag."""
         target = self.slots["partials"].peers[peer][self.rank * self.slot_stride :]
         yield Copy(0, target[begin:end], self._staging_buffer()[peer][begin:end])
         flags, flag = self.slots["arrivals"].peers[peer], chunk * self.num_ranks + self.rank
@@ -222,7 +224,7 @@ class GEMMReduceScatterTensorParallelContext(SummingContext[PartialsBuffer]):
     Attributes:
         reduce_st: default of ``gemm_rs(reduce_st=…)``.
         exchange: memory of ``"one_launch"`` and ``"serial"``.
-        exchanged_rows: largest M that ``exchange`` can hold.
+        exchanged_rows: maximum M of ``"one_launch"`` and ``"serial"``.
     """
 
     title, function, creator = "GEMM-ReduceScatter", "gemm_rs", "create_gemm_rs_context"
@@ -275,17 +277,17 @@ def create_gemm_rs_context(
     allocates another ``max_M`` * N elements.
 
     Args:
-        max_M: largest number of rows of A, a multiple of ``world_size``.
+        max_M: maximum number of rows of A, a multiple of ``world_size``.
         N: number of columns of B.
         rank: this rank in the group.
         world_size: number of ranks in the group.
         local_world_size: ranks on one host, clamped to ``world_size``.
         output_dtype: dtype of the output, and of A and B unless they are fp8: fp16, bf16 or fp32.
         rs_stream: stream of the copy-engine pushes; default: a high-priority stream of the context.
-        reduce_st: allocate fp32 sums, and by default add each tile to the owner's sum instead of
-            storing one addend per rank. This needs less memory traffic at the end but moves twice
-            the bytes between GPUs for 16-bit dtypes, and is not deterministic. Required for
-            ``gemm_rs(…, reduce_st=True)``.
+        reduce_st: allocate fp32 sums, which ``gemm_rs(…, reduce_st=True)`` requires, and make
+            ``True`` the default of ``gemm_rs``. Each tile is then added to the owner's sum, instead
+            of storing one addend per rank. This takes less memory traffic at the end of a call. For
+            16-bit dtypes it sends twice the bytes between GPUs. The result is not deterministic.
         tp_group: process group; default: the world, or this process alone.
 
     Returns:

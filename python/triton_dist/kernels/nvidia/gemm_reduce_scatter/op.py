@@ -2,7 +2,7 @@
 
 A tensor-parallel layer shards A by columns, [M, K / W] on each of W ranks, and B by rows,
 [K / W, N]. Each rank's product is one addend, and each rank owns M / W rows of the sum. Each
-finished tile travels to the owner of its rows while the next tiles are computed.
+finished tile is sent to the owner of its rows while the next tiles are computed.
 
 Timeline of one call (W = 4), on every rank at the same time:
     GEMM         rank+1's rows │ rank+2's │ rank+3's │ own rows, each tile + the peers' ─ finish
@@ -11,15 +11,16 @@ Timeline of one call (W = 4), on every rank at the same time:
 
 In ``"fused"``, the program that computed a tile stores it into the owner's memory. In
 ``"copy_engine"``, tiles are stored locally and a copy engine pushes each peer's rows in
-``num_chunks`` chunks. In both, the program that computes a local tile waits for the peers' tiles
-and adds them. ``algorithms.py`` has the other algorithms.
+``num_chunks`` chunks. In both algorithms, the program that computes a tile of this rank's rows
+waits for this tile from every peer and adds all of them. ``algorithms.py`` has the other
+algorithms.
 
 Numerics: docs/reference/gemm_rs.md.
 
 Design (docs/explanation/gemm_reduce_scatter.md):
     * A program waits only after it has announced all its tiles for peers, so waits have no cycle.
-    * A TMA store is asynchronous. ``publish_tile`` waits for its completion before it sets the
-      flag; it runs after the next tile is computed, when the store has usually finished.
+    * A TMA store is asynchronous. ``publish_tile`` waits for its completion, and then the flag is
+      set. This happens after the next tile is computed, when the store has usually finished.
     * Calls alternate between two slots, and flags count calls, so a call has no barrier
       (``slots/epochs.py``).
 """
@@ -68,10 +69,10 @@ def gemm_rs(
     use_fast_accum: bool = False,
     accepted_key: tuple[Any, ...] | None = None,
 ) -> torch.Tensor:
-    """Return this rank's rows of the sum of ``A @ B`` over all ranks, plus ``bias``; tuned.
+    """Return this rank's rows of the sum of ``A @ B`` over all ranks, plus ``bias``. Tuned.
 
-    ``docs/reference/gemm_rs.md`` describes the numerics, and the docstring of
-    ``triton_dist.kernels.nvidia`` the rules for calls.
+    ``docs/reference/gemm_rs.md`` describes the numerics. The docstring of
+    ``triton_dist.kernels.nvidia`` has the rules for calls.
 
     Args:
         A: [M, K_per_rank], any strides, dtype of the context or fp8; M is a multiple of the number
@@ -82,20 +83,20 @@ def gemm_rs(
         persistent: use the persistent GEMM kernel (tuned).
         fuse_scatter: older name of ``algorithm``: ``True`` is ``"fused"``, ``False`` is
             ``"copy_engine"``.
-        num_chunks: largest number of chunks in which a copy engine pushes a rank's rows. With
-            ``"serial"``: chunks of the reduce-scatter (tuned).
+        num_chunks: maximum number of chunks in which a copy engine pushes a rank's rows. With
+            ``"serial"``: number of chunks of the reduce-scatter (tuned).
         method: ``algorithm`` as an enum member; kept for scripts of Triton-distributed.
         bias: [N], contiguous; added once to each row of this rank.
-        reduce_st: add tiles to one fp32 sum on the owner, only with ``"fused"``. Default:
-            ``ctx.reduce_st``.
+        reduce_st: add tiles to a single fp32 sum on the owner rank, instead of storing one addend
+            per rank. Only ``"fused"`` supports this. Default: ``ctx.reduce_st``.
         straggler_option: ``(rank, cycles)``: delay ``rank`` by ``cycles`` clock cycles, for tests.
-        num_ctas: programs of the reduce-scatter of ``"serial"`` (tuned).
-        block_bytes: bytes that one of these programs moves per step (tuned).
+        num_ctas: number of programs of the reduce-scatter of ``"serial"`` (tuned).
+        block_bytes: bytes that one of these programs moves at a time (tuned).
         algorithm: ``"fused"`` (default without tuning), ``"one_launch"`` or ``"serial"`` (both for
             M <= ``ctx.exchanged_rows``), ``"copy_engine"``, ``"row_blocks"``, ``"collective"`` or
             ``"async_tp"`` (tuned).
         A_scale, B_scale, use_fast_accum: as in ``matmul``, for fp8 operands. The output has the
-            context's dtype. All ranks use one recipe.
+            context's dtype. All ranks must use scales of equal granularity.
         accepted_key: reserved for the tuner.
 
     Returns:
