@@ -1,6 +1,6 @@
 """All-to-all of rows that are sorted by expert, under the names of Triton-distributed's scripts.
 
-Rows are sent by ``ep_dispatch`` with one expert per row. New programs call ``ep_dispatch``.
+``ep_dispatch`` sends the rows, with one expert per row. New programs should call ``ep_dispatch``.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from triton_dist.kernels.nvidia.expert_parallel import Received, create_ep_conte
 class RowContext:
     """Context that sends each row to one expert. Creation is collective over the world.
 
-    Rows of a dtype that ``ep_dispatch`` does not support are sent as float16, bit for bit.
+    Rows of a dtype that ``ep_dispatch`` does not support are sent as float16, without converting
+    their bits.
 
     Args:
-        max_rows, capacity: largest numbers of rows that a rank sends in total, and to any one rank.
+        max_rows: maximum number of rows that a rank sends in a call.
+        capacity: maximum number of rows that a rank sends to one rank in a call.
+        hidden: elements of a row.
     """
 
     def __init__(
@@ -37,7 +40,10 @@ class RowContext:
     def send(
         self, rows: torch.Tensor, experts: torch.Tensor, scales: torch.Tensor | None = None
     ) -> Received:
-        """Send each row, and its scale if given, to the rank of its expert; -1: do not send."""
+        """Send each row, and its scale if passed, to the rank of its expert.
+
+        Rows with expert -1 are not sent.
+        """
         weights = None if scales is None else scales[:, None]
         return ep_dispatch(rows.view(self.wire_dtype), experts[:, None], self.ep, weights)
 
@@ -47,8 +53,9 @@ class RowContext:
 
 
 def chunk_of_rows(splits: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
-    """Return rows 0 to ``size`` - 1, the chunk of each, its index in the chunk, and whether it is
-    in a chunk.
+    """Return, for rows 0 to ``size`` - 1: (row, its chunk, index in the chunk, is in a chunk).
+
+    Chunk i has ``splits[i]`` consecutive rows.
     """
     ends = splits.cumsum(0)
     row = torch.arange(size, device=splits.device)
@@ -60,8 +67,8 @@ class AllToAllContext(RowContext):
     """Context of ``fast_all_to_all``. Creation is collective over the world.
 
     Args:
-        max_m: largest number of rows that a rank sends to one rank.
-        hidden: elements of a row, which has an even number of bytes.
+        max_m: maximum number of rows that a rank sends to one rank.
+        hidden: elements of a row, which must have an even number of bytes.
         rank, WORLD_SIZE: this rank, and the number of ranks, all on one host.
         num_tot_experts: experts of all ranks, a multiple of ``WORLD_SIZE``.
         experts_per_rank: ``num_tot_experts / WORLD_SIZE``.
@@ -73,7 +80,7 @@ class AllToAllContext(RowContext):
         experts_per_rank: int, dtype: torch.dtype = torch.bfloat16,
         scale_dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
-        # A rank that received more than max_m rows may return them all.
+        # A rank may receive max_m rows from every rank, and must be able to send them back.
         rows = WORLD_SIZE * max_m
         super().__init__(rank, WORLD_SIZE, rows, max_m, hidden, num_tot_experts, dtype)
         self.max_m, self.num_slots, self.num_tot_experts = max_m, rows, num_tot_experts
@@ -89,7 +96,9 @@ def fast_all_to_all(
     send_split_cumsum: torch.Tensor,
     send_scale: torch.Tensor | None,
 ) -> list[torch.Tensor | None]:
-    """Send rows that are sorted by expert to the ranks of the experts. Tuned; does not synchronise.
+    """Send rows that are sorted by expert to the ranks of the experts. Tuned.
+
+    The call does not wait for the device.
 
     Args:
         ctx: context of ``create_all_to_all_context``.
@@ -98,9 +107,9 @@ def fast_all_to_all(
         send_scale: [rows], a scale of each row, or ``None``.
 
     Returns:
-        Three values. int32 [num_tot_experts]: received rows for each (source rank, local expert).
-        [WORLD_SIZE * max_m, hidden]: rows of rank r from row r * max_m, valid until the next call.
-        [WORLD_SIZE * max_m]: their scales, or ``None``.
+        Three values. int32 [num_tot_experts]: number of received rows for each (source rank, local
+        expert). [WORLD_SIZE * max_m, hidden]: received rows; rows of rank r begin at row r * max_m;
+        valid until the next call. [WORLD_SIZE * max_m]: scales of these rows, or ``None``.
     """
     _, expert, _, is_used = chunk_of_rows(send_split_cumsum.diff(), len(send_tensor))
     expert = torch.where(is_used, expert, -1).int()
@@ -109,7 +118,7 @@ def fast_all_to_all(
     if received.weights is not None:
         rows = received.row_of_position
         is_used = torch.arange(len(rows), device=rows.device) < received.ends[-1]
-        # Positions without a row write to one extra element, which is cut off below.
+        # Unused positions write to one additional element, which is removed below.
         scales = received.weights.new_zeros(ctx.num_slots + 1)
         scales[torch.where(is_used, rows, ctx.num_slots)] = received.weights
         scales = scales[:-1].to(ctx.scale_dtype)
@@ -122,7 +131,7 @@ def all_to_all_post_process(
     recv_buffer: torch.Tensor,
     scale_buffer: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the results of ``fast_all_to_all`` without gaps. Synchronises."""
+    """Return the rows and scales of ``fast_all_to_all`` without gaps. Waits for the device."""
     numbers = input_splits.view(ctx.ep.num_ranks, -1).sum(1).tolist()
 
     def packed(buffer: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""Index tensors that sort MoE routes by expert, under the names of Triton-distributed's scripts."""
+"""Index tensors that sort MoE routes by expert, under the names of Triton-distributed's scripts.
+
+A route is a pair of a token and an expert that was chosen for it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def calc_gather_scatter_index_triton(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sort routes by expert and pad the rows of each expert to ``alignment_by_expert``.
 
-    The result is deterministic. The function does not synchronise with the device.
+    The result is deterministic. The function does not wait for the device.
 
     Args:
         chosen_experts: [M, topk], int32 or int64, contiguous. Ids outside 0 to ``nexperts`` - 1
@@ -51,7 +54,7 @@ def calc_gather_scatter_index_triton(
     flat = chosen_experts.flatten()
     has_row = (flat >= 0) & (flat < nexperts)
     rows = blocks.rows + shifts[flat.clamp(0, nexperts - 1)]
-    # Routes without a row write to one extra element, which is cut off below.
+    # Routes without a row write to one additional element, which is removed below.
     gather = counts.new_full((max_tiles * align + 1,), NO_ROUTE)
     gather[torch.where(has_row, rows, max_tiles * align)] = torch.arange(
         M, dtype=torch.int32, device=flat.device
@@ -70,9 +73,10 @@ def sort_topk_ids_align_block_size(
     num_local_ranks: int,
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort the routes of all ranks by expert, and the row tiles by the rank they wait for.
+    """Sort the routes of all ranks by expert, and the tiles of rows in the order of arrival.
 
-    Tiles that need only rows of ``rank`` come first, then tiles of the next ranks in order.
+    Shards arrive in the order rank, rank + 1, …. Tiles that need only rows of ``rank`` come first,
+    then tiles that also need rows of the next rank, and so on.
 
     Args:
         topk_ids: [M, topk]; the M / ``num_ranks`` tokens of rank 0, then of rank 1, and so on.
@@ -86,8 +90,8 @@ def sort_topk_ids_align_block_size(
         Six int32 tensors:
 
         * gather_index: see ``calc_gather_scatter_index_triton``;
-        * four tensors with an entry for each tile in order of arrival: the expert, the index of the
-            tile among the row tiles, the first and the last rank whose tokens the tile contains;
+        * four tensors with an entry for each tile in the order of arrival: the expert; the index of
+            the tile in ``gather_index``; the smallest and the largest rank with tokens in the tile;
         * the number of tiles in use, [1].
 
     Raises:
@@ -108,8 +112,8 @@ def sort_topk_ids_align_block_size(
     first = torch.where(has_route, tiles, NO_ROUTE).amin(1) // routes
     last = torch.where(has_route, tiles, -1).amax(1) // routes
     # Shards arrive in the order rank, …, num_ranks - 1, 0, …, rank - 1. A tile waits for the shards
-    # first to last. If they include rank - 1, it arrives last. Otherwise they do not span the wrap
-    # from rank - 1 to rank, and ``last`` arrives last.
+    # ``first`` to ``last``. If rank - 1 is among them, its shard arrives last. Otherwise all of
+    # them are on one side of rank, and the shard of ``last`` arrives last.
     previous_rank = (rank - 1) % num_ranks
     awaited_rank = torch.where(
         (first <= previous_rank) & (previous_rank <= last), previous_rank, last

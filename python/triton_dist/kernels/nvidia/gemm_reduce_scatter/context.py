@@ -123,7 +123,7 @@ class PartialsBuffer(SlotMemory):
         return self._cached(rows, config, num_chunks, self._products)
 
     def expected(self, work_items: int) -> dict[str, list[int]]:
-        """Return the indices of the awaited flags. ``work_items``: number of flags per row block."""
+        """Return the indices of the awaited flags. ``work_items``: flags per row block."""
         return {"arrivals": self.flags_of_peers(work_items)}
 
     def free(self) -> None:

@@ -45,8 +45,8 @@ from triton_dist.runtime.launch import BoundedDict, Launch
 ORDERS = ("route", "sorted")
 SILU_MUL = "silu_mul"
 ROUTES_OF_ROW = {"gathered": 1, "position": 0}
-"""``routes_of_row`` of ``grouped_product`` by the kind of rows of a ``Positions``."""
-# Signatures that passed the checks: a check takes several us, a lookup less.
+"""``routes_of_row`` of ``grouped_product``, by ``GroupedKey.rows`` of ``Positions``."""
+# Signatures of operands that passed the checks: checking takes several us, a lookup less.
 _CHECKED_KEYS: BoundedDict[Any, Any] = BoundedDict()
 
 
@@ -93,10 +93,10 @@ def checks(
 
 
 class GroupedKey(NamedTuple):
-    """All that a tuning depends on."""
+    """Tuning key of a call."""
 
     M: int
-    """Tokens; bucketed."""
+    """Number of tokens. One tuning serves a range of M."""
     N: int
     K: int
     E: int
@@ -105,8 +105,8 @@ class GroupedKey(NamedTuple):
     layout: str
     """Memory layout of B."""
     rows: str
-    """Kind of the rows of A: ``"token"`` or ``"route"``, or for positions ``"gathered"``
-    or ``"position"``."""
+    """What a row of A belongs to: ``"token"`` or ``"route"``. With ``Positions``: ``"position"``,
+    or ``"gathered"`` if ``Positions.rows`` gives the row of each position."""
     order: str
     activation: str | None
 
@@ -121,7 +121,7 @@ class GroupedKey(NamedTuple):
         activation: str | None = None,
         **scales: Any,
     ) -> GroupedKey:
-        """Return the key of a call; a ``ScaledKey`` for fp8 operands.
+        """Return the key of a call, which is a ``ScaledKey`` for fp8 operands.
 
         Raises:
             InvalidArgument: shapes, dtypes or devices do not match.
@@ -137,8 +137,10 @@ class GroupedKey(NamedTuple):
             if rows == "route" and len(A) == M:
                 rows = "token"
             E, K, N = B.shape
-            plain = cls(M, N, K, E, topk, A.dtype, weights_layout(B), rows, order, activation)
-            return scaling.key_of(plain, A, B)
+            unscaled_key = cls(
+                M, N, K, E, topk, A.dtype, weights_layout(B), rows, order, activation
+            )
+            return scaling.key_of(unscaled_key, A, B)
 
         device = current_device().torch_device
         signature = operand_signature(B, A, B, routing), device, of_positions
@@ -190,7 +192,7 @@ class Call(OpCall):
         return self.A.new_empty(self.topk_ids.numel(), self.width, dtype=self.output_dtype)
 
     def blocks(self, block_m: int) -> BlockMap:
-        """Return the map from routes to tiles; its launches have not run yet."""
+        """Return the map from routes (pairs of token and expert) to tiles, before its launches."""
         if isinstance(self.topk_ids, Positions):
             return tiles_of_positions(self.topk_ids, block_m)
         return block_map(self.topk_ids, self.key.E, block_m)
@@ -255,13 +257,13 @@ class Library(Algorithm[Call, GroupedKey]):
 
     def compile(self, call: Call) -> None:
         if isinstance(call.topk_ids, Positions):
-            for _, copy in self._gathered(call, call.topk_ids):
-                copy.compile()
+            for _, gather in self._gathered(call, call.topk_ids):
+                gather.compile()
             return
         blocks, routes = call.blocks(ROWS_OF_SINGLE_TILE), call.topk_ids.numel()
         C = call.empty_product()
         copies = gather_rows(call.A, call.A.new_empty(routes, call.key.K), blocks)
-        for launch in (*blocks.launches, copies, self._end(call, C, blocks)[1]):
+        for launch in (*blocks.launches, copies, self._in_order(call, C, blocks)[1]):
             launch.compile()
 
     def run(self, call: Call) -> torch.Tensor:
@@ -269,7 +271,7 @@ class Library(Algorithm[Call, GroupedKey]):
             return self._activated(call, self._product_of_positions(call, call.topk_ids))
         blocks = call.blocks(ROWS_OF_SINGLE_TILE).queue()
         C = sorted_product(call.A.detach(), call.B.detach(), blocks, call.scales, call.key)
-        out, last = self._end(call, self._activated(call, C), blocks)
+        out, last = self._in_order(call, self._activated(call, C), blocks)
         last.run()
         return out
 
@@ -283,26 +285,29 @@ class Library(Algorithm[Call, GroupedKey]):
     def _product_of_positions(self, call: Call, positions: Positions) -> torch.Tensor:
         rows, scales = call.A.detach(), call.scales
         gathered = self._gathered(call, positions)
-        for _, copy in gathered:
-            copy.run()
+        for _, gather in gathered:
+            gather.run()
         if gathered:
-            (rows, _), *of_scales = gathered
-            for out, _ in of_scales:
+            (rows, _), *gathered_scales = gathered
+            for out, _ in gathered_scales:
                 scales = scales and scales._replace(a=out)
         blocks = call.blocks(ROWS_OF_SINGLE_TILE)
         return multiply_sorted(rows, call.B.detach(), blocks, scales, call.key)
 
     @staticmethod
     def _gathered(call: Call, positions: Positions) -> list[tuple[torch.Tensor, Launch]]:
-        """Return rows of A and scales per position, each with the launch that gathers them."""
+        """Return pairs of (memory, launch) that gather the rows of A, and the scales, by position.
+
+        If the rows of A are already in the order of positions, return an empty list.
+        """
         if positions.rows is None:
             return []
         scales = [] if call.scales is None else [call.scales.a.contiguous()]
         return [gather_positions(positions, each) for each in (call.A.detach(), *scales)]
 
     @staticmethod
-    def _end(call: Call, C: torch.Tensor, blocks: BlockMap) -> tuple[torch.Tensor, Launch]:
-        """Return the result, and the launch that puts its rows into the required order."""
+    def _in_order(call: Call, C: torch.Tensor, blocks: BlockMap) -> tuple[torch.Tensor, Launch]:
+        """Return the result, and the launch that stores its rows in the order ``call.order``."""
         if call.order == "sorted":
             return C, clear_padding_rows(C, blocks)
         out = torch.empty_like(C)

@@ -4,23 +4,24 @@ A token goes to ``topk`` experts. Each pair of token and expert is a *route* and
 output: the token's row of A times its expert's weights.
 
 Algorithms:
-    * ``"tiled"``: three launches. Two map routes to tiles (``common/moe/routing.py``); the third
-      multiplies (``common/moe/product.py``). The third loads the rows of A by route and stores each
-      result at its final position, so no launch copies rows.
-    * ``"library"``: copy the rows in expert order, call ``torch.nn.functional.grouped_mm``, copy
-      the results. It is a candidate only if torch has a native kernel: for bf16 on compute
-      capability 9.0. Otherwise torch loops on the host over the experts' row counts, which a CUDA
-      graph cannot capture.
+    * ``"tiled"``: three launches. Two launches map routes to tiles (``common/moe/routing.py``); the
+      third multiplies (``common/moe/product.py``). The third launch gathers the rows of A while it
+      loads them and stores each result in its final row, so no launch copies rows.
+    * ``"library"``: copy the rows sorted by expert, call ``torch.nn.functional.grouped_mm``, and
+      copy the results to the order of routes. It is tried only if torch has a native kernel: for
+      bf16 and fp8 on compute capability 9.0. Otherwise torch loops on the host over the experts'
+      row counts, which a CUDA graph cannot capture.
 
-Routing runs on the device: nothing synchronises, and a captured graph serves any ids. Dropped
-tokens and padding give rows of zeros.
+Routing runs on the device: nothing waits for the device, and a captured graph serves any ids.
+Dropped tokens give rows of zeros.
 
 Design:
-    * The kernel is bound by reading weights. The rows of an expert are contiguous, the tile height
-      is tuned, and tiles of one expert run one after another, so its weights stay in the L2 cache.
+    * The time to read the weights limits the kernel. The rows of an expert are contiguous,
+      BLOCK_SIZE_M is tuned, and tiles of one expert run one after another, so that its weights stay
+      in the L2 cache.
     * The GEMM gathers rows while it loads. A separate copy took 68 to 432 us of 682 to 997 us (8192
       tokens, H200, bf16, Mixtral 8x7B and DeepSeek-V3 on 8 ranks).
-    * Sorting with torch takes 150 to 290 us, and torch's counting cannot be captured.
+    * Sorting with torch takes 150 to 290 us, and torch's counting cannot be captured in a graph.
 """
 
 from __future__ import annotations
@@ -74,8 +75,9 @@ def grouped_gemm(
 ) -> torch.Tensor:
     """Multiply, for each route, its row of A by the weights of its expert. Each rank tunes alone.
 
-    Products are accumulated in fp32; fp32 operands obey ``torch.backends.cuda.matmul.allow_tf32``.
-    Equal ids, operands and configs give equal bits. fp8 operands are multiplied by their scales.
+    Products are accumulated in fp32. ``torch.backends.cuda.matmul.allow_tf32`` applies to fp32
+    operands. Equal ids, operands and configs give bitwise equal results. fp8 operands are
+    multiplied by their scales.
 
     Args:
         A: [M, K], one row per token, or [M * topk, K], one row per route; unit stride along K;
@@ -84,27 +86,29 @@ def grouped_gemm(
             A, any strides. If the stride along K or N is 1 and the other strides are multiples of
             16 bytes, the kernel may use TMA; otherwise it reads through pointers.
         topk_ids: [M, topk], int32 or int64, contiguous, topk <= 10. An id outside 0 to E - 1 is a
-            dropped token: its row is zero. Alternatively the ``positions`` that ``ep_dispatch``
-            returned: the result then has a row per position, and rows of unused positions are
-            undefined.
+            dropped token: its row is zero. Instead of ids, ``topk_ids`` may be the ``positions`` of
+            a result of ``ep_dispatch``. The output then has a row per position, and rows of unused
+            positions are undefined.
         order: order of the output rows. ``"route"``: row ``t * topk + j`` is choice j of token t.
             ``"sorted"``: by expert, then by route; dropped tokens last.
         activation: ``"silu_mul"``: the columns are gate and up projections, and the result is
             ``silu(left half) * right half``, computed in fp32.
         gemm_config: tile sizes of ``"tiled"`` (tuned).
         algorithm: ``"tiled"`` (default) or ``"library"`` (tuned).
-        A_scale, B_scale: fp32 scales of fp8 operands, for the whole tensor, by row of A and column
-            of B, or by blocks of 128. ``triton_dist.kernels.common.moe.scales`` lists the layouts.
-        out_dtype: bf16 (default), fp16 or fp32 for fp8 operands; else A's dtype.
+        A_scale, B_scale: fp32 scales of fp8 operands: one per tensor, one per row of A and column
+            of B, or one per block of 128. ``triton_dist.kernels.common.gemm.scales`` lists the
+            layouts.
+        out_dtype: bf16 (default), fp16 or fp32 for fp8 operands; otherwise A's dtype.
         use_fast_accum: see ``matmul``.
-        routing_skew: hint for the tuner, part of the tuning key. In addition to the call's ids, the
-            tuner measures ids drawn at random from a uniform (``"even"``) or a Zipf distribution
-            (``"zipf"``, exponent 1.2), or equal for all tokens (``"same_experts"``). By default it
-            measures batches of as many tokens, drawn with replacement from the call's tokens.
+        routing_skew: how unevenly tokens choose experts, for the tuner; part of the tuning key. In
+            addition to the call's ids, the tuner measures random ids: all experts equally probable
+            (``"even"``) or by Zipf's law with exponent 1.2 (``"zipf"``); or ids that are equal for
+            all tokens (``"same_experts"``). Default: ids of M tokens that are drawn from the call's
+            tokens with replacement.
         accepted_key: reserved for the tuner.
 
     Returns:
-        [M * topk or positions, N], or N / 2 columns with an activation; ``out_dtype``.
+        [M * topk, N], or one row per position; N / 2 columns with an activation; ``out_dtype``.
 
     Raises:
         InvalidArgument: an argument is out of range, or shapes, dtypes or devices do not match.

@@ -1,4 +1,7 @@
-"""Contexts of the ops that end an MoE layer."""
+"""Contexts of the ops that end an MoE layer: grouped GEMM, and sums over choices and ranks.
+
+"Choices" are the topk experts of a token.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,10 @@ from triton_dist.runtime.ranks import Group
 
 PUSH = "push"
 EXCHANGED_BYTES = 64 << 20
-"""Largest sum over choices, in bytes, that one launch scatters. Copy engines are faster above."""
+"""Maximum bytes of the sums of a rank for our reduce-scatter in one launch. For more bytes, copy
+engines are faster."""
 _MIN_LARGE_BYTES = 1 << 20
-"""Shard size in bytes from which the number of bytes in flight determines the speed."""
+"""Bytes of a shard from which large launch parameters are used, for many bytes in flight."""
 _LARGE_SCATTER, _LARGE_GATHER = LaunchParams(128, 16384), LaunchParams(64, 16384)
 
 
@@ -142,7 +146,8 @@ class MoEReduceARContext(MoESumContext):
 
         The output has whole shards, so the last shard may end after row M.
         """
-        max_M = triton.next_power_of_2(M)  # equal on ranks whose M lies in one bucket
+        # Round up, so that ranks with slightly different M launch the kernel that detects this.
+        max_M = triton.next_power_of_2(M)
         is_large = max_M * rows.shape[1] * rows.element_size() >= _MIN_LARGE_BYTES * self.num_ranks
         params = _LARGE_GATHER if is_large else params_for_device()
         return all_gather_exchange(rows, self.num_ranks, params, M)
@@ -163,20 +168,20 @@ def create_moe_rs_context(
 ) -> MoEReduceRSContext:
     """Create the context of ``run_moe_reduce_rs``. Collective over ``tp_group``.
 
-    Allocates per rank about 2 * M * ``hidden_dim`` elements, where M is the largest number of
-    tokens. Sums that one launch scatters need another 2 * M * ``hidden_dim`` (at most 128 MB).
+    Allocates per rank about 2 * M * ``hidden_dim`` elements, where M is the maximum number of
+    tokens, and as many again (at most 128 MB) for sums that one launch scatters.
 
     Args:
         rank: this rank in the group.
         world_size: number of ranks in the group.
         local_world_size: ranks on one host, clamped to ``world_size``.
-        max_token_num: largest number of *routes* (tokens times ``topk``). The number of tokens is a
-            multiple of ``world_size``.
+        max_token_num: maximum number of *routes* (tokens times ``topk``), not of tokens. The number
+            of tokens must be a multiple of ``world_size``.
         hidden_dim: number of columns of the result.
         num_experts: number of experts, 1 to 512.
         topk: experts per token, 1 to 10.
         input_dtype: dtype of x, the weights and the result: fp16, bf16 or fp32.
-        n_chunks_max: largest number of column chunks of a call.
+        n_chunks_max: maximum number of chunks of columns of a call.
         tp_group: process group; default: the world, or this process alone.
 
     Returns:
@@ -208,12 +213,13 @@ def create_moe_ar_context(
 ) -> MoEReduceARContext:
     """Create the context of ``run_moe_reduce_ar``. Collective over ``tp_group``.
 
-    Allocates per rank about 2 * P + max(4 * P, 2 * ``world_size`` * min(P, 4 MB)), where P is the
-    size in bytes of the result for the largest number of tokens. Packets need another
-    4 * ``world_size`` * min(P, 256 KB), from three ranks on at least 8 * min(P, 2 MB).
+    Allocates per rank about 2 * P + max(4 * P, 2 * ``world_size`` * min(P, 4 MB)) bytes. P is the
+    number of bytes of the result for the maximum number of tokens. Packets need another
+    4 * ``world_size`` * min(P, 256 KB) bytes; with three or more ranks at least 8 * min(P, 2 MB).
 
     Args:
-        max_token_num: largest number of *routes* (tokens times ``topk``), for any number of tokens.
+        max_token_num: maximum number of *routes* (tokens times ``topk``), not of tokens. The number
+            of tokens need not be a multiple of ``world_size``.
         rank, world_size, local_world_size: see ``create_moe_rs_context``.
         hidden_dim, num_experts, topk, input_dtype: see ``create_moe_rs_context``.
         n_chunks_max, tp_group: see ``create_moe_rs_context``.

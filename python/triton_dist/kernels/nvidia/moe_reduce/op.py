@@ -10,24 +10,26 @@ Timeline of one call with 3 chunks of columns, on every rank at the same time:
     main stream   map │ GEMM 0 │ sum 0 │ GEMM 1 │ sum 1 │ GEMM 2 │ sum 2 │ add all chunks
     copy engines                       └ → owners       └ → owners       └ → owners
 
-*map* sorts routes by expert, on the device. *sum* adds the choices of a token in fp32.
+*map* sorts routes by expert, on the device. *sum* adds the routes of each token (its *choices*) in
+fp32.
 
 Algorithms:
-    * ``"chunks"``: the timeline above. With one chunk, nothing overlaps, but no SM sends. For an
-      all-reduce, one more launch sends each rank's tokens to all ranks.
+    * ``"chunks"``: the timeline above. With one chunk, nothing overlaps, but copy engines, not SMs,
+      send the sums. For an all-reduce, one more launch sends each rank's tokens to all ranks.
     * ``"serial"``: the whole GEMM and sum, then our reduce-scatter, our one-shot or two-shot
-      all-reduce, or the group's collective. For few tokens also one launch that adds the choices
-      while it loads (``common/moe/topk_exchange.py``).
-    * ``"library"``: like ``"serial"``, with torch's grouped GEMM. Tried for bf16 on compute
+      all-reduce, or ``torch.distributed``. For few tokens, one launch can add the choices and
+      exchange the sums (``common/moe/topk_exchange.py``).
+    * ``"library"``: like ``"serial"``, with torch's grouped GEMM. Tried for bf16 and fp8 on compute
       capability 9.0, where torch has a native kernel.
 
 Numerics: docs/reference/run_moe_reduce_rs.md.
 
 Design:
-    * Columns are cut into chunks, not tokens: each chunk of tokens would read all weights again.
-    * Choices are added before the transfer: M rows travel instead of M * topk.
-    * Route weights are not applied in the GEMM's epilogue, which would round before the sum.
-    * Only the products of one chunk are kept, so narrow chunks stay in the L2 cache until the sum.
+    * The columns are divided into chunks. Chunks of tokens would each read all weights again.
+    * Choices are added before the transfer, so M rows are sent instead of M * topk.
+    * Route weights are not applied in the GEMM's epilogue, because it rounds before the sum.
+    * All chunks use one memory for their products, so the products of narrow chunks stay in the L2
+      cache until the sum.
 """
 
 from __future__ import annotations
@@ -76,29 +78,30 @@ def run_moe_reduce_rs(
     routing_skew: str | None = None,
     accepted_key: Any = None,
 ) -> torch.Tensor:
-    """Return this rank's tokens of the weighted sum over ranks and choices; tuned over all ranks.
+    """Return this rank's tokens of the weighted sum over ranks and choices. Tuned over all ranks.
 
-    The summand of a route is ``expert_weight * (x @ weights[expert])``. Results are deterministic
-    except with ``reduction="collective"``. Routing runs on the device: a captured graph serves any
-    ids. The rules for calls are in the docstring of ``triton_dist.kernels.nvidia``.
+    Choices are the topk experts of a token. Each choice adds ``expert_weight * (x @
+    weights[expert])``. Results are deterministic except with ``reduction="collective"``. Routing
+    runs on the device, so a captured graph serves any ids. The rules for calls are in the docstring
+    of ``triton_dist.kernels.nvidia``.
 
     Args:
         x: [M * topk, K_per_rank], dtype of the context or fp8, unit stride along K. Row
             ``t * topk + j`` is choice j of token t. M is a multiple of the number of ranks.
-        weights: [E, K_per_rank, N], any strides. TMA requires unit stride along K or N, and
-            multiples of 16 bytes in the other dimensions; otherwise the kernel reads through
-            pointers. If x is fp8, weights are e4m3 with unit stride along K.
+        weights: [E, K_per_rank, N], any strides. TMA requires unit stride along K or N, and other
+            strides that are multiples of 16 bytes; otherwise the kernel reads through pointers. If
+            x is fp8, weights are e4m3 with unit stride along K.
         chosen_experts: [M, topk], int32 or int64, contiguous, equal on all ranks (checked at the
             first call of a key). An id outside 0 to E - 1 is a dropped token and adds nothing.
         expert_weight: [M, topk], fp16, bf16 or fp32, contiguous, equal on all ranks.
         ctx: context of ``create_moe_rs_context``.
-        n_chunks: older name of ``num_chunks``; the other arguments are then tuned for this value.
+        n_chunks: older name of ``num_chunks``. If passed, other arguments are tuned for this value.
         persistent: ignored; the grouped GEMM is always persistent.
         config: older name of ``gemm_config``: at least BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K.
         gemm_config: tile sizes of our grouped GEMM (tuned).
-        num_chunks: chunks of columns, at most (tuned).
-        reduction: reduce-scatter of ``"serial"`` and ``"library"``: ``"push"`` (sums up to 64 MB),
-            ``"topk_exchange"`` (up to 4 MB) or ``"collective"`` (tuned).
+        num_chunks: maximum number of chunks of columns (tuned).
+        reduction: reduce-scatter of ``"serial"`` and ``"library"``: ``"push"`` (for sums of up to
+            64 MB), ``"topk_exchange"`` (up to 4 MB) or ``"collective"`` (tuned).
         algorithm: ``"chunks"`` (default), ``"serial"`` or ``"library"`` (tuned).
         A_scale, B_scale, use_fast_accum: scales of fp8 operands x and weights, see
             ``grouped_gemm``. The result has the dtype of the context.
@@ -132,8 +135,8 @@ def run_moe_reduce_rs_triton_non_overlap(
 ) -> torch.Tensor:
     """Return the result of ``run_moe_reduce_rs`` without overlap or context, over the world.
 
-    Calls ``grouped_gemm``, which each rank tunes alone, the sum over choices, and the group's
-    reduce-scatter.
+    Calls ``grouped_gemm``, which each rank tunes alone, then the sum over choices, then the
+    reduce-scatter of ``torch.distributed``.
 
     Args:
         x, weights, chosen_experts, expert_weight: see ``run_moe_reduce_rs``.
@@ -179,18 +182,18 @@ def run_moe_reduce_ar(
     routing_skew: str | None = None,
     accepted_key: Any = None,
 ) -> torch.Tensor:
-    """Return the weighted sum over ranks and choices on every rank; tuned over all ranks.
+    """Return the weighted sum over ranks and choices on every rank. Tuned over all ranks.
 
-    The summand of a route is ``expert_weight * (x @ weights[expert])``. Except with
-    ``reduction="collective"``, all ranks and all calls give the same bits. Routing runs on the
-    device: a captured graph serves any ids. The rules for calls are in the docstring of
-    ``triton_dist.kernels.nvidia``.
+    Choices are the topk experts of a token. Each choice adds ``expert_weight * (x @
+    weights[expert])``. Except with ``reduction="collective"``, the result is bitwise equal on all
+    ranks and in all calls. Routing runs on the device, so a captured graph serves any ids. The
+    rules for calls are in the docstring of ``triton_dist.kernels.nvidia``.
 
     Args:
         x: [M * topk, K_per_rank], dtype of the context or fp8, unit stride along K; any M >= 1.
         ctx: context of ``create_moe_ar_context``.
         reduction: all-reduce of ``"serial"`` and ``"library"``: ``"two_shot"``, ``"one_shot"`` or
-            ``"topk_exchange"`` (both for sums up to 4 MB), or ``"collective"`` (tuned).
+            ``"topk_exchange"`` (for sums of up to 4 MB each), or ``"collective"`` (tuned).
         weights, chosen_experts, expert_weight, n_chunks, persistent: see ``run_moe_reduce_rs``.
         config, gemm_config, num_chunks, algorithm, accepted_key: see ``run_moe_reduce_rs``.
         A_scale, B_scale, use_fast_accum, routing_skew: see ``run_moe_reduce_rs``.
@@ -219,8 +222,8 @@ def run_moe_reduce_ar_triton_non_overlap(
 ) -> torch.Tensor:
     """Return the result of ``run_moe_reduce_ar`` without overlap or context, over the world.
 
-    Calls ``grouped_gemm``, which each rank tunes alone, the sum over choices, and the group's
-    all-reduce.
+    Calls ``grouped_gemm``, which each rank tunes alone, then the sum over choices, then the
+    all-reduce of ``torch.distributed``.
 
     Args:
         x, weights, chosen_experts, expert_weight: see ``run_moe_reduce_ar``.

@@ -1,7 +1,6 @@
 """Algorithms of all-gather and reduce-scatter, which differ only in their kernels.
 
-A *shard* is the part that one rank owns: x of an all-gather, the result of a reduce-scatter. The
-*whole* is the concatenation of all ranks' shards.
+A *shard* is the part that one rank owns: x of an all-gather, the result of a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from triton_dist.kernels.nvidia.shard_collectives.context import (
 )
 from triton_dist.runtime.device import current_device
 
-# Bytes from which copy engines are worth trying: each copy needs some us to start.
+# Minimum bytes of all shards for copy engines, because a copy takes some us to start.
 _MIN_COPY_ENGINE_BYTES = 1 << 20
 _PUSHED_PARAMS = tuple(
     LaunchParams(ctas, 16384, chunks) for ctas in (16, 64) for chunks in (1, 2, 4)
@@ -52,7 +51,7 @@ _PUSHED_PARAMS = tuple(
 
 
 class ShardMethod(enum.Enum):
-    """Base of both ops' enums, whose values are names of algorithms."""
+    """Base class of the enums of both ops, whose values are names of algorithms."""
 
     __repr__ = enum.Enum.__str__
 
@@ -61,34 +60,35 @@ class GatherMethod(ShardMethod):
     """Algorithm of an all-gather."""
 
     PUSH = "push"
-    """Programs store into every peer's memory and copy out what arrives, in one launch."""
+    """In one launch, programs store x into every peer's memory and copy received shards to the
+    output."""
     COPY_ENGINE = "copy_engine"
-    """Copy engines push shards; a kernel copies them out as they arrive. For large tensors."""
+    """Copy engines push shards; a kernel copies them to the output. For large tensors."""
     COLLECTIVE = "collective"
-    """The group's all-gather (NCCL; gloo on CPU ranks)."""
+    """All-gather by ``torch.distributed`` (NCCL; gloo on CPU ranks)."""
 
 
 class ReduceScatterMethod(ShardMethod):
     """Algorithm of a reduce-scatter."""
 
     PUSH = "push"
-    """Programs store addends into the owners' memory; the owners add them. One launch."""
+    """In one launch, programs store each shard of x into its owner's memory, and the owner adds."""
     COPY_ENGINE = "copy_engine"
     """Copy engines push the addends, and a kernel adds them as they arrive. For large tensors."""
     COLLECTIVE = "collective"
-    """The group's reduce-scatter (NCCL; gloo on CPU ranks)."""
+    """Reduce-scatter by ``torch.distributed`` (NCCL; gloo on CPU ranks)."""
 
 
 class Sizes(NamedTuple):
-    """Sizes that decide which configs are worth trying."""
+    """Sizes that determine which configs are worth trying."""
 
     shard_nbytes: int
     num_ranks: int
     requested: str | None
-    """Algorithm that the caller's keywords require, or ``None``."""
+    """Algorithm that the keyword ``method`` selects, or ``None``."""
 
 
-@dataclass(eq=False, repr=False)  # not frozen: created per call, and freezing costs 1 us
+@dataclass(eq=False, repr=False)  # not frozen, because that would take 1 us more per call
 class ShardsCall(OpCall):
     """One call: the arguments of both ops. Each op has a subclass with its kernels."""
 
@@ -106,9 +106,9 @@ class ShardsCall(OpCall):
     algorithms: ClassVar[Algorithms[Any, Any]]
     ctx_type: ClassVar[type[ShardContext]]
     x_is_shard: ClassVar[bool]
-    """True if x is a shard (all-gather), false if the result is one (reduce-scatter)."""
-    push: ClassVar[Any]
-    """Kernel that pushes shards, and copies or adds the shards that arrive."""
+    """True if x is a shard (all-gather), false if the result is a shard (reduce-scatter)."""
+    push_kernel: ClassVar[Any]
+    """Kernel that pushes shards to peers, and copies or adds received shards."""
     copy_engine_kernel: ClassVar[Any]
     """Kernel that copies or adds the shards that copy engines push."""
 
@@ -126,7 +126,7 @@ class ShardsCall(OpCall):
 
     @classmethod
     def check(cls, x: torch.Tensor, ctx: ShardContext, output: torch.Tensor | None) -> None:
-        """Raise ``InvalidArgument`` or ``ContextFinalized`` if the call cannot work."""
+        """Raise ``InvalidArgument`` for invalid tensors, or ``ContextFinalized``."""
         function = cls.algorithms.function
         device = checked_buffer(
             ctx, cls.ctx_type, function, cls.ctx_type.creator
@@ -143,13 +143,13 @@ class ShardsCall(OpCall):
             raise InvalidArgument(function, "x.nbytes", x.nbytes, expected)
         if output is not None:
             numel = x.numel() * num_ranks if cls.x_is_shard else x.numel() // num_ranks
-            place = ctx.rank * x.nbytes if cls.x_is_shard else None
-            check_output(function, output, x, numel, device, place)
+            own_offset = ctx.rank * x.nbytes if cls.x_is_shard else None
+            check_output(function, output, x, numel, device, own_offset)
 
     @staticmethod
     @abstractmethod
     def collective(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None, /) -> None:
-        """Run the op with the group's collective."""
+        """Run the collective of ``torch.distributed``."""
 
     @classmethod
     def key_fn(
@@ -161,10 +161,10 @@ class ShardsCall(OpCall):
         *_: Any,
         **__: Any,
     ) -> Any:
-        """Return the key that a tuning is recorded under.
+        """Return the tuning key.
 
-        It contains the bucket of a shard's number of elements, whether 16-byte vectors fit, and the
-        algorithm that ``method`` requires.
+        The key contains a shard's number of elements, rounded to a range, whether kernels can use
+        16-byte vectors, and the algorithm that ``method`` selects.
         """
         cls.check(x, ctx, output)
         elements = cls.elements(x, ctx)
@@ -181,7 +181,7 @@ class ShardsCall(OpCall):
         *_: Any,
         **__: Any,
     ) -> Sizes:
-        """Return the sizes that decide which configs are worth trying."""
+        """Return the sizes that determine which configs are worth trying."""
         shard_nbytes = cls.elements(x, ctx) * x.element_size()
         return Sizes(shard_nbytes, ctx.num_ranks, cls.algorithms.requested(method))
 
@@ -197,7 +197,7 @@ class ShardsCall(OpCall):
 
 
 class _Algorithm(SelectableAlgorithm[ShardsCall, Sizes]):
-    """Base of the algorithms of both ops."""
+    """Base class of the algorithms of both ops."""
 
     def run(self, call: ShardsCall) -> torch.Tensor:
         x, ctx, output = call.x.detach(), call.ctx, call.output
@@ -213,11 +213,11 @@ class _Algorithm(SelectableAlgorithm[ShardsCall, Sizes]):
 
     @abstractmethod
     def move(self, call: ShardsCall, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Launch the op over several ranks, from x to ``out``, both flat."""
+        """Launch the op over several ranks, from x to ``out``, which are both 1-D."""
 
 
 class Push(_Algorithm):
-    """Programs store shards into every peer's memory; the peer copies or adds them. One launch."""
+    """In one launch, programs store shards into peers' memory and copy or add received shards."""
 
     name = "push"
     tunables = TUNABLES
@@ -244,7 +244,7 @@ class Push(_Algorithm):
 
     def kernel(self, call: ShardsCall) -> Any:
         """Return the kernel to launch."""
-        return call.push
+        return call.push_kernel
 
     def _exchange(self, call: ShardsCall) -> Exchange:
         elements, call_tag = call.elements(call.x, call.ctx), fold_to_tag(call.x.numel())
@@ -273,7 +273,7 @@ class CopyEngine(Push):
 
 
 class Collective(_Algorithm):
-    """The group's collective (NCCL; gloo on CPU ranks)."""
+    """The collective of ``torch.distributed`` (NCCL; gloo on CPU ranks)."""
 
     name = "collective"
 
@@ -293,7 +293,7 @@ class AllGatherCall(ShardsCall):
 
     algorithms = Algorithms("all_gather", (Push(), CopyEngine(), Collective()))
     ctx_type, x_is_shard = AllGatherContext, True
-    push, copy_engine_kernel = kernel_all_gather, kernel_copy_pushed
+    push_kernel, copy_engine_kernel = kernel_all_gather, kernel_copy_pushed
     collective = staticmethod(libraries.all_gather_into)
 
 
@@ -302,5 +302,5 @@ class ReduceScatterCall(ShardsCall):
 
     algorithms = Algorithms("reduce_scatter", (Push(), CopyEngine(), Collective()))
     ctx_type, x_is_shard = ReduceScatterContext, False
-    push, copy_engine_kernel = kernel_reduce_scatter, kernel_add_pushed
+    push_kernel, copy_engine_kernel = kernel_reduce_scatter, kernel_add_pushed
     collective = staticmethod(libraries.reduce_scatter_into)

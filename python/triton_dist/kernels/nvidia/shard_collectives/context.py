@@ -28,7 +28,7 @@ class ShardContext(collective_context.CollectiveContext):
 
     @staticmethod
     def slot_bytes(nbytes: int, num_ranks: int) -> int:
-        """Return the bytes that arrive in a slot: one shard, or part of one, from each rank."""
+        """Return the bytes of a slot, which receives one shard from each rank."""
         return num_ranks * shard_bytes(nbytes, num_ranks)
 
     @property
@@ -58,7 +58,7 @@ def create_all_gather_ctx(
     Allocates about 4 * ``workspace_nbytes`` per rank.
 
     Args:
-        workspace_nbytes: size in bytes of the largest result.
+        workspace_nbytes: maximum bytes of a result.
         rank: this rank in the group.
         world_size: number of ranks in the group.
         local_world_size: ranks on one host, clamped to ``world_size``.
@@ -83,8 +83,8 @@ def create_reduce_scatter_ctx(
 ) -> ReduceScatterContext:
     """Create the context of ``reduce_scatter``. Collective over ``group``.
 
-    See ``create_all_gather_ctx`` for memory, arguments and errors. Here ``workspace_nbytes`` is
-    the size in bytes of the largest x.
+    ``create_all_gather_ctx`` describes memory, arguments and errors. Here ``workspace_nbytes`` is
+    the maximum number of bytes of x.
     """
     return collective_context.create(
         ReduceScatterContext, ReduceScatterContext.creator, workspace_nbytes, rank, world_size,

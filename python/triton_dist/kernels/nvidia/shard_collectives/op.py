@@ -4,15 +4,16 @@ All-gather concatenates the tensors of all ranks, on every rank. Reduce-scatter 
 shard of the sum of a tensor over all ranks.
 
 Algorithms:
-    * ``"push"``: every rank stores its tensor, or the addends of each shard, into its peers'
-      memory, where they are copied out or added. One launch without a barrier
-      (``kernels/common/exchange/protocol.py``).
-    * ``"copy_engine"``: copy engines push without using an SM; a kernel copies out or adds what
-      has arrived. For large tensors.
-    * ``"collective"``: the group's collective (NCCL; gloo on CPU ranks).
+    * ``"push"``: one launch without a barrier (``kernels/common/exchange/protocol.py``). In an
+      all-gather, every rank stores its tensor into the peers' memory; each peer copies it to the
+      output. In a reduce-scatter, every rank stores each shard into the memory of the rank that
+      owns the shard; the owner adds.
+    * ``"copy_engine"``: copy engines push shards without using an SM, and a kernel copies or adds
+      received shards. For large tensors.
+    * ``"collective"``: ``torch.distributed`` (NCCL; gloo on CPU ranks).
 
-Numerics: addends are added in fp32 in rank order, and the sum is rounded once. Equal inputs give
-equal bits. A collective adds in its library's order.
+Numerics: addends are added in fp32 in the order of ranks, and the sum is rounded once. Equal inputs
+give bitwise equal results. ``"collective"`` adds in the order of its library.
 """
 
 from __future__ import annotations
@@ -53,20 +54,20 @@ def all_gather(
     algorithm: str | None = None,
     accepted_key: object = None,
 ) -> torch.Tensor:
-    """Return x of all ranks, concatenated in rank order; tuned over all ranks.
+    """Return x of all ranks, concatenated in the order of ranks. Tuned over all ranks.
 
     The rules for calls are in the docstring of ``triton_dist.kernels.nvidia``.
 
     Args:
-        x: [M, …], fp16, bf16 or fp32, contiguous, with one shape on all ranks. Copies use 16-byte
-            vectors if x is 16-byte aligned and has a multiple of 16 elements.
+        x: [M, …], fp16, bf16 or fp32, contiguous, with equal shapes on all ranks. Kernels use
+            16-byte vectors if x is 16-byte aligned and its number of elements is a multiple of 16.
         ctx: context of ``create_all_gather_ctx``.
         output: optional output [W * M, …] for W ranks, contiguous. x must be this rank's part of
-            it, or separate memory.
-        method: ``algorithm`` as a ``GatherMethod``. Tuning is then restricted to this algorithm.
-        num_ctas: programs of a launch (tuned).
-        block_bytes: bytes that a program moves per step, a power of two (tuned).
-        num_chunks: chunks of a program's part (tuned).
+            ``output``, or separate memory.
+        method: ``algorithm`` as a ``GatherMethod``. Tuning then tries only this algorithm.
+        num_ctas: number of programs of a launch (tuned).
+        block_bytes: bytes that a program moves at a time, a power of two (tuned).
+        num_chunks: number of chunks into which each program divides its elements (tuned).
         straggler_option: ``(rank, cycles)``: delay ``rank`` by ``cycles`` clock cycles, for tests.
         algorithm: ``"push"`` (default), ``"copy_engine"`` or ``"collective"`` (tuned).
         accepted_key: reserved for the tuner.
@@ -104,18 +105,19 @@ def reduce_scatter(
     algorithm: str | None = None,
     accepted_key: object = None,
 ) -> torch.Tensor:
-    """Return this rank's shard of the sum of x over all ranks; tuned over all ranks.
+    """Return this rank's shard of the sum of x over all ranks. Tuned over all ranks.
 
-    The sum is accumulated in fp32 in rank order and rounded once; ``"collective"`` adds in its
-    library's order. The rules for calls are in the docstring of ``triton_dist.kernels.nvidia``.
+    The sum is accumulated in fp32 in the order of ranks and rounded once; ``"collective"`` adds in
+    the order of its library. The rules for calls are in the docstring of
+    ``triton_dist.kernels.nvidia``.
 
     Args:
         x: [M, …], fp16, bf16 or fp32, contiguous. M is a multiple of the number of ranks W; rank r
-            owns ``x[r * M / W : (r + 1) * M / W]``. Copies use 16-byte vectors if x is 16-byte
-            aligned and a shard has a multiple of 16 elements.
+            owns ``x[r * M / W : (r + 1) * M / W]``. Kernels use 16-byte vectors if x is 16-byte
+            aligned and a shard's number of elements is a multiple of 16.
         ctx: context of ``create_reduce_scatter_ctx``.
         output: optional output [M / W, …], contiguous; memory separate from x.
-        method: ``algorithm`` as a ``ReduceScatterMethod``. Tuning is then restricted to it.
+        method: ``algorithm`` as a ``ReduceScatterMethod``. Tuning then tries only this algorithm.
         num_ctas, block_bytes, num_chunks, straggler_option, algorithm, accepted_key: see
             ``all_gather``.
 
