@@ -53,7 +53,7 @@ def what_is_left():
     until = time.monotonic() + 1
     while copy_threads() and time.monotonic() < until:
         time.sleep(0.01)
-    return [name for *_, name, _ in addresses._ranges], len(copy_threads())
+    return [name for *_, name, _ in addresses._regions], len(copy_threads())
 
 
 @pytest.mark.parametrize("op", CREATE)
