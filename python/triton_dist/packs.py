@@ -23,7 +23,7 @@ from triton_dist._archive import Contents
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.shared import file_store, read_only_store
 from triton_dist._tuning.store import LayeredStore
-from triton_dist._tuning.store.packs import contents_of, merged, own_records
+from triton_dist._tuning.store.packs import contents_of, merge_packs, own_records
 from triton_dist._tuning.values import Key
 from triton_dist._warn import warn
 from triton_dist.errors import InvalidArgument, NoSuchFunction, TuningWarning
@@ -62,7 +62,7 @@ class Recording:
             if not found:
                 raise NoSuchFunction(key.full_name, "it has no record", "Tune it first")
             records += found
-        _archive.write(Path(path), merged([contents_of(records), *self._kernels()]))
+        _archive.write(Path(path), merge_packs([contents_of(records), *self._kernels()]))
         return Path(path)
 
     def _kernels(self) -> list[Contents]:

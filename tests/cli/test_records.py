@@ -22,7 +22,7 @@ import pytest
 
 from triton_dist import knobs
 from triton_dist._archive import Contents, PackedKernel, sha256
-from triton_dist._tuning.store import FileStore, tunings_in_log
+from triton_dist._tuning.store import FileStore, finished_tunings_in_log
 from triton_dist._tuning.store.layout import with_checksum
 from triton_dist._tuning.values import (
     Config,
@@ -712,8 +712,8 @@ def test_of_a_log_the_finished_tunings_are_read(tmp_path):
     events = [dict(zip(("event", "config"), line.split(), strict=False)) for line in lines]
     log = "".join(f"{json.dumps(event)}\n" for event in events)
     (tmp_path / "1.log.jsonl").write_text(log + "{cut o")
-    assert tunings_in_log(tmp_path / "1.json") == [events[:3], events[5:7]]
-    assert tunings_in_log(tmp_path / "2.json") == []
+    assert finished_tunings_in_log(tmp_path / "1.json") == [events[:3], events[5:7]]
+    assert finished_tunings_in_log(tmp_path / "2.json") == []
 
 
 def test_without_plotly_nothing_is_written(run, tmp_path, monkeypatch):

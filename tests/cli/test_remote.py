@@ -53,7 +53,7 @@ def test_a_damaged_entry_is_a_warning_and_left_out(run, folder):
     run("remote", "push")
     (folder / NAME).write_bytes(b"{}")
     for action in ("list", "pull"):
-        remote._opened.cache_clear()  # another process
+        remote._cached_store.cache_clear()  # another process
         status, _, err = run("remote", action)
         assert status == 1
         assert f"entry {NAME} is not used: its first line has no time of expiry" in err

@@ -35,7 +35,7 @@ from triton_dist._archive import (
 )
 from triton_dist._tuning.store import LayeredStore, MemoryStore, PackStore
 from triton_dist._tuning.store.layout import readable_json
-from triton_dist._tuning.store.packs import contents_of, merged, records_of, verified
+from triton_dist._tuning.store.packs import contents_of, merge_packs, read_verified, records_of
 from triton_dist._tuning.values import (
     PACK_FORMAT,
     Failure,
@@ -560,7 +560,7 @@ def test_a_pack_that_is_damaged_or_foreign_is_refused_by_name_and_a_miss(what, p
     make, member, reason = REFUSED[what]
     path = pack_at(make())
     with pytest.raises(PackRefused, match=reason) as caught:
-        verified(path)
+        read_verified(path)
     assert caught.value.pack == str(path)
     assert member in caught.value.member
     assert str(path) in str(caught.value)
@@ -623,12 +623,12 @@ def test_a_merge_is_the_same_bytes_in_any_order():
     ]
     several.append(Contents({}, {MM: kernel(cubin=CUBIN + b"other")}))
     shuffled = random.Random(20)
-    first = merged(several).to_bytes()
+    first = merge_packs(several).to_bytes()
     for _ in range(5):
         shuffled.shuffle(several)
-        assert merged(several).to_bytes() == first
-    assert merged([merged(several[:3]), merged(several[3:])]).to_bytes() == first
-    assert merged([merged(several)]).to_bytes() == first
+        assert merge_packs(several).to_bytes() == first
+    assert merge_packs([merge_packs(several[:3]), merge_packs(several[3:])]).to_bytes() == first
+    assert merge_packs([merge_packs(several)]).to_bytes() == first
 
 
 def test_of_a_key_that_several_have_the_last_result_wins(tmp_path):
@@ -642,7 +642,7 @@ def test_of_a_key_that_several_have_the_last_result_wins(tmp_path):
     both = [of("2030-01-02", "3.0"), of("2031-01-02", "9.0")]
     for order in (both, both[::-1]):
         path = tmp_path / "merged.tdpack"
-        _archive.write(path, merged(order))
+        _archive.write(path, merge_packs(order))
         (record,) = records_of(Pack(path))
         assert record.best.outcome.median == 9.0
     assert list(tmp_path.iterdir()) == [path]

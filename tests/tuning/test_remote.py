@@ -651,7 +651,7 @@ def test_a_later_process_of_another_machine_tunes_nothing(url, monkeypatch, tmp_
         tuned = autotune(SPACE, key_fn=lambda x: x)(run)
         assert tuned(5)[0] == 5
         counts.append((function.tuning_calls > 0, tuned.tuning_count))
-        remote._opened.cache_clear()
+        remote._cached_store.cache_clear()
     assert counts == [(True, 1), (False, 0)]
 
 

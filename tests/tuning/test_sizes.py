@@ -253,7 +253,7 @@ def test_the_safe_configs_that_neighbours_tried_are_brought_to_one_scale():
     family = SIZES.family(Keyed(2049, "n"))
     near = Neighbours(family, [*beside, every], lambda config: kinds.get(config["algorithm"]))
     kept = [Config({"algorithm": algorithm}) for algorithm in ("slow", "library", "good", "ours")]
-    assert [config["algorithm"] for config in near.fallback(kept)] == ["good", "library"]
+    assert [config["algorithm"] for config in near.fallbacks(kept)] == ["good", "library"]
 
 
 def test_where_tuning_is_forbidden_neighbours_on_both_sides_decide():

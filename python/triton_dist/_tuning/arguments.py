@@ -13,14 +13,15 @@ from triton_dist.errors import InvalidArgument
 
 
 def check_tunable(function: Any, decorator: str, restore: Sequence[str] = ()) -> None:
-    """Reject objects that cannot be tuned by calling them repeatedly.
+    """Raise ``InvalidArgument`` for objects that cannot be tuned by calling them repeatedly.
 
     Args:
+        decorator: name of the decorator, for messages.
         restore: names that must be parameters of ``function``.
 
     Raises:
-        InvalidArgument: ``function`` is not a function, is a Triton kernel, a coroutine or
-            generator function, or has a parameter name that the tuner uses.
+        InvalidArgument: ``function`` is not a function; or it is a Triton kernel, a coroutine
+            function or a generator function; or it has a parameter name that the tuner uses.
     """
 
     def refuse(expected: str) -> InvalidArgument:
@@ -49,9 +50,9 @@ def check_tunable(function: Any, decorator: str, restore: Sequence[str] = ()) ->
     reserved = [name for name in CALL_KEYWORDS if name in parameters]
     if reserved and decorator == "autotune":
         raise refuse(f"parameter names other than {', '.join(reserved)}: the tuner uses these")
-    variable = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    accepts_any_keyword = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     for name in restore:
-        if name not in parameters and not variable:
+        if name not in parameters and not accepts_any_keyword:
             expected = f"a parameter of the function: {', '.join(parameters)}"
             raise InvalidArgument(decorator, "restore", name, expected)
 
@@ -65,7 +66,10 @@ def check_choice(argument: str, value: str, choices: Sequence[str]) -> None:
 def rounding_functions(
     sizes: Sequence[str] | Mapping[str, Callable[[int], int]],
 ) -> dict[str, Callable[[int], int]]:
-    """Return the function of each size that rounds it to the end of its range."""
+    """Return, by name of a size, the function that rounds it up to the end of its range.
+
+    ``sizes`` are names, which use :func:`fine_bucket`, or a map from name to function.
+    """
     if not isinstance(sizes, Mapping):
         return dict.fromkeys(names_of("sizes", sizes), fine_bucket)
     for name, rounding in zip(names_of("sizes", list(sizes)), sizes.values(), strict=True):
@@ -75,7 +79,8 @@ def rounding_functions(
 
 
 def names_of(argument: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Return one name, or several, as a tuple. Raise ``InvalidArgument`` for other values."""
+    """Return ``names``, a name or several names, as a tuple. Raise ``InvalidArgument`` for other
+    values."""
     expected = "names of arguments or constants"
     if not isinstance(names, Iterable):
         raise InvalidArgument("autotune", argument, names, expected)

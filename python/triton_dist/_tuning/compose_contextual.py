@@ -1,4 +1,7 @@
-"""Build the parts of a contextual tuning, as ``compose`` does for ``tune.autotune``."""
+"""Define ``contextual_autotune``: build its tuner from the implementations of all its parts.
+
+The module ``compose`` does so for ``tune.autotune``.
+"""
 
 from __future__ import annotations
 
@@ -48,22 +51,24 @@ def contextual_autotune(
 ) -> Callable[[Callable[P, R]], ContextualAutoTuner[P, R]]:
     """Return a decorator that tunes the ``triton.autotune`` kernels that a function launches.
 
-    Launches of these kernels are intercepted while the function runs. The whole function is called
-    repeatedly. In each call, every kernel runs once per key with its current config, so side
-    effects and synchronisation between ranks happen as in production. A kernel that has tried all
-    its configs uses its best one while others continue. The result of the last call is returned.
-    Winners are recorded on disk, so a later process calls the function once.
+    Launches of these kernels are intercepted while the function runs. The first call tunes: it
+    calls the whole function repeatedly and returns the result of the last call. In each of these
+    calls, every kernel is launched as in production, with the config to try next. Side effects and
+    synchronisation between ranks therefore happen as in production. A kernel that has tried all its
+    configs uses the best one while other kernels continue. Winners are recorded on disk, so a later
+    process calls the function once.
 
     The decorator may be above or below ``staticmethod`` and ``classmethod``. The function is called
     without tuning while torch traces, and for fake or meta tensors.
 
     Args:
-        is_dist: ``True``: ranks tune together, the slowest rank's time counts, and all ranks choose
-            the same config for every kernel. ``False``: this rank tunes alone.
+        is_dist: with ``True``, ranks tune together. The time of a config is its time on the slowest
+            rank, and all ranks use the same config. With ``False``, this rank tunes alone.
         n_repeat: number of timed launches of each config.
-        n_warmup: number of untimed launches before them.
-        race: drop clear losers early. The counts above then apply to configs that stay to the end.
-        group: process group of the ranks that tune together with ``is_dist=True``; by default all
+        n_warmup: number of untimed launches before the timed launches.
+        race: drop clear losers early. ``n_repeat`` then applies to configs that stay to the end,
+            and each config has at most one untimed launch.
+        group: process group of the ranks that tune together, if ``is_dist=True``; by default all
             ranks.
 
     Raises:
@@ -120,8 +125,7 @@ def contextual_autotune(
 
 
 def _fingerprint(ranks: RankGroup, policy: Policy, tuner: Any, space: ConfigSpace) -> Fingerprint:
-    # Take the hooks from the tuner. If the source of a hook cannot be found, the space contains
-    # only the name of this hook.
+    # The space has the names of the hooks. Add their source, if it can be found.
     hooks = [config.pre_hook for config in tuner.configs if config.pre_hook is not None]
     for name in ("pre_hook", "post_hook"):
         if getattr(tuner, f"user_defined_{name}"):

@@ -202,7 +202,7 @@ class RemoteStore(Protocol):
     ) -> StoredRecord | None:  # fmt: skip
         """Return a valid record; with ``may_wait``, wait while another job tunes the key."""
 
-    def longest_find(self, may_wait: bool) -> float:
+    def max_find_seconds(self, may_wait: bool) -> float:
         """Return the maximum duration of ``find`` in seconds."""
 
     def publish(self, record: TuningRecord) -> None: ...

@@ -12,7 +12,7 @@ from typing import Any
 from triton_dist import knobs
 from triton_dist._archive import RECORDS_SUFFIX, files_in, pack_places
 from triton_dist._tuning.protocols import Store
-from triton_dist._tuning.store import Interrupted, PackStore, ReadOnlyStore, interrupted
+from triton_dist._tuning.store import InterruptedTuning, PackStore, ReadOnlyStore, interrupted_tunings
 from triton_dist._tuning.store.readonly import read
 from triton_dist._tuning.values import Key, StoredRecord, TuningRecord
 from triton_dist.errors import NewerSchema, NoSuchRecord
@@ -162,12 +162,12 @@ def record_in_file(path: Path) -> StoredRecord:
         ) from error
 
 
-def interrupted_of(store: ReadOnlyStore, function: str | None) -> list[Interrupted]:
+def interrupted_of(store: ReadOnlyStore, function: str | None) -> list[InterruptedTuning]:
     """Return the tunings of ``function`` that have started but have no record yet. See
     :func:`records_of` for the name."""
     return [
         each
-        for each in interrupted(store.root)
+        for each in interrupted_tunings(store.root)
         if function is None or (each.key is not None and has_name(each.key, function))
     ]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from triton_dist._tuning.store import is_in_use, places, removable
+from triton_dist._tuning.store import is_in_use, record_stems, removable_files
 from triton_dist._tuning.values import StoredRecord
 from triton_dist.cli import cache, text
 from triton_dist.cli.subcommand import add_subcommand, counted
@@ -62,7 +62,7 @@ def _run(arguments: argparse.Namespace) -> int:
     records = list(cache.records_of([store], name))
     journals = [each.path for each in cache.interrupted_of(store, name)]
     found = {path.with_suffix("") for path in (*(Path(r.location) for r in records), *journals)}
-    known = places(store.root) if arguments.all else found
+    known = record_stems(store.root) if arguments.all else found
     kept = {
         str(journal): "the tuning is running"
         for journal in (place.with_suffix(".journal") for place in sorted(known))
@@ -72,11 +72,11 @@ def _run(arguments: argparse.Namespace) -> int:
     kinds |= {"journal"} if arguments.interrupted else set()
     if not (kinds or arguments.stale):
         kinds = set(_NAMES_BY_KIND)
-    removed = {path: kind for path, kind in removable(known).items() if kind in kinds}
+    removed = {path: kind for path, kind in removable_files(known).items() if kind in kinds}
     if arguments.stale:
         stale, unknown = _stale(records, arguments.imports)
         kept |= unknown
-        removed |= {path: kind for path, kind in removable(stale).items() if kind != "journal"}
+        removed |= {path: kind for path, kind in removable_files(stale).items() if kind != "journal"}
     if not arguments.dry_run:
         for path in removed:
             path.unlink(missing_ok=True)

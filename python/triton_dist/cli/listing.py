@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from triton_dist._tuning.store import Interrupted, foreign, is_in_use
+from triton_dist._tuning.store import InterruptedTuning, foreign_files, is_in_use
 from triton_dist._tuning.values import Failure, StoredRecord
 from triton_dist.cli import cache, text
 from triton_dist.cli.subcommand import add_subcommand, counted
@@ -31,7 +31,7 @@ def add_to(subcommands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     store, function = cache.user_store(), arguments.function
     records = list(cache.records_of(cache.folders_of_records(), function))
-    unfinished, others = cache.interrupted_of(store, function), foreign(store.root)
+    unfinished, others = cache.interrupted_of(store, function), foreign_files(store.root)
     if arguments.json:
         tree = {
             "records": [tree_of(each) for each in records],
@@ -54,9 +54,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _lines(
-    records: Sequence[StoredRecord], unfinished: Sequence[Interrupted], in_full: bool
+    records: Sequence[StoredRecord], unfinished: Sequence[InterruptedTuning], in_full: bool
 ) -> Iterator[str]:
-    groups: dict[str, dict[str, list[StoredRecord | Interrupted]]] = {}
+    groups: dict[str, dict[str, list[StoredRecord | InterruptedTuning]]] = {}
     for stored in records:
         by_hardware = groups.setdefault(stored.record.key.full_name, {})
         by_hardware.setdefault(cache.hardware_text(stored.record), []).append(stored)
@@ -82,7 +82,7 @@ def _lines(
     )
 
 
-def _row(entry: StoredRecord | Interrupted) -> list[str]:
+def _row(entry: StoredRecord | InterruptedTuning) -> list[str]:
     if isinstance(entry, StoredRecord):
         record = entry.record
         return [
@@ -94,8 +94,8 @@ def _row(entry: StoredRecord | Interrupted) -> list[str]:
     return [best, "unfinished", f"{entry.key or 'unknown'}, {_tried(entry)}"]
 
 
-def _block(entry: StoredRecord | Interrupted) -> list[str]:
-    if isinstance(entry, Interrupted):
+def _block(entry: StoredRecord | InterruptedTuning) -> list[str]:
+    if isinstance(entry, InterruptedTuning):
         lines = [f"key     {entry.key or 'unknown'}", f"state   {_tried(entry)}"]
         return [*(f"    {line}" for line in lines), f"    file    {entry.path}", ""]
     record, where = entry
@@ -110,7 +110,7 @@ def _block(entry: StoredRecord | Interrupted) -> list[str]:
     ]
 
 
-def _tried(each: Interrupted) -> str:
+def _tried(each: InterruptedTuning) -> str:
     state = "running" if is_in_use(each.path) else "interrupted"
     return f"{state}, {each.tried} of {counted(each.candidates, 'config')} tried"
 
@@ -130,7 +130,7 @@ def tree_of(stored: StoredRecord) -> dict[str, Any]:
     }
 
 
-def tree_of_unfinished(each: Interrupted) -> dict[str, Any]:
+def tree_of_unfinished(each: InterruptedTuning) -> dict[str, Any]:
     """Return the main facts of an unfinished tuning, which has no record, as a JSON tree."""
     key = each.key
     return {

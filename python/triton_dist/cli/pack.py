@@ -11,7 +11,13 @@ from typing import Any
 from triton_dist import _archive, _files, knobs
 from triton_dist._archive import RECORDS_SUFFIX, SUFFIX, Contents, Pack, sha256
 from triton_dist._tuning.store import ReadOnlyStore
-from triton_dist._tuning.store.packs import contents_of, differences, merged, records_of, verified
+from triton_dist._tuning.store.packs import (
+    contents_of,
+    differences,
+    merge_packs,
+    read_verified,
+    records_of,
+)
 from triton_dist._tuning.values import TuningRecord
 from triton_dist.cli import cache, text
 from triton_dist.cli.subcommand import add_command, add_subcommand, counted
@@ -102,7 +108,7 @@ def _make(arguments: argparse.Namespace) -> int:
                 print(f"The command exited with status {status}: {arguments.out} is not written.")
                 return 1
             parts += _archive.contents_in(Path(loaded))
-    return _write(arguments.out, merged(parts))
+    return _write(arguments.out, merge_packs(parts))
 
 
 def _write(out: Path, contents: Contents) -> int:
@@ -134,7 +140,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _merge(arguments: argparse.Namespace) -> int:
-    return _write(arguments.out, merged([Pack(path).contents() for path in arguments.files]))
+    return _write(arguments.out, merge_packs([Pack(path).contents() for path in arguments.files]))
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -142,7 +148,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     num_damaged = 0
     for path in arguments.files:
         try:
-            text.print_lines(f"{path}: good: {_counts(verified(path))}")
+            text.print_lines(f"{path}: good: {_counts(read_verified(path))}")
         except PackRefused as error:
             text.print_lines(str(error))
             num_damaged += 1
@@ -153,7 +159,7 @@ def _import(arguments: argparse.Namespace) -> int:
     folder = knobs.cache_dir.get() / "packs"
     written: dict[Path, Path] = {}
     for path in arguments.files:
-        packed = verified(path)
+        packed = read_verified(path)
         contents = packed.contents()
         target = folder / f"{path.stem}{SUFFIX}"
         if written.get(target, path) != path:  # two of the packs have equal file names

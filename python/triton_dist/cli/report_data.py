@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from triton_dist._tuning.store import tunings_in_log
+from triton_dist._tuning.store import finished_tunings_in_log
 from triton_dist._tuning.values import StoredRecord, codec
 from triton_dist._tuning.values.analysis import Analysis, Changes, MeasuredTrial
 
@@ -111,7 +111,7 @@ class ReportedRecord:
     @cached_property
     def _tunings(self) -> Sequence[Sequence[Mapping[str, Any]]]:
         record, where = self.stored
-        return [] if record.shipped else tunings_in_log(Path(where))
+        return [] if record.shipped else finished_tunings_in_log(Path(where))
 
     @cached_property
     def _events(self) -> Sequence[Mapping[str, Any]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from triton_dist import knobs
-from triton_dist._tuning.store import Interrupted, is_in_use, last_line_by_rank
+from triton_dist._tuning.store import InterruptedTuning, is_in_use, last_line_by_rank
 from triton_dist._tuning.store.readonly import read
 from triton_dist._warn import printable
 from triton_dist.cli import cache, listing, text
@@ -61,7 +61,7 @@ def _print_none(kind: str, function: str | None) -> None:
     print(f"No {kind} tuning{f' of {function}' * bool(function)} in {knobs.cache_dir.get()}.")
 
 
-def _tree(each: Interrupted) -> _Tree:
+def _tree(each: InterruptedTuning) -> _Tree:
     running, age = is_in_use(each.path), 0.0
     if running:
         with suppress(OSError):  # ``seconds`` ends at the last outcome: add the time since

@@ -136,7 +136,9 @@ class Choice:
     def for_sizes(self, sizes: tuple[int, ...]) -> Choice:
         """Return the choice for exact sizes."""
         return (
-            self if self.size_table is None else replace(self, config=self.size_table.at(sizes[0]))
+            self
+            if self.size_table is None
+            else replace(self, config=self.size_table.config_for(sizes[0]))
         )
 
 

@@ -329,7 +329,7 @@ class _FirstCall:
             frozen=self._parts.settings.frozen,
             capturing=call.traced or self._parts.device.is_capturing(),
             will_run=call.will_run,
-            remote_seconds=remote.longest_find(may_wait=True) if remote else None,
+            remote_seconds=remote.max_find_seconds(may_wait=True) if remote else None,
         )
         proposals = self.ranks.first_all_gather(
             Step("first call of a key"), proposal, bool(call.winner_failure)

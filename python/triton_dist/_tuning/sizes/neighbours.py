@@ -1,12 +1,13 @@
-"""Predict good configs for a new key from keys that differ only in size.
+"""Predict good configs for a new key from the records of keys that differ only in sizes.
 
-The first call of a key with tuned neighbours races a few configs that are near the best at the
-neighbouring sizes, for some milliseconds, instead of all candidates for seconds. If nothing can be
-measured (frozen mode, graph capture), the records of the neighbours decide alone.
+Such a key with similar sizes is a *neighbour*. If a new key has neighbours, its first call races a
+few configs that are near the best at the neighbours. This takes some milliseconds, while a race of
+all candidates takes seconds. If nothing can be measured (frozen mode, graph capture), the config is
+chosen from the records of the neighbours alone.
 
-Latencies are extrapolated from a neighbour by the number of waves, if ``waves_fn`` provides it: a
-grid that fits one wave at the neighbour may need two here. The extrapolation is a guess, so the
-candidates are chosen to differ in tile shape.
+If ``waves_fn`` provides the number of waves of a config, it scales the times measured at a
+neighbour: a grid that fits one wave at the neighbour's size may need two waves at the new size. The
+scaled times are imprecise, so the candidates are chosen to differ in their number of waves.
 """
 
 from __future__ import annotations
@@ -27,29 +28,30 @@ from triton_dist.errors import InvalidArgument
 MAX_DISTANCE = 1.0
 """Maximum distance of neighbours, in doublings of a size."""
 HOOK_NAMES = "fallback_fn or waves_fn"
-"""Names, for messages, of the user functions that receive neighbours' configs."""
+"""Names, for messages, of the user's functions that are called with configs of neighbours."""
 _MAX_CANDIDATES, _MAX_CANDIDATES_WITH_WAVES = 6, 4
-"""Maximum number of neighbours' configs that race: without and with known waves."""
+"""Maximum number of configs near the best that race: if waves are not known, and if they are."""
 _SAME_WAVES_PENALTY = 0.03
-"""Penalty on a candidate's relative time for each already chosen candidate with the same number of
-waves."""
+"""Added to a candidate's log time for each chosen candidate with the same number of waves."""
 _MAX_FALLBACKS = 4
-"""Maximum number of fallback kinds that race in addition."""
+"""Maximum number of fallback configs that race in addition."""
 _MIN_NEIGHBOURS, _MIN_FULLY_TUNED = 6, 3
-"""Number of nearest neighbours that are used, and how many of them must be fully tuned."""
+"""The six nearest neighbours are used. If fewer than three of them are fully tuned, further fully
+tuned neighbours are used too. *Fully tuned* means: not tuned from neighbours."""
 _MAX_DELAY = 1.0
-"""Relative delay at the neighbours above which a config is not a candidate."""
+"""A config is a candidate if its expected delay relative to the fastest is at most this number."""
 _MAX_UNMEASURED_DELAY = 0.1
-"""Relative delay above which a config is not used without a measurement."""
+"""Without a measurement, a config is used if its expected relative delay is at most this number."""
 _MAX_ONE_SIDED_DISTANCE = 0.3
-"""If the only neighbour is further away (in doublings), use a fallback config, not its winner."""
+"""If there are neighbours on one side only and the nearest is further away (in doublings), a
+fallback config is used."""
 
-_ROUNDS = 8
+_NUM_ITERATIONS = 8
 """Iterations of :func:`aligned_means`."""
 
 
 def slowdowns(record: TuningRecord) -> dict[str, float]:
-    """Return, by digest, the log of the ratio of each config's median to the winner's."""
+    """Return, by digest, the log of the ratio of the config's median to the winner's median."""
     medians = {
         trial.digest: trial.outcome.median
         for trial in record.trials
@@ -62,34 +64,34 @@ def slowdowns(record: TuningRecord) -> dict[str, float]:
 def aligned_means(
     delays: Sequence[Mapping[str, float]], weights: Sequence[float]
 ) -> dict[str, float]:
-    """Return, by name, the weighted mean of several lists of delays.
+    """Return, by name, the weighted mean of several maps from name to delay.
 
-    The delays of a list are relative to its own fastest entry, so lists have different zeros. Least
-    squares finds the offsets. Without offsets, the best entry of a list of slow entries would have
-    delay 0.
+    The delays of a map are relative to the fastest entry of this map, so maps have different zeros.
+    An offset is added to each map, by least squares. Without offsets, the best entry of a map with
+    slow entries only would have delay 0.
     """
     scores = means(delays, weights)
-    for _ in range(_ROUNDS):
-        zeros = (
+    for _ in range(_NUM_ITERATIONS):
+        offsets = (
             sum(scores[name] - delay for name, delay in each.items()) / max(1, len(each))
             for each in delays
         )
-        moved = [
-            {name: delay + zero for name, delay in each.items()}
-            for each, zero in zip(delays, zeros, strict=True)
+        aligned = [
+            {name: delay + offset for name, delay in each.items()}
+            for each, offset in zip(delays, offsets, strict=True)
         ]
-        scores = means(moved, weights)
+        scores = means(aligned, weights)
     return scores
 
 
-def means(lists: Iterable[Mapping[str, float]], weights: Iterable[float]) -> dict[str, float]:
-    """Return, by name, the weighted mean over the ``lists`` that contain it."""
+def means(maps: Iterable[Mapping[str, float]], weights: Iterable[float]) -> dict[str, float]:
+    """Return, by name, the weighted mean over those ``maps`` that have the name."""
     sums: dict[str, tuple[float, float]] = {}
-    for values, weight in zip(lists, weights, strict=True):
+    for values, weight in zip(maps, weights, strict=True):
         for name, value in values.items():
-            total, counts = sums.get(name, (0.0, 0.0))
-            sums[name] = total + weight * value, counts + weight
-    return {name: total / counts for name, (total, counts) in sums.items()}
+            total, total_weight = sums.get(name, (0.0, 0.0))
+            sums[name] = total + weight * value, total_weight + weight
+    return {name: total / total_weight for name, (total, total_weight) in sums.items()}
 
 
 @dataclass(frozen=True)
@@ -97,33 +99,42 @@ class Neighbour:
     """Valid record of a key with similar sizes."""
 
     sizes: tuple[int, ...]
+    """Sizes in the key of the record."""
     distance: float
+    """Doublings between these sizes and the sizes of the new key."""
     record: TuningRecord
     slowdowns: Mapping[str, float]
-    """By digest, the log of the ratio of the median to the fastest median of the record."""
+    """By digest, the log of the ratio of the config's median to the winner's median."""
 
     @property
     def weight(self) -> float:
-        """Weight in means over neighbours; decreases with the distance."""
+        """Weight in means over neighbours. It decreases with the distance."""
         return 1 / (self.distance + 0.1)
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Neighbours of a key, nearest first."""
+    """Neighbours of a new key.
+
+    In the methods, ``kept`` are the configs that ``prune_fn`` kept for the new key. The *kind* of a
+    config is given by its parameter names and string values, such as the algorithm. The *kind* of a
+    fallback config is the result of ``fallback_fn``.
+    """
 
     family: Family
     all: Sequence[Neighbour]
+    """Nearest first."""
     fallback_fn: Callable[[Config], object]
+    """Returns a true value for a config that is good at all sizes, such as a library."""
     waves: Callable[[Config, Sequence[int]], float | None] = lambda config, sizes: None
-    """Return the number of waves of a config at some sizes, or ``None`` if unknown."""
+    """Returns the number of waves of a config at given sizes, or ``None`` if it is not known."""
 
     def tried_all_kinds(self, kept: Sequence[Config]) -> bool:
-        """Return whether fully tuned neighbours have tried every kind of config in ``kept``.
+        """Return whether fully tuned neighbours have tried each kind of config in ``kept``.
 
-        If a kind, such as an algorithm for small sizes, was not tried, a warm start would never
-        find it, and each warm start would cover less of the space than the previous one. Shipped
-        records contain only the best configs and count as having tried all.
+        A kind that was not tried, such as an algorithm for small sizes, would never be found, and
+        each further tuning from neighbours would try less of the space. Shipped records contain
+        only the best configs and count as having tried all kinds.
         """
         fully_tuned = [each.record for each in self.all if not each.record.warm_started_from]
         if any(record.shipped for record in fully_tuned):
@@ -145,59 +156,63 @@ class Neighbours:
     ) -> Neighbours:
         """Return the neighbours of ``key`` among ``records``.
 
-        ``user_key`` is the value that ``key_fn`` returned; ``key`` contains its text. ``is_valid``
-        decides whether a record may be used for this call.
+        Args:
+            user_key: the result of ``key_fn``, whose text ``key`` contains.
+            is_valid: returns whether a record may be used for this call.
         """
         family = sizes.family(user_key)
-        relatives: list[tuple[float, tuple[int, ...], TuningRecord]] = []
+        similar: list[tuple[float, tuple[int, ...], TuningRecord]] = []
         for record in records:
-            at = family.sizes_of(record.key) if record.key.hardware == key.hardware else None
-            if at not in (None, family.sizes) and family.rounds_to(at, record.measured_sizes):
-                doublings = distance(at, family.sizes)
-                relatives += [(doublings, at, record)] if doublings <= MAX_DISTANCE else []
+            ends = family.sizes_of(record.key) if record.key.hardware == key.hardware else None
+            if ends not in (None, family.sizes) and family.rounds_to(ends, record.measured_sizes):
+                doublings = distance(ends, family.sizes)
+                similar += [(doublings, ends, record)] if doublings <= MAX_DISTANCE else []
         waves = functools.partial(sizes.waves, user_key)
-        return cls(family, nearest(relatives, is_valid), fallback_fn, waves)
+        return cls(family, nearest(similar, is_valid), fallback_fn, waves)
 
     def __str__(self) -> str:
         return "; ".join(self.family.show(each.sizes) for each in self.all[:2])
 
     def candidates(self, kept: Sequence[Config], milliseconds: float = 30.0) -> list[Config]:
-        """Return the configs of ``kept`` that are near the best at the neighbours, best first.
+        """Return the configs of ``kept`` to race, the most promising first.
 
-        They alternate with the fastest fallback config of each kind. More time allows more configs.
+        Configs that are near the best at the neighbours alternate with the fastest fallback config
+        of each kind. The number of configs grows with ``milliseconds``, the time for the race.
         """
         waves = {config: self.waves(config, self.family.sizes) for config in kept}
         has_waves = any(each is not None for each in waves.values())
-        # Mean delay over the neighbours that measured a config, weighted by distance. With known
-        # waves, use only fully tuned neighbours: a warm-started neighbour measured few configs.
+        # Score of a config: its mean delay over the neighbours that measured it, weighted by
+        # distance. If waves are known, only fully tuned neighbours are used: a neighbour that was
+        # tuned from other neighbours measured few configs.
         sources = [each for each in self.all if not (has_waves and each.record.warm_started_from)]
         delays = [self._delays(each, kept) for each in sources]
         scores = means(delays, [each.weight for each in sources])
-        known = sorted(
+        scored = sorted(
             (config for config in kept if config.digest in scores),
             key=lambda config: scores[config.digest],
         )
-        near = [c for c in known if scores[c.digest] <= math.log1p(_MAX_DELAY)]
-        share = math.sqrt(max(1.0, milliseconds / 30))
-        number = round(share * (_MAX_CANDIDATES_WITH_WAVES if has_waves else _MAX_CANDIDATES))
-        near = _with_different_waves(near, scores, waves, number)
-        if not near:
+        promising = [c for c in scored if scores[c.digest] <= math.log1p(_MAX_DELAY)]
+        factor = math.sqrt(max(1.0, milliseconds / 30))
+        number = round(factor * (_MAX_CANDIDATES_WITH_WAVES if has_waves else _MAX_CANDIDATES))
+        promising = _with_different_waves(promising, scores, waves, number)
+        if not promising:
             return []
-        fallback = self.fallback(kept)
-        # Interleaved, because time may end the race.
-        pairs = itertools.zip_longest(near, fallback[:_MAX_FALLBACKS])
+        fallbacks = self.fallbacks(kept)[:_MAX_FALLBACKS]
+        # Interleave, because the race may run out of time before the last configs.
+        pairs = itertools.zip_longest(promising, fallbacks)
         return list(dict.fromkeys(each for pair in pairs for each in pair if each is not None))
 
-    def fallback(self, kept: Sequence[Config]) -> list[Config]:
+    def fallbacks(self, kept: Sequence[Config]) -> list[Config]:
         """Return the fastest fallback config of each kind, fastest kind first.
 
-        Their order changes little with size, so warm-started neighbours are used too.
+        The order of fallback configs changes little with size. Therefore neighbours that were tuned
+        from other neighbours are used too.
         """
-        fallback = [config for config in kept if self.fallback_fn(config)]
-        delays = [self._delays(each, fallback) for each in self.all]
+        fallbacks = [config for config in kept if self.fallback_fn(config)]
+        delays = [self._delays(each, fallbacks) for each in self.all]
         scores = aligned_means(delays, [each.weight for each in self.all])
         kinds: dict[object, Config] = {}
-        for config in sorted(fallback, key=lambda config: scores.get(config.digest, math.inf)):
+        for config in sorted(fallbacks, key=lambda config: scores.get(config.digest, math.inf)):
             kind = self.fallback_fn(config)
             try:
                 kinds.setdefault(kind, config)
@@ -209,18 +224,21 @@ class Neighbours:
     def times(
         self, record: TuningRecord, usable: Sequence[Config], others: Sequence[Neighbour]
     ) -> SizeTimes:
-        """Return the latency curves of ``usable`` configs over the range of ``record``; ``others``
-        provide the slopes."""
-        (at,) = record.measured_sizes or self.family.sizes
+        """Return the latency curves of the ``usable`` configs in the range of ``record``.
+
+        The slopes of the curves are computed from ``record`` and the records of ``others``.
+        """
+        (measured_size,) = record.measured_sizes or self.family.sizes
         measured = [((each.record.measured_sizes or each.sizes)[0], each.record) for each in others]
         is_fallback = {config.digest: bool(self.fallback_fn(config)) for config in usable}
-        return size_times(record, at, measured, is_fallback)
+        return size_times(record, measured_size, measured, is_fallback)
 
     def predict(self, key: Key, kept: Sequence[Config], now: str) -> TuningRecord | None:
-        """Return the record, with timestamp ``now``, to use for ``key`` if nothing can be measured.
+        """Return the record to use for ``key`` if nothing can be measured.
 
-        The config is the one with the smallest delay at the neighbours on both sides; in doubt, a
-        fallback config. Return ``None`` without a candidate that a neighbour measured.
+        Its config is the candidate whose larger delay at the nearest neighbours, one on each side,
+        is the smallest. If this delay is too large, it is a fallback config. Its timestamp is
+        ``now``. Return ``None`` if no neighbour measured a candidate.
         """
         candidates = self.candidates(kept)
         if not candidates:
@@ -234,8 +252,8 @@ class Neighbours:
             for config in candidates
         }
         chosen = min(candidates, key=lambda config: worst[config])
-        one_sided = len(nearest) == 1 and nearest[0].distance > _MAX_ONE_SIDED_DISTANCE
-        if one_sided or worst[chosen] > math.log1p(_MAX_UNMEASURED_DELAY):
+        is_far = len(nearest) == 1 and nearest[0].distance > _MAX_ONE_SIDED_DISTANCE
+        if is_far or worst[chosen] > math.log1p(_MAX_UNMEASURED_DELAY):
             chosen = next(filter(self.fallback_fn, candidates), chosen)
         source = next((each for each in self.all if chosen.digest in each.slowdowns), None)
         if source is None:
@@ -255,70 +273,77 @@ class Neighbours:
         )
 
     def _delays(self, neighbour: Neighbour, kept: Sequence[Config]) -> dict[str, float]:
-        """Return, by digest, delays of ``kept`` extrapolated from a neighbour to this key's sizes.
+        """Return, by digest, the delay of each config in ``kept`` that ``neighbour`` measured.
 
-        They are relative to the config of ``kept`` that was fastest at the neighbour.
+        Delays are logs of ratios of times, extrapolated from the neighbour's sizes to the sizes of
+        the new key. They are relative to the config that was fastest at the neighbour.
         """
-        known = [config for config in kept if config.digest in neighbour.slowdowns]
-        if not known:
+        measured = [config for config in kept if config.digest in neighbour.slowdowns]
+        if not measured:
             return {}
-        fastest = min(known, key=lambda config: neighbour.slowdowns[config.digest])
-        own = self._growth(fastest, neighbour)
+        fastest = min(measured, key=lambda config: neighbour.slowdowns[config.digest])
+        fastest_growth = self._growth(fastest, neighbour)
         return {
             config.digest: neighbour.slowdowns[config.digest]
             + self._growth(config, neighbour)
-            - own
-            for config in known
+            - fastest_growth
+            for config in measured
         }
 
     def _growth(self, config: Config, neighbour: Neighbour) -> float:
-        """Return the log of the expected ratio of the time here to the time at the neighbour, from
-        the number of waves if known, else from the sizes."""
-        measured, ours = neighbour.record.measured_sizes or neighbour.sizes, self.family.sizes
-        waves, others = self.waves(config, ours), self.waves(config, measured)
-        if waves is None or others is None:
-            return sum(math.log(max(a, 1) / max(b, 1)) for a, b in zip(ours, measured, strict=True))
-        return math.log(max(math.ceil(waves), 1) / max(math.ceil(others), 1))
+        """Return the log of the expected ratio of the time at the new sizes to the time at the
+        neighbour's sizes: the ratio of waves or, if waves are not known, of the sizes."""
+        old, new = neighbour.record.measured_sizes or neighbour.sizes, self.family.sizes
+        new_waves, old_waves = self.waves(config, new), self.waves(config, old)
+        if new_waves is None or old_waves is None:
+            return sum(math.log(max(a, 1) / max(b, 1)) for a, b in zip(new, old, strict=True))
+        return math.log(max(math.ceil(new_waves), 1) / max(math.ceil(old_waves), 1))
 
 
 def nearest(
-    relatives: Iterable[tuple[float, tuple[int, ...], TuningRecord]],
+    similar: Iterable[tuple[float, tuple[int, ...], TuningRecord]],
     is_valid: Callable[[TuningRecord], bool] = lambda record: True,
 ) -> list[Neighbour]:
-    """Return the nearest six of ``relatives`` (distance, sizes, record), or more until three of
-    them are fully tuned."""
-    found: dict[tuple[int, ...], Neighbour] = {}
+    """Return the nearest six valid records, and fully tuned ones until three are fully tuned.
+
+    Args:
+        similar: distance, sizes and record of each possible neighbour.
+    """
+    chosen: dict[tuple[int, ...], Neighbour] = {}
     num_fully_tuned = 0
-    for doublings, sizes, record in sorted(relatives, key=lambda each: each[:2]):
-        if sizes in found or (len(found) >= _MIN_NEIGHBOURS and record.warm_started_from):
+    for doublings, sizes, record in sorted(similar, key=lambda each: each[:2]):
+        if sizes in chosen or (len(chosen) >= _MIN_NEIGHBOURS and record.warm_started_from):
             continue
         if is_valid(record):
-            found[sizes] = Neighbour(sizes, doublings, record, slowdowns(record))
+            chosen[sizes] = Neighbour(sizes, doublings, record, slowdowns(record))
             num_fully_tuned += not record.warm_started_from
-        if num_fully_tuned >= _MIN_FULLY_TUNED and len(found) >= _MIN_NEIGHBOURS:
+        if num_fully_tuned >= _MIN_FULLY_TUNED and len(chosen) >= _MIN_NEIGHBOURS:
             break
-    return list(found.values())
+    return list(chosen.values())
 
 
 def _with_different_waves(
-    near: Sequence[Config],
+    promising: Sequence[Config],
     scores: Mapping[str, float],
     waves: Mapping[Config, float | None],
     number: int,
 ) -> list[Config]:
-    """Return the ``number`` best of ``near``, with a penalty for each chosen config with the same
-    number of waves: their times are correlated."""
-    chosen_by_waves: Counter[float | None] = Counter()
+    """Return ``number`` of the ``promising`` configs with low scores, one after another.
+
+    Each chosen config adds a penalty to the scores of configs with the same number of waves,
+    because their times are correlated.
+    """
+    num_chosen: Counter[float | None] = Counter()  # by waves
     chosen: list[Config] = []
-    left = list(near)
-    while left and len(chosen) < number:
+    remaining = list(promising)
+    while remaining and len(chosen) < number:
         best = min(
-            left, key=lambda c: scores[c.digest] + _SAME_WAVES_PENALTY * chosen_by_waves[waves[c]]
+            remaining, key=lambda c: scores[c.digest] + _SAME_WAVES_PENALTY * num_chosen[waves[c]]
         )
-        left.remove(best)
+        remaining.remove(best)
         chosen.append(best)
         if waves[best] is not None:
-            chosen_by_waves[waves[best]] += 1
+            num_chosen[waves[best]] += 1
     return chosen
 
 

@@ -1,13 +1,14 @@
-"""Choose the config for an exact size within a range of sizes that shares one tuning.
+"""Choose the config for an exact size, such as a number of rows, within a range of sizes.
 
-The time of a library grows with the size, because it selects tiles by the exact size. A kernel with
-fixed tiles takes the same time for one row of a tile as for all. Hence the winner at the end of a
-wide range may lose at its beginning.
+All sizes of a range share one tuning, which measures one size. The time of a library grows with the
+size, because a library selects its tiles by the exact size. A kernel with fixed tiles takes the
+same time for one row of a tile as for all. Hence the winner at the end of a wide range may lose at
+the beginning of the range.
 
-The size table predicts the winner of each size without measurements. It assumes that a config of
-``fallback_fn`` (a library) takes a time between its times at the two neighbouring measured sizes,
-growing at most in proportion to the size. It assumes that the time of every other config is
-constant.
+The size table predicts the winner of each size without measurements. The time of a library config
+(a config for which ``fallback_fn`` is true) is interpolated between the nearest measured sizes, and
+grows at most in proportion to the size. The time of any other config is taken as constant within
+the range.
 """
 
 from __future__ import annotations
@@ -20,49 +21,54 @@ from typing import NamedTuple
 from triton_dist._tuning.values import Config, ConfigSpace, Measurement, TuningRecord
 
 _MAX_SHARE_TO_REPLACE_WINNER = 0.99
-"""Near the measured size, another config replaces the winner only below this share of its time.
-Elsewhere both times are predictions, and the faster one is chosen."""
+"""Near the measured size, another config replaces the winner only if its time is at most this
+fraction of the winner's time. At other sizes, both times are predictions, and the faster config is
+chosen."""
 _MAX_SHARE_OF_FIXED_TILES = 0.98
-"""At other sizes, a config with fixed tiles is used only below this share of the fastest fallback's
-time: some take longer for fewer rows of a tile (99 us for 33 rows, 92 us for 48)."""
-_MAX_DISTANCE_OF_MEASURED = 1 / 64
-"""Relative distance from the measured size within which measured times hold."""
+"""At other sizes, a config with fixed tiles is used only if its time is below this fraction of the
+fastest fallback's time. Some configs take longer for fewer rows of a tile (99 us for 33 rows, 92 us
+for 48 rows)."""
+_MAX_RELATIVE_DISTANCE = 1 / 64
+"""A size is near the measured size if their relative difference is at most this number."""
 _MAX_SLOPE_RATIO = 15 / 16
-"""Largest ratio of two sizes from which a slope is extrapolated. Between closer sizes, a change of
-the library's tiles distorts the slope (44 us per row instead of 0.4)."""
+"""Two sizes are used to extrapolate a slope if their ratio is at most this number. Between closer
+sizes, a change of the library's tiles distorts the slope (44 us per row instead of 0.4)."""
 
 
 class LatencyCurve(NamedTuple):
-    """Predicted milliseconds of a config as a function of the size."""
+    """Predicted time of one config as a function of the size."""
 
     digest: str
+    """Digest of the config."""
     size: int
     """The measured size."""
     ms: float
+    """Milliseconds at the measured size."""
     slope_down: float
+    """At smaller sizes: fraction of ``ms`` that is proportional to the size."""
     slope_up: float
-    """Fraction of the time that is proportional to the size, for smaller and for larger sizes."""
+    """At larger sizes: fraction of ``ms`` that is proportional to the size."""
 
-    def at(self, size: int) -> float:
-        growth = self.slope_up if size > self.size else self.slope_down
-        return self.ms * (1 + growth * (size / max(1, self.size) - 1))
+    def ms_at(self, size: int) -> float:
+        slope = self.slope_up if size > self.size else self.slope_down
+        return self.ms * (1 + slope * (size / max(1, self.size) - 1))
 
 
 class SizeTimes(NamedTuple):
-    """Plain values that the leader broadcasts to all ranks."""
+    """Times from which rank 0 builds a size table. They are broadcast to all ranks."""
 
     winner: str
     """Digest of the winner."""
-    fixed: tuple[str, float] | None
-    """Digest and milliseconds of the winner if it is not a fallback, else of the fastest config
-    that is not a fallback."""
+    fixed_tiles: tuple[str, float] | None
+    """Digest and milliseconds of one config that is not a fallback: of the winner or, if the winner
+    is a fallback, of the fastest. ``None`` if all configs are fallbacks."""
     curves: tuple[LatencyCurve, ...]
     """Latency curves of the fallback configs."""
 
 
 @dataclass(frozen=True)
 class SizeTable:
-    """Config for each size of a range; equal on all ranks."""
+    """The config to use for each size of a range. Equal on all ranks."""
 
     times: SizeTimes
     configs: dict[str, Config]
@@ -70,24 +76,24 @@ class SizeTable:
     @classmethod
     def of(cls, times: SizeTimes, space: ConfigSpace) -> SizeTable:
         digests = [times.winner, *(curve.digest for curve in times.curves)]
-        if times.fixed is not None:
-            digests.append(times.fixed[0])
-        found = {digest: space.find(digest) for digest in digests}
-        return cls(times, {name: config for name, config in found.items() if config is not None})
+        if times.fixed_tiles is not None:
+            digests.append(times.fixed_tiles[0])
+        configs = {digest: space.find(digest) for digest in digests}
+        return cls(times, {name: config for name, config in configs.items() if config is not None})
 
-    def at(self, size: int) -> Config:
+    def config_for(self, size: int) -> Config:
         """Return the config that is expected to be the fastest; in doubt, a fallback config."""
-        curves, fixed = self.times.curves, self.times.fixed
-        estimates = {curve.digest: curve.at(size) for curve in curves}
-        known = not curves or abs(size - curves[0].size) <= _MAX_DISTANCE_OF_MEASURED * size
-        if fixed is not None and (
-            known or fixed[1] < _MAX_SHARE_OF_FIXED_TILES * min(estimates.values())
+        curves, fixed_tiles = self.times.curves, self.times.fixed_tiles
+        estimates = {curve.digest: curve.ms_at(size) for curve in curves}
+        is_near = not curves or abs(size - curves[0].size) <= _MAX_RELATIVE_DISTANCE * size
+        if fixed_tiles is not None and (
+            is_near or fixed_tiles[1] < _MAX_SHARE_OF_FIXED_TILES * min(estimates.values())
         ):
-            estimates[fixed[0]] = fixed[1]
+            estimates[fixed_tiles[0]] = fixed_tiles[1]
         winner = self.times.winner
         chosen = min(estimates, key=estimates.__getitem__, default=winner)
         if (
-            known
+            is_near
             and winner in estimates
             and estimates[chosen] > _MAX_SHARE_TO_REPLACE_WINNER * estimates[winner]
         ):
@@ -97,64 +103,66 @@ class SizeTable:
 
 def size_times(
     record: TuningRecord,
-    at: int,
+    measured_size: int,
     others: Sequence[tuple[int, TuningRecord]],
     is_fallback: Mapping[str, bool],
 ) -> SizeTimes:
-    """Return the latency curves of ``record``, which was measured at size ``at``.
+    """Return the latency curves of the configs in ``record``, measured at ``measured_size``.
 
     Args:
         others: measured sizes and records of other ranges.
-        is_fallback: by digest of the usable configs (including the winner).
+        is_fallback: by digest of the usable configs, which include the winner.
     """
     medians = {digest: ms for digest, ms in _medians(record).items() if digest in is_fallback}
-    nearest = sorted(others, key=lambda each: abs(each[0] - at))
-    elsewhere = [(size, _medians(each)) for size, each in nearest if size != at]
+    nearest = sorted(others, key=lambda each: abs(each[0] - measured_size))
+    other_medians = [(size, _medians(each)) for size, each in nearest if size != measured_size]
     slopes = {}
     for digest in filter(is_fallback.__getitem__, medians):
-        there = [(size, known[digest]) for size, known in elsewhere if digest in known]
-        slopes[digest] = _slopes(at, medians[digest], there)
-    # For configs measured at only one size, use the median growth of the others.
+        other_times = [(size, ms[digest]) for size, ms in other_medians if digest in ms]
+        slopes[digest] = _slopes(measured_size, medians[digest], other_times)
+    # For a config that was measured at one size only, use the median slope of the other configs.
     median_slopes = [
         statistics.median([each for each in side if each is not None] or [0.0])
         for side in zip(*slopes.values(), strict=True)
     ]
     curves = []
     for digest, sides in slopes.items():
-        down, up = (
-            u if each is None else each for each, u in zip(sides, median_slopes, strict=True)
-        )
-        curves.append(LatencyCurve(digest, at, medians[digest], down, up))
+        pairs = zip(sides, median_slopes, strict=True)
+        down, up = (median if each is None else each for each, median in pairs)
+        curves.append(LatencyCurve(digest, measured_size, medians[digest], down, up))
     winner = record.best.digest
     tiled = {digest: ms for digest, ms in medians.items() if not is_fallback[digest]}
-    first = winner if winner in tiled else min(tiled, key=tiled.__getitem__, default="")
-    fixed = (first, tiled[first]) if first else None
-    return SizeTimes(winner, fixed, tuple(curves))
+    chosen = winner if winner in tiled else min(tiled, key=tiled.__getitem__, default="")
+    return SizeTimes(winner, (chosen, tiled[chosen]) if chosen else None, tuple(curves))
 
 
 def _slopes(
-    at: int, ms: float, there: Sequence[tuple[int, float]]
+    measured_size: int, ms: float, other_times: Sequence[tuple[int, float]]
 ) -> tuple[float | None, float | None]:
-    """Return the slopes of a ``LatencyCurve`` from the times at other sizes (nearest first)."""
+    """Return ``slope_down`` and ``slope_up`` of a :class:`LatencyCurve`; ``None`` if not known.
 
-    def slope(size: int, other: float) -> float:
-        share = (ms - other) / ms * at / (at - size) if ms > 0 else 0.0
+    Args:
+        other_times: other sizes and the milliseconds there, nearest size first.
+    """
+
+    def slope(size: int, other_ms: float) -> float:
+        share = (ms - other_ms) / ms * measured_size / (measured_size - size) if ms > 0 else 0.0
         return min(1.0, max(0.0, share))
 
-    below = [each for each in there if each[0] < at]
-    above = [each for each in there if each[0] > at]
-    apart_below = [each for each in below if each[0] <= _MAX_SLOPE_RATIO * at]
-    apart_above = [each for each in above if at <= _MAX_SLOPE_RATIO * each[0]]
+    below = [each for each in other_times if each[0] < measured_size]
+    above = [each for each in other_times if each[0] > measured_size]
+    apart_below = [each for each in below if each[0] <= _MAX_SLOPE_RATIO * measured_size]
+    apart_above = [each for each in above if measured_size <= _MAX_SLOPE_RATIO * each[0]]
     down, up = below or apart_above, above or apart_below
     return slope(*down[0]) if down else None, slope(*up[0]) if up else None
 
 
 def _medians(record: TuningRecord) -> dict[str, float]:
-    """Return medians, without configs that were dropped early after few samples."""
+    """Return the median of each config, by digest, without configs that have few samples."""
     measured = [trial for trial in record.trials if isinstance(trial.outcome, Measurement)]
-    most = max(len(trial.outcome.samples) for trial in measured)  # type: ignore[union-attr]
+    max_samples = max(len(trial.outcome.samples) for trial in measured)  # type: ignore[union-attr]
     return {
         trial.digest: trial.outcome.median  # type: ignore[union-attr]
         for trial in measured
-        if 3 * len(trial.outcome.samples) >= min(most, 6)  # type: ignore[union-attr]
+        if 3 * len(trial.outcome.samples) >= min(max_samples, 6)  # type: ignore[union-attr]
     }

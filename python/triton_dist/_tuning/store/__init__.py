@@ -1,17 +1,22 @@
-"""Store tuning records, journals and logs: in memory, in folders, and in packs."""
+"""Store tuning records in memory, folders, packs and a remote store; journals and logs in files."""
 
 from triton_dist._tuning.store.file import FileStore
 from triton_dist._tuning.store.inventory import (
-    Interrupted,
-    foreign,
-    interrupted,
+    InterruptedTuning,
+    foreign_files,
+    interrupted_tunings,
     is_in_use,
-    places,
-    removable,
+    record_stems,
+    removable_files,
 )
 from triton_dist._tuning.store.journal import FileJournal
 from triton_dist._tuning.store.layered import LayeredStore, MemoryStore
-from triton_dist._tuning.store.log import FileLog, StepLog, last_line_by_rank, tunings_in_log
+from triton_dist._tuning.store.log import (
+    FileLog,
+    StepLog,
+    finished_tunings_in_log,
+    last_line_by_rank,
+)
 from triton_dist._tuning.store.packs import PackStore
 from triton_dist._tuning.store.readonly import ReadOnlyStore
 from triton_dist._tuning.store.remote import (

@@ -1,7 +1,7 @@
-"""Bytes by name in Redis, or in a file system that fsspec supports; and leases.
+"""Access Redis, or a file system that fsspec supports, as a map from names to bytes with leases.
 
-The methods may raise any exception and may block. :class:`RemoteStore` bounds their time and
-reports their errors. The libraries are optional, and imported at the first use.
+The methods may raise any exception and may block. :class:`RemoteStore` limits their time and
+reports their errors. The libraries redis and fsspec are optional, and imported at the first use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REDIS = ("redis", "rediss")
 
 
 class DamagedEntry(ValueError):
-    """An entry is not a valid record. The store itself works."""
+    """An entry cannot be read as bytes. The store itself works."""
 
 
 def import_library(url: str) -> None:
@@ -28,10 +28,10 @@ def import_library(url: str) -> None:
 
     Raises:
         ImportError: the library is not installed.
-        ValueError: the URL has no scheme, or one that fsspec does not know.
+        ValueError: the URL has no scheme, or a scheme that fsspec does not support.
     """
-    scheme, mark, _ = url.partition("://")
-    if not mark:
+    scheme, separator, _ = url.partition("://")
+    if not separator:
         raise ValueError("the URL has no scheme, such as redis:// or s3://")
     package = "redis" if scheme in _REDIS else "fsspec"
     try:
@@ -43,7 +43,7 @@ def import_library(url: str) -> None:
 
 
 class _Redis:
-    """Entries are strings that expire."""
+    """Backend that stores entries as strings that expire."""
 
     def __init__(self, url: str, seconds: float) -> None:
         import redis
@@ -54,26 +54,26 @@ class _Redis:
         self._response_error = redis.exceptions.ResponseError
         self._client: Any = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **limits)
 
-    def get(self, name: str, largest: int) -> bytes | None:
-        """Return at most ``largest + 1`` bytes of an entry; ``None`` if it does not exist."""
+    def get(self, name: str, max_bytes: int) -> bytes | None:
+        """Return the first ``max_bytes + 1`` bytes of an entry; ``None`` if it does not exist."""
         try:
-            return bytes(self._client.getrange(name, 0, largest)) or None
+            return bytes(self._client.getrange(name, 0, max_bytes)) or None
         except self._response_error as error:
             if str(error).startswith("WRONGTYPE"):
                 raise DamagedEntry(f"it is not a string: {error}") from error
             raise
 
     def put(self, name: str, data: bytes, seconds: int) -> None:
-        """Write or replace an entry, which may be deleted after ``seconds``."""
+        """Write or replace an entry. The store may delete it after ``seconds``."""
         self._client.set(name, data, ex=seconds)
 
-    def names(self, start: str) -> Iterable[str]:
-        """Return all names that begin with ``start``, a folder."""
-        found = self._client.scan_iter(match=f"{start}*", count=1000)
-        return [str(each, "ascii", "replace") for each in found]
+    def names(self, prefix: str) -> Iterable[str]:
+        """Return all names that begin with ``prefix``, which ends with a slash."""
+        names = self._client.scan_iter(match=f"{prefix}*", count=1000)
+        return [str(each, "ascii", "replace") for each in names]
 
     def acquire_lease(self, name: str, token: str, seconds: float) -> bool:
-        """Create a lease for ``seconds``. Return ``False`` if another job holds the lease."""
+        """Create a lease that expires after ``seconds``. Return ``False`` if it exists already."""
         return bool(self._client.set(name, token, nx=True, px=max(1, int(seconds * 1000))))
 
     def remove(self, name: str) -> None:
@@ -81,7 +81,7 @@ class _Redis:
 
 
 class _Files:
-    """Entries are files. A lease is a file that is created exclusively and expires by its age."""
+    """Backend that stores entries as files. A lease is a file that expires by its age."""
 
     def __init__(self, url: str) -> None:
         from fsspec.core import url_to_fs
@@ -89,12 +89,13 @@ class _Files:
         self._fs: Any
         self._fs, root = url_to_fs(url)
         self._root = root.rstrip("/")
-        # Object stores replace an entry atomically. A partial file elsewhere is a damaged entry.
+        # Object stores replace a file atomically; local files are renamed (see `put`). In other
+        # file systems, a reader may see a partial file, which it reports as damaged.
         self._is_local = url.startswith(("file://", "local://"))
 
-    def get(self, name: str, largest: int) -> bytes | None:
+    def get(self, name: str, max_bytes: int) -> bytes | None:
         try:
-            return bytes(self._fs.cat_file(f"{self._root}/{name}", start=0, end=largest + 1))
+            return bytes(self._fs.cat_file(f"{self._root}/{name}", start=0, end=max_bytes + 1))
         except FileNotFoundError:
             return None
         except IsADirectoryError as error:
@@ -113,9 +114,9 @@ class _Files:
             with suppress(FileNotFoundError):
                 os.unlink(temporary)
 
-    def names(self, start: str) -> Iterable[str]:
-        found = self._fs.find(f"{self._root}/{start}".rstrip("/"))
-        return [path[path.rindex(start) :] for path in found]
+    def names(self, prefix: str) -> Iterable[str]:
+        paths = self._fs.find(f"{self._root}/{prefix}".rstrip("/"))
+        return [path[path.rindex(prefix) :] for path in paths]
 
     def acquire_lease(self, name: str, token: str, seconds: float) -> bool:
         path = f"{self._root}/{name}"
@@ -123,7 +124,7 @@ class _Files:
             with suppress(FileExistsError):
                 self._write(path, token.encode(), mode="create")
                 return True
-            with suppress(FileNotFoundError):  # its holder has just removed it
+            with suppress(FileNotFoundError):  # the holder has just removed the lease
                 if self._fs.modified(path).timestamp() + seconds > time.time():
                     return False
                 self._fs.rm_file(path)
@@ -133,7 +134,7 @@ class _Files:
         self._fs.rm_file(f"{self._root}/{name}")
 
     def _write(self, path: str, data: bytes, **options: str) -> None:
-        """Write a file, and create its folder if that is missing. Object stores have no folders."""
+        """Write a file. If its folder is missing, create it; object stores have no folders."""
         try:
             self._fs.pipe_file(path, data, **options)
         except FileNotFoundError:
@@ -145,5 +146,5 @@ Backend: TypeAlias = _Redis | _Files
 
 
 def connect(url: str, seconds: float) -> Backend:
-    """Return the backend for ``url``. ``seconds`` limits the waits for a Redis server."""
+    """Return the backend for ``url``. For Redis, ``seconds`` limits each wait for the server."""
     return _Redis(url, seconds) if url.partition("://")[0] in _REDIS else _Files(url)

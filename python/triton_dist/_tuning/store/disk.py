@@ -1,6 +1,6 @@
-"""File operations that cannot block and that raise only :class:`OSError`.
+"""File operations that raise only :class:`OSError` and do not block on pipes or devices.
 
-In a shared folder, a file name of the tuner may belong to a pipe, a device or a folder. Only
+In a shared folder, a pipe, a device or a folder may have a file name that the tuner uses. Only
 regular files are read and written.
 """
 
@@ -19,7 +19,8 @@ _FLAGS = os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
 def expanded(path: Path) -> Path:
     """Return ``path`` with ``~`` expanded.
 
-    If the home folder is unknown, return ``path`` unchanged; :func:`os_errors` then raises.
+    If the home folder is unknown, return ``path`` unchanged. :func:`os_errors` raises for this
+    path.
     """
     try:
         return path.expanduser()
@@ -29,10 +30,10 @@ def expanded(path: Path) -> Path:
 
 @contextmanager
 def os_errors(path: Path) -> Iterator[None]:
-    """Context manager that converts errors about ``path`` to ``OSError``.
+    """Context manager that raises ``OSError`` for each invalid ``path``.
 
-    It converts a ``ValueError`` (a null byte, or a character outside the file system's encoding),
-    and raises if the home folder in ``path`` is unknown.
+    It converts the ``ValueError`` for a null byte, or for a character outside the file system's
+    encoding. It also raises if ``path`` starts with ``~`` and the home folder is unknown.
     """
     if path.parts[:1] and path.parts[0].startswith("~"):
         why = "the home folder of this user is unknown; set HOME or TRITON_DIST_CACHE_DIR"
@@ -57,11 +58,11 @@ def open_regular(path: Path, flags: int) -> int:
     raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
-def read_bytes(path: Path, largest: int = 1 << 28) -> bytes:
-    """Return the content of a regular file of at most ``largest`` bytes. Raises ``OSError``."""
+def read_bytes(path: Path, max_bytes: int = 1 << 28) -> bytes:
+    """Return the content of a regular file of at most ``max_bytes`` bytes. Raises ``OSError``."""
     with open(open_regular(path, os.O_RDONLY), "rb") as file:
-        if (size := os.fstat(file.fileno()).st_size) > largest:
-            raise OSError(errno.EFBIG, f"it has {size} bytes, the limit is {largest}", str(path))
+        if (size := os.fstat(file.fileno()).st_size) > max_bytes:
+            raise OSError(errno.EFBIG, f"it has {size} bytes, the limit is {max_bytes}", str(path))
         try:
             return file.read()
         except MemoryError as error:
@@ -69,7 +70,8 @@ def read_bytes(path: Path, largest: int = 1 << 28) -> bytes:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the sorted names in ``folder``; empty if it does not exist. Raises ``OSError``."""
+    """Return the sorted names in ``folder``; an empty list if ``folder`` does not exist. Raises
+    ``OSError``."""
     try:
         with os_errors(folder):
             return sorted(os.listdir(folder))

@@ -1,13 +1,15 @@
-"""Store the user's records in a folder that jobs and hosts may share, on a local disk or NFS.
+"""Store records in files, in a folder that several jobs and hosts may write at the same time.
+
+The folder may be on a local disk or NFS.
 
 - A record is written to a temporary file in the same folder, flushed, and renamed over the old
-  record. A rename is atomic, also on NFS: a reader needs no lock and never sees a partial record.
-  After :meth:`FileStore.put` returns, the record survives a crash.
-- The lock (``flock``, which Linux forwards to an NFS server) does not protect writes. It prevents a
-  reader that renames a damaged file from renaming a new record instead. Without working locks,
-  records are still written, but damaged files stay in place.
+  record. A rename is atomic, also on NFS, so a reader needs no lock and never reads a partial
+  record. After :meth:`FileStore.put` returns, the record survives a crash of the host.
+- A reader renames a damaged file. The lock of the folder prevents the reader from renaming a new
+  record that a writer has just moved there. The lock is a ``flock``, which Linux forwards to an
+  NFS server. If it does not work, records are written nevertheless, and damaged files stay.
 - A temporary file has a random name and one writer. If its writer was killed, a later writer
-  removes the file after one hour, which is more than the clock difference between hosts.
+  removes the file when it is one hour old. Clocks of hosts differ by less than an hour.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ _STALE_SECONDS = 3600.0
 class FileStore(ReadOnlyStore):
     """Records under ``root``, which is created at the first write.
 
-    No operation raises. If a file operation fails, warn; the lookup misses, or the record stays in
-    memory.
+    No method raises. If a file operation fails, the store warns. A look-up then finds nothing, and
+    a record to write stays in memory only.
     """
 
     def put(self, record: TuningRecord) -> str:
@@ -57,7 +59,7 @@ class FileStore(ReadOnlyStore):
                     temporary.unlink()
             folder = os.open(path.parent, os.O_RDONLY)
             try:
-                os.fsync(folder)  # the rename itself
+                os.fsync(folder)  # make the rename survive a crash
             finally:
                 os.close(folder)
         except OSError as error:
@@ -66,18 +68,18 @@ class FileStore(ReadOnlyStore):
         return str(path)
 
     def _damaged(self, path: Path, reason: str) -> None:
-        """Rename the damaged file, to warn about it only once and keep it for inspection."""
+        """Warn about the damaged file, and rename it to keep it for inspection."""
         renamed = path.with_name(path.name + ".damaged")
-        kept = "It stays, because the folder cannot be locked: delete it"
+        advice = "It stays, because the folder cannot be locked: delete it"
         try:
-            with _locked(path.parent) as locked:
-                if locked and _is_damaged(path):
+            with _locked(path.parent) as is_locked:
+                if is_locked and _is_damaged(path):
                     os.replace(path, renamed)
-                if locked:
-                    kept = f"It is now {renamed.name}, which you may delete"
+                if is_locked:
+                    advice = f"It is now {renamed.name}, which you may delete"
         except OSError as error:
-            kept = f"It stays ({error}): delete it"
-        self._warn(path, f"is not used: {reason}. {kept}; its key is tuned again")
+            advice = f"It stays ({error}): delete it"
+        self._warn(path, f"is not used: {reason}. {advice}; its key is tuned again")
 
     def _report_refusal(self, operation: str, path: Path, what: str) -> None:
         folder = self.root.parent
@@ -87,9 +89,9 @@ class FileStore(ReadOnlyStore):
 
 
 def _is_damaged(path: Path) -> bool:
-    """Return whether the file is damaged, checked again under the lock.
+    """Return whether the file at ``path`` is damaged. The caller holds the lock of the folder.
 
-    A record under the file name of another key also counts as damaged.
+    A record also counts as damaged if the file name belongs to another key.
     """
     try:
         key = read(path).key
@@ -102,7 +104,7 @@ def _is_damaged(path: Path) -> bool:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Context manager that holds the lock of ``folder``; yields whether locking succeeded."""
+    """Context manager that holds the lock of ``folder``. It yields whether locking succeeded."""
     lock = FileLock(folder / ".lock", timeout=_LOCK_SECONDS)
     try:
         lock.acquire(poll_interval=0.01)
@@ -116,7 +118,7 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Remove temporary files left by killed writers."""
+    """Remove temporary files of killed writers that are older than one hour."""
     for name in names_in(folder):
         if not (name.startswith(".") and name.endswith(".tmp")):
             continue

@@ -1,4 +1,7 @@
-"""Find the journals and logs next to records, for commands that list and remove them."""
+"""Find records, journals and logs in a cache folder, for commands that list and remove them.
+
+A journal is a file with the outcomes of an unfinished tuning.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from triton_dist._tuning.values import JournalEntry, Key, Measurement
 from triton_dist._tuning.values.outcome import UNREADABLE
 
 
-class Interrupted(NamedTuple):
-    """A tuning with a journal: it was interrupted or is running."""
+class InterruptedTuning(NamedTuple):
+    """A tuning that has a journal, so it was interrupted or is running."""
 
     path: Path
     """Path of the journal."""
@@ -33,26 +36,27 @@ class Interrupted(NamedTuple):
     seconds: float = 0.0
     """Tuning time so far, in seconds."""
     stuck: int = 0
-    """Number of quarantined configs, in which a process did not return."""
+    """Number of configs that are excluded because a process hung or crashed in them."""
 
 
-def interrupted(root: Path) -> Iterator[Interrupted]:
-    """Yield the tunings with journals in the folders of ``root``; skip unreadable folders."""
+def interrupted_tunings(root: Path) -> Iterator[InterruptedTuning]:
+    """Yield the tunings with journals in the folders of ``root``. Skip unreadable folders."""
     for folder in _names_in(root):
         for name in _names_in(root / folder):
             if name.endswith(".journal"):
                 yield _read(root / folder / name)
 
 
-def places(root: Path) -> set[Path]:
-    """Return the places of our files in the folders of ``root``, for :func:`removable`.
+def record_stems(root: Path) -> set[Path]:
+    """Return the paths, without extensions, of our files in the folders of ``root``.
 
-    The place of a record, its log and its journal is their common path without extensions.
+    A record, its logs and its journal differ only in their extensions. Pass the result to
+    :func:`removable_files`.
     """
     return {path.with_name(path.name.partition(".")[0]) for path in _files(root, ours=True)}
 
 
-def foreign(root: Path) -> list[Path]:
+def foreign_files(root: Path) -> list[Path]:
     """Return the files that another program wrote to the folders of ``root``."""
     return list(_files(root, ours=False))
 
@@ -80,20 +84,20 @@ def is_in_use(journal: Path) -> bool:
 Kind = Literal["record", "journal", "log"]
 
 
-def removable(places: Collection[Path]) -> dict[Path, Kind]:
-    """Return the removable files of records, with their kinds.
+def removable_files(stems: Collection[Path]) -> dict[Path, Kind]:
+    """Return the records, journals and logs that may be removed, with their kinds.
 
-    For each place, these are the record ``<place>.json``, its journal and its logs. While a tuning
-    is running, only the record is removable.
+    ``stems`` are paths of records without extensions (:func:`record_stems`). The journal and the
+    logs of a running tuning are left out.
 
     Raises:
         OSError: a folder cannot be read.
     """
-    stems: dict[Path, set[str]] = {}
-    for place in places:
-        stems.setdefault(place.parent, set()).add(place.name)
-    found: dict[Path, Kind] = {}
-    for folder, wanted in sorted(stems.items()):
+    stems_by_folder: dict[Path, set[str]] = {}
+    for each in stems:
+        stems_by_folder.setdefault(each.parent, set()).add(each.name)
+    removable: dict[Path, Kind] = {}
+    for folder, wanted in sorted(stems_by_folder.items()):
         names = names_in(folder)
         journals = {name for name in names if name.endswith(".journal")}
         open_journals = {name for name in journals if is_in_use(folder / name)}
@@ -104,14 +108,14 @@ def removable(places: Collection[Path]) -> dict[Path, Kind]:
                 continue
             kind = _KINDS.get(name.removeprefix(stem), "log")
             if kind == "record" or f"{stem}.journal" not in open_journals:
-                found[folder / name] = kind
-    return found
+                removable[folder / name] = kind
+    return removable
 
 
 _KINDS: dict[str, Kind] = {".json": "record", ".journal": "journal"}
 
 
-def _read(path: Path) -> Interrupted:
+def _read(path: Path) -> InterruptedTuning:
     key: Key | None = None
     tried: set[object] = set()
     stuck: set[object] = set()
@@ -123,12 +127,12 @@ def _read(path: Path) -> Interrupted:
                 function, text, hardware = (
                     str(head[name]) for name in ("function", "key", "hardware_group")
                 )
-                found = Key(function, text, hardware, str(line.get("module", "")))
-                str(found)  # raises if the key is malformed
-                key = found
+                read_key = Key(function, text, hardware, str(line.get("module", "")))
+                str(read_key)  # raises if the key is malformed
+                key = read_key
             with suppress(*UNREADABLE):
-                named = head["candidates"]
-                candidates = int(named["number"]) if isinstance(named, dict) else len(named)
+                each = head["candidates"]
+                candidates = int(each["number"]) if isinstance(each, dict) else len(each)
         elif "stuck" in line:
             stuck.add(line["stuck"])
         elif "n" in line:
@@ -138,11 +142,11 @@ def _read(path: Path) -> Interrupted:
                 seconds = entry.seconds
                 if isinstance(entry.outcome, Measurement):
                     best = min(entry.outcome.median, math.inf if best is None else best)
-    return Interrupted(path, key, len(tried), candidates, best, seconds, len(stuck))
+    return InterruptedTuning(path, key, len(tried), candidates, best, seconds, len(stuck))
 
 
 def _names_in(folder: Path) -> list[str]:
     try:
         return names_in(folder)
-    except OSError:  # not a folder, or not readable: the store warns
+    except OSError:  # not a folder, or not readable; reading its records warns about it
         return []

@@ -1,15 +1,16 @@
 """Journal the progress of a tuning as lines of JSON, to resume it after an interruption.
 
-    {"head": {...}, "module": "ops"}                   what is tuned: see the tuner
+    {"head": {...}, "module": "ops"}                   key, candidates and policy of the tuning
     {"trying": "91c2..."}                              a config that is about to run
     {"spared": "91c2..."}                              its run ended early for another reason
-    {"n": 0, "config": "91c2...", "asked": 10, ...}    outcome of each request, in order
-    {"stuck": "04d1...", "head": "...", "failure": {}} a quarantined config
-    {"finished": "77ab..."}                            the record that is about to be written
+    {"n": 0, "config": "91c2...", "asked": 10, ...}    samples requested of a config, and outcome
+    {"stuck": "04d1...", "head": "...", "failure": {}} a quarantined (excluded) config
+    {"finished": "77ab..."}                            digest of the record that will be written
 
-The file is next to the record. Lines are only appended, each with one write. The leader locks the
-file while it tunes and appends outcomes. The watchdog of any rank may append a quarantined config
-without the lock. A line that a crash cut off is not valid JSON and is skipped.
+Configs are named by their digests. The file is next to the record. Lines are only appended, each
+with one write. The leader (rank 0 of the group) locks the file while it tunes. When a config hangs,
+any rank may append a quarantined config without the lock. A line that a crash cut off is not valid
+JSON and is skipped.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ from triton_dist._tuning.values import Failure, JournalEntry, codec
 from triton_dist._tuning.values.outcome import UNREADABLE, outcome_tree, read_outcome
 
 _MAX_CRASHES = 2
-"""Number of starts that must crash in a config before it is quarantined."""
+"""A config is quarantined after this number of program starts have crashed in it."""
 
 
 _journals: weakref.WeakSet[FileJournal] = weakref.WeakSet()
 
 
 def _close_inherited() -> None:
-    """In a forked child, close the journals, whose locks it would hold after its parent's end."""
+    """Close all journals in a forked child, which would otherwise hold their locks after the end of
+    its parent."""
     for journal in list(_journals):
         journal.close_without_flush()
 
@@ -47,13 +49,14 @@ os.register_at_fork(after_in_child=_close_inherited)
 class FileJournal:
     """The journal of one key, at ``path``. No method raises if a file operation fails.
 
-    ``module`` is the module of the function, for messages.
+    Args:
+        module: module of the tuned function, for messages.
     """
 
     def __init__(self, path: Path, module: str = "") -> None:
         self.path, self._module = path, module
         self._file: int | None = None
-        """Descriptor of the locked file while this process leads the tuning."""
+        """Descriptor of the locked file; ``None`` if this process does not lead a tuning."""
         self._sync_thread: ThreadPoolExecutor | None = None
         self._pending_sync: Future[None] | None = None
         _journals.add(self)
@@ -117,8 +120,8 @@ class FileJournal:
     def append(self, entry: JournalEntry) -> None:
         """Append an outcome.
 
-        It survives a crash of the process immediately, and a crash of the host after an ``fsync``
-        in a second thread, which does not delay measurements.
+        After the call, the outcome survives a crash of the process. It survives a crash of the host
+        after an ``fsync`` in a second thread, for which measurements do not wait.
         """
         self._add(entry.to_tree())
         if self._file is not None and (self._pending_sync is None or self._pending_sync.done()):
@@ -130,10 +133,10 @@ class FileJournal:
         self._sync()
 
     def remove(self) -> None:
-        """Remove the journal if this rank leads, or if no leader has written to the file.
+        """Remove the journal file if this rank leads, or if no leader has written to the file.
 
-        No leader writes to the file of a rank with its own cache folder. In a shared folder, keep
-        the leader's journal, because the leader may not have written the record yet.
+        If ranks have separate cache folders, no leader writes to this rank's file. In a shared
+        folder, other ranks keep the file, because the leader may not have written the record yet.
         """
         first = next(self._lines(), {})
         if self._file is not None or not isinstance(first.get("head"), dict):
@@ -142,7 +145,7 @@ class FileJournal:
         self.close()
 
     def close(self) -> None:
-        """Flush and unlock the journal, which lets another process lead."""
+        """Flush and unlock the journal, so that another process can resume the tuning."""
         if self._file is not None:
             self._sync()
             os.close(self._file)
@@ -159,7 +162,7 @@ class FileJournal:
             return
         try:
             _write(self._file, line)
-        except OSError:  # a later line must not follow a gap
+        except OSError:  # no later line may be written, because this line is missing
             self.close()
 
     def _sync(self) -> None:
@@ -171,7 +174,8 @@ class FileJournal:
                 os.fsync(self._file)
 
     def _crashed(self, head: codec.Tree) -> dict[str, Failure]:
-        """Return the configs in which several starts crashed; a single crash may be chance."""
+        """Return the configs in which at least two program starts crashed. A single crash may have
+        another cause."""
         lines, times = self._lines(), dict[str, int]()
         if next(lines, {}).get("head") != head:
             return {}
@@ -189,7 +193,11 @@ class FileJournal:
         }
 
     def _resumed(self, head: codec.Tree, record: str | None) -> list[JournalEntry] | None:
-        """Return the entries to resume from; ``None`` if the journal has a different head."""
+        """Return the entries to resume from; ``None`` if there is nothing to resume.
+
+        There is nothing to resume if the journal has another head, or if its tuning finished with
+        the record whose digest is ``record``.
+        """
         lines = self._lines()
         if next(lines, {}).get("head") != head:
             return None
@@ -209,7 +217,7 @@ class FileJournal:
 
 
 def lines_of(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in the lines of a file; none if it cannot be read."""
+    """Yield the JSON objects in the lines of a file. Yield nothing if the file cannot be read."""
     try:
         text = read_bytes(path).decode("utf-8", "replace")
     except OSError:
@@ -226,7 +234,7 @@ def _stuck(head: codec.Tree, config: str, failure: Failure) -> codec.Tree:
 
 
 def _write(file: int, line: codec.Tree) -> None:
-    """Append one line. It starts with a line feed, because the previous line may be cut off."""
+    """Append one line, after a line feed, because the previous line may be cut off."""
     data = b"\n" + json.dumps(line, allow_nan=False).encode() + b"\n"
     if os.write(file, data) != len(data):
         raise OSError(f"fewer than {len(data)} bytes were written")

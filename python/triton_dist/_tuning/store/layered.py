@@ -1,4 +1,4 @@
-"""Combine stores in order of precedence: memory, the user's files, read-only folders, packs."""
+"""Combine several stores into one: memory, the user's files, read-only folders, packs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from triton_dist._tuning.values import Key, StoredRecord, TuningRecord
 
 
 class LayeredStore:
-    """Several stores as one. Records are put into all layers and found in the first layer first.
+    """Several stores as one. Each store is a layer.
 
-    ``find`` yields the records of all layers: a stale record of the user does not hide a valid
-    shipped record.
+    ``put`` passes a record to all layers. ``find`` yields the records of all layers, in the order
+    of the layers. A stale record in the user's files therefore does not hide a valid record in a
+    pack.
     """
 
     def __init__(self, layers: Sequence[Store]) -> None:
@@ -23,14 +24,14 @@ class LayeredStore:
         return chain.from_iterable(layer.find(key) for layer in self._layers)
 
     def put(self, record: TuningRecord) -> str:
-        places = [layer.put(record) for layer in self._layers]
-        return next(filter(None, reversed(places)), "")
+        locations = [layer.put(record) for layer in self._layers]
+        return next(filter(None, reversed(locations)), "")
 
     def records(self, function: str | None = None) -> Iterator[StoredRecord]:
         return chain.from_iterable(layer.records(function) for layer in self._layers)
 
 
-_WHERE = "memory"
+_LOCATION = "memory"
 
 
 class MemoryStore:
@@ -42,16 +43,16 @@ class MemoryStore:
     def find(self, key: Key) -> Iterator[StoredRecord]:
         record = self._records.get(key)
         if record is not None:
-            yield StoredRecord(record, _WHERE)
+            yield StoredRecord(record, _LOCATION)
 
     def put(self, record: TuningRecord) -> str:
         self._records[record.key] = record
-        return _WHERE
+        return _LOCATION
 
     def records(self, function: str | None = None) -> Iterator[StoredRecord]:
         for record in list(self._records.values()):
             if function in (None, record.key.function_name):
-                yield StoredRecord(record, _WHERE)
+                yield StoredRecord(record, _LOCATION)
 
     def clear(self) -> None:
         self._records.clear()

@@ -1,6 +1,7 @@
-"""Read and write records as readable JSON, in which values are kept on one line if they fit.
+"""Convert records to and from readable JSON text.
 
-A look-up does not parse the thousands of trials of a record. It finds and skips their lines.
+A list or object is on one line if it fits. A record may have thousands of trials: reading a record
+finds their lines without parsing them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _NAME = re.compile(r"[0-9a-f]{32}(-[^.]*)?\..*")
 
 
 def is_ours(name: str) -> bool:
-    """Return whether a file is a record, or is next to it: digest of the key, place, and suffix.
+    """Return whether ``name`` is the file name of a record, or of its journal or log.
 
     Triton-distributed keeps its files, with names of 64 hexadecimal digits, in the same folders.
     """
@@ -34,49 +35,53 @@ def record_text(record: TuningRecord) -> str:
 
 
 def with_checksum(tree: codec.Tree) -> str:
-    """Return the tree of a record as the text of its file, with a checksum in the last line."""
+    """Return the text of the file with the record ``tree``. The last entry is a checksum."""
     text = readable_json({name: part for name, part in tree.items() if name != "checksum"})
     return f'{text[:-3]}{_CHECKSUM.decode()}{_hash(text.encode())}"\n}}\n'
 
 
 def read_record(content: bytes) -> TuningRecord:
-    """Return the record in ``content``. If the layout is unchanged, trials are parsed on demand.
+    """Return the record in ``content``, the bytes of a file.
+
+    The trials are parsed at first use, unless another program changed the layout of the file.
 
     Raises:
         NewerSchema: a later version of triton_dist wrote the record.
         ValueError: ``content`` is not a record, or was damaged or edited.
     """
-    text, mark, checksum = content.rpartition(_CHECKSUM)
+    text, separator, checksum = content.rpartition(_CHECKSUM)
     text += b"\n}\n"
-    is_whole = bool(mark) and checksum == _hash(text).encode() + b'"\n}\n'
-    cut = _trials(text) if is_whole else None
-    if cut is not None:
-        tree = codec.loads(cut[0])
-        return TuningRecord.from_tree(tree, _winner(tree, cut[1]), cut[1])
+    is_unchanged = bool(separator) and checksum == _hash(text).encode() + b'"\n}\n'
+    split = _split_trials(text) if is_unchanged else None
+    if split is not None:
+        text_without_trials, trials_json = split
+        tree = codec.loads(text_without_trials)
+        return TuningRecord.from_tree(tree, _winning_trial(tree, trials_json), trials_json)
     tree = codec.loads(content)
-    if not _is_as_written(tree):
+    if not _matches_checksum(tree):
         raise ValueError("its checksum does not match: it was edited or is damaged")
     return TuningRecord.from_tree(tree)
 
 
-def _is_as_written(tree: Any) -> bool:
-    """Return whether the checksum is right. It does not depend on the layout.
+def _matches_checksum(tree: Any) -> bool:
+    """Return whether the checksum in ``tree`` is right. The layout of the file has no effect.
 
-    Records before schema 4 have no checksum.
+    Records in formats before schema 4 have no checksum.
     """
     if not isinstance(tree, dict) or tree.get("schema") not in range(1, SCHEMA + 1):
         return True  # the reader raises a specific error
-    known = tree.pop("checksum", None)
-    if known is None and tree["schema"] < SCHEMA:
+    recorded = tree.pop("checksum", None)
+    if recorded is None and tree["schema"] < SCHEMA:
         return True
     try:
-        return bool(known == _hash(readable_json(tree).encode()))
+        return bool(recorded == _hash(readable_json(tree).encode()))
     except RecursionError:
         return False
 
 
-def _trials(content: bytes) -> tuple[bytes, bytes] | None:
-    """Return the text without trials, and the text of the trials; ``None`` for other layouts."""
+def _split_trials(content: bytes) -> tuple[bytes, bytes] | None:
+    """Return the text without trials, and the text of the trials; ``None`` if their lines are not
+    found."""
     begin = content.find(_TRIALS_BEGIN)
     end = content.find(_TRIALS_END, begin)
     if not 0 <= begin < end:
@@ -85,14 +90,14 @@ def _trials(content: bytes) -> tuple[bytes, bytes] | None:
     return rest, b"[\n" + content[begin + len(_TRIALS_BEGIN) : end] + b"\n]"
 
 
-def _winner(tree: Any, trials: bytes) -> Any:
-    """Return the tree of the winning trial. Raises ``ValueError``."""
+def _winning_trial(tree: Any, trials: bytes) -> Any:
+    """Return the tree of the winning trial. Raise ``ValueError`` if ``trials`` do not have it."""
     try:
         digest = str(tree["best"]["digest"])
     except UNREADABLE as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    at = trials.index(f'"digest": "{digest}"'.encode())
-    begin, end = trials.rfind(_TRIAL_BEGIN, 0, at), trials.find(_TRIAL_BEGIN, at)
+    offset = trials.index(f'"digest": "{digest}"'.encode())
+    begin, end = trials.rfind(_TRIAL_BEGIN, 0, offset), trials.find(_TRIAL_BEGIN, offset)
     text = trials[begin : end if end > 0 else -1]
     return codec.loads(text.strip().rstrip(b","))
 
@@ -109,10 +114,15 @@ def readable_json(tree: Any, width: int = 100) -> str:
     return _lines(tree, 0, 0, width) + "\n"
 
 
-def _lines(tree: Any, depth: int, before: int, width: int) -> str:
-    """Return ``tree`` as JSON for a position with ``before`` columns in front of the first line."""
+def _lines(tree: Any, depth: int, column: int, width: int) -> str:
+    """Return ``tree`` as JSON text.
+
+    Args:
+        depth: number of columns by which the last line is indented.
+        column: column at which the first line starts.
+    """
     flat = json.dumps(tree, allow_nan=False)
-    if not isinstance(tree, (dict, list)) or not tree or before + len(flat) < width:
+    if not isinstance(tree, (dict, list)) or not tree or column + len(flat) < width:
         return flat
     indent = " " * (depth + _INDENT)
     if isinstance(tree, list):

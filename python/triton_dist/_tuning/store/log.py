@@ -1,4 +1,4 @@
-"""Write the logs of a tuning next to its record: JSON events for programs, text for users."""
+"""Write and read the logs of tunings: JSON events for programs, and lines of text for users."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from triton_dist.errors import TuningWarning
 
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 _TAIL_BYTES = 1 << 14
-_steps = logging.getLogger("triton_dist.contextual")
+_step_logger = logging.getLogger("triton_dist.contextual")
 
 
-class _Lines:
-    """A text file to append to, created at the first line.
+class _LineFile:
+    """Text file to append lines to. The file is created at the first line.
 
-    After the first error, call ``on_error`` with it and write nothing more.
+    After the first error, ``on_error`` is called with it, and nothing more is written.
     """
 
     def __init__(
@@ -40,7 +40,8 @@ class _Lines:
         try:
             if self._file is None:
                 make_folder(self._path.parent)
-                # Each line is one write to a file opened for appending: lines stay whole.
+                # Each line is one write to a file opened for appending, so lines of several
+                # processes do not mix.
                 self._file = open(  # noqa: SIM115
                     open_regular(self._path, _APPEND),
                     "a",
@@ -62,20 +63,23 @@ class _Lines:
 
 
 class FileLog:
-    """Logs of the tunings that lead to the record at path ``record``.
+    """Logs of the tunings of one key, next to the file of its record.
 
-    ``<record>.log.jsonl`` has the events of the leader, ``<record>.rank-<r>.log`` the lines of rank
-    r. Later tunings of the key append to the files. Errors are ignored: the record is written to
-    the same folder, and its error is reported.
+    The file ``.log.jsonl`` has the events that rank 0 writes. The file ``.rank-<r>.log`` has the
+    lines of rank r. Later tunings of the key append to the files. Errors are ignored, because
+    writing the record to the same folder reports them.
+
+    Args:
+        record: path of the record's file; its suffix is replaced.
     """
 
     def __init__(self, record: Path, rank: int) -> None:
-        self._events = _Lines(record.with_suffix(".log.jsonl"))
-        self._lines = _Lines(record.with_suffix(f".rank-{rank}.log"))
+        self._events = _LineFile(record.with_suffix(".log.jsonl"))
+        self._lines = _LineFile(record.with_suffix(f".rank-{rank}.log"))
 
-    def event(self, name: str, **facts: Any) -> None:
+    def event(self, name: str, **fields: Any) -> None:
         """Append an event as one line of JSON."""
-        self._events.add(json.dumps({"event": name, "time": _now(), **facts}, default=str))
+        self._events.add(json.dumps({"event": name, "time": _now(), **fields}, default=str))
 
     def line(self, text: str) -> None:
         """Append a line of text that describes the current step of this rank."""
@@ -86,31 +90,31 @@ class FileLog:
         self._lines.close()
 
 
-def tunings_in_log(record: Path) -> list[list[dict[str, Any]]]:
-    """Return the events of each finished tuning in the log of ``record``, oldest first."""
+def finished_tunings_in_log(record: Path) -> list[list[dict[str, Any]]]:
+    """Return the events of each finished tuning, oldest first, from the log of ``record``."""
     events: list[dict[str, Any]] = []
-    found = []
+    tunings = []
     for event in lines_of(record.with_suffix(".log.jsonl")):
         if event.get("event") == "begin":
             events = []
         events.append(event)
         if event.get("event") == "winner":
-            found.append(events)
+            tunings.append(events)
             events = []
-    return found
+    return tunings
 
 
 def last_line_by_rank(record: Path) -> dict[int, tuple[str, str]]:
-    """Return the last line in the log of each rank: the time and the text."""
-    found: dict[int, tuple[str, str]] = {}
+    """Return, by rank, time and text of the last line in the rank's log."""
+    last_lines: dict[int, tuple[str, str]] = {}
     for path in record.parent.glob(f"{record.stem}.rank-*.log"):
         with suppress(OSError, ValueError), open(open_regular(path, os.O_RDONLY), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             lines = file.read().decode("utf-8", "replace").splitlines()
             last = next((line for line in lines[:0:-1] or lines if line[:1].isdigit()), "")
             when, _, text = last.partition(" ")
-            found[int(path.suffixes[-2].removeprefix(".rank-"))] = when, text
-    return dict(sorted(found.items()))
+            last_lines[int(path.suffixes[-2].removeprefix(".rank-"))] = when, text
+    return dict(sorted(last_lines.items()))
 
 
 def _now() -> str:
@@ -118,27 +122,29 @@ def _now() -> str:
 
 
 class StepLog:
-    """Log of the steps of a rank in contextual tunings.
+    """Log of one rank during ``contextual_autotune``.
 
-    No method raises. If the file cannot be written, warn once.
+    No method raises. If the file cannot be written, one warning is given.
 
     Args:
         path: file to append to.
-        prints: ``say`` also prints to standard error.
+        prints: :meth:`report` also prints to standard error.
     """
 
     def __init__(self, path: Path, prints: bool) -> None:
-        self._lines, self._prints = _Lines(expanded(path), self._warn_unwritable), prints
+        self._lines, self._prints = _LineFile(expanded(path), self._warn_unwritable), prints
         self._path = path
 
     def line(self, text: str) -> None:
+        """Append a line to the file."""
         now = datetime.datetime.now().isoformat(sep=" ", timespec="milliseconds")
         self._lines.add(f"{now} {text}")
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
+        """Append a line to the file, and send it to the logger and, if enabled, to stderr."""
         self.line(text)
         with suppress(OSError, ValueError):  # the stream of a user's handler may be closed
-            _steps.info("%s", text)
+            _step_logger.info("%s", text)
         if self._prints:
             print_line(f"contextual_autotune: {text}")
 

@@ -1,8 +1,9 @@
 """Look up records in packs; create, merge and compare packs.
 
-A record in a pack is matched more loosely than a user's own record. Packs are therefore searched
-last, and only for functions of the same module. A file of records is read once, at the first lookup
-of its function.
+A pack is a file that ships records, and optionally compiled kernels, to other machines. A record in
+a pack is valid although code or software versions changed. Packs are therefore searched last, and
+only for a function of the same module. A file of records is read once, at the first look-up of its
+function.
 """
 
 from __future__ import annotations
@@ -39,13 +40,17 @@ from triton_dist._tuning.values import (
 from triton_dist._warn import warn
 from triton_dist.errors import CacheWarning, NoSuchFunction, PackRefused
 
-COLUMNS = 200  # enough for one result per line
+COLUMNS = 200
+"""Width of a line in a file of records, enough for one result per line."""
 
 
 class PackStore:
-    """Records of the packs in the folder ``root``, or of the pack ``root``.
+    """Records of all packs in a folder, or of one pack.
 
-    No operation raises: a file that cannot be read is a miss, with one warning.
+    No method raises. A file that cannot be read is skipped with one warning.
+
+    Args:
+        root: path of the folder or of the pack.
     """
 
     def __init__(self, root: Path) -> None:
@@ -53,26 +58,29 @@ class PackStore:
         self._read: dict[tuple[Path, str], Mapping[Key, TuningRecord]] = {}
 
     def find(self, key: Key) -> Iterator[StoredRecord]:
-        for where, records in self._files(key.function_name):
+        for location, records in self._files(key.function_name):
             record = records.get(key)
-            # Equal keys may belong to functions of the same name in different modules.
+            # Equal keys may belong to functions of equal name in different modules.
             if record is not None and record.key.full_name == key.full_name:
-                yield StoredRecord(record, where)
+                yield StoredRecord(record, location)
 
     def put(self, record: TuningRecord) -> str:
         """Do nothing: ``triton-dist pack`` creates packs."""
         return ""
 
     def records(self, function: str | None = None) -> Iterator[StoredRecord]:
-        for where, records in self._files(function):
-            yield from (StoredRecord(record, where) for record in records.values())
+        for location, records in self._files(function):
+            yield from (StoredRecord(record, location) for record in records.values())
 
     def _files(self, function: str | None) -> Iterator[tuple[str, Mapping[Key, TuningRecord]]]:
-        """Yield the path and the records of each file of records of ``function``, or of all."""
-        start = "" if function is None else f"{_readable(function)}."
+        """Yield the path of the pack, and the records, of each file of records.
+
+        With ``function``, yield only the files of functions with this name.
+        """
+        prefix = "" if function is None else f"{_file_name_part(function)}."
         for path in files_in(self._root, (SUFFIX, RECORDS_SUFFIX)):
             for name, read in _readers(path):
-                if name.startswith(start):
+                if name.startswith(prefix):
                     if (path, name) not in self._read:
                         self._read[path, name] = {}
                         try:
@@ -84,7 +92,10 @@ class PackStore:
 
 
 def _readers(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """Yield the name and a reader of each file of records in a pack or single file."""
+    """Yield the name of each file of records in a pack, and a function that returns its bytes.
+
+    ``path`` may also be a single file of records outside of a pack.
+    """
     if path.suffix != SUFFIX:
         yield path.name, functools.partial(read_bytes, path, MAX_RECORDS_BYTES)
     elif packed := open_pack(path):
@@ -93,20 +104,20 @@ def _readers(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
 
 
 def records_of(packed: Pack) -> list[TuningRecord]:
-    """Return all records in a pack. Raises ``PackRefused``."""
+    """Return all records in a pack. Raise ``PackRefused`` if a file is damaged."""
     parts = (_parsed(packed.path, name, packed.record(name)) for name in packed.records)
     return list(itertools.chain.from_iterable(parts))
 
 
 def _parsed(path: Path, name: str, data: bytes) -> list[TuningRecord]:
-    """Return the records in one file of records. Raises ``PackRefused``."""
+    """Return the records in one file of records. Raise ``PackRefused`` if the file is damaged."""
     try:
         return list(unpack(codec.loads(data.decode("ascii"))))
     except ValueError as error:
         raise PackRefused(str(path), f"records/{name}", str(error)) from error
 
 
-def verified(path: Path) -> Pack:
+def read_verified(path: Path) -> Pack:
     """Return the pack at ``path`` after reading and checking every file in it.
 
     Raises:
@@ -119,16 +130,20 @@ def verified(path: Path) -> Pack:
     return packed
 
 
-def latest(name: str, found: Iterable[TuningRecord]) -> list[TuningRecord]:
-    """Return the latest record of each key, for the version that was tuned last.
+def latest(name: str, records: Iterable[TuningRecord]) -> list[TuningRecord]:
+    """Return the latest record of each key, for the function's version that was tuned last.
 
-    A record tuned with environment settings, such as a debugging run, is used only if the key has
-    no other record. ``found`` has at least one record, all of one function on one GPU model.
+    A record tuned with special environment settings, such as a debugging run, is returned only if
+    its key has no other record.
+
+    Args:
+        name: name of the function, for the error message.
+        records: one or more records of one function on one GPU model.
 
     Raises:
-        NoSuchFunction: the function, ``name`` in the message, declares no version.
+        NoSuchFunction: the function declares no version.
     """
-    by_time = sorted(found, key=lambda record: record.timestamp)
+    by_time = sorted(records, key=lambda record: record.timestamp)
     ordered = sorted(by_time, key=lambda record: not record.fingerprint.settings)
     version = by_time[-1].fingerprint.version
     if not version:
@@ -141,15 +156,16 @@ def latest(name: str, found: Iterable[TuningRecord]) -> list[TuningRecord]:
 
 
 def own_records(
-    key: Key, present: Fingerprint, found: Iterable[StoredRecord]
+    key: Key, present: Fingerprint, stored: Iterable[StoredRecord]
 ) -> list[TuningRecord]:
-    """Return the records in ``found`` of the function of ``key``, with its present module name.
+    """Return the ``stored`` records that belong to the function of ``key``.
 
-    A record of another module belongs to the function if code, constants and version match. The
-    module name is replaced because a pack matches it exactly.
+    A record with another module name belongs to the function if code, constants and declared
+    version equal those in ``present``. The module name in the returned records is the name in
+    ``key``, because a look-up in a pack compares module names.
     """
     own = []
-    for record, _ in (each for each in found if each.has_function_of(key)):
+    for record, _ in (each for each in stored if each.has_function_of(key)):
         with_present_code = replace(
             record.fingerprint,
             source=present.source,
@@ -163,7 +179,9 @@ def own_records(
 
 
 def contents_of(records: Iterable[TuningRecord]) -> Contents:
-    """Return the contents of a pack: the latest records of each function and GPU model, no kernels.
+    """Return a pack's contents with the latest records of each function and GPU model.
+
+    The pack has no kernels.
 
     Raises:
         NoSuchFunction: a function declares no version.
@@ -176,26 +194,29 @@ def contents_of(records: Iterable[TuningRecord]) -> Contents:
     return _with_trees([pack(latest(name, list(group))) for (name, _), group in groups], {})
 
 
-def merged(packs: Sequence[Contents]) -> Contents:
-    """Return the union of ``packs``, whatever their order.
+def merge_packs(packs: Sequence[Contents]) -> Contents:
+    """Return the union of ``packs``. Their order has no effect.
 
     If a key is in several packs, the latest result is kept. Kernels with equal digests differ only
-    by paths in their metadata; the kernel with the smallest hashes is kept.
+    in paths in their metadata. Of these, the kernel with the smallest hashes is kept.
     """
 
-    def order(kernel: PackedKernel) -> tuple[object, ...]:
+    def sort_key(kernel: PackedKernel) -> tuple[object, ...]:
         entry = kernel.entry
         return sorted(entry.files.items()), sorted(entry.facts.items()), entry.name
 
     trees = [codec.loads(data.decode("ascii")) for each in packs for data in each.records.values()]
     kernels: dict[str, PackedKernel] = {}
     for digest, kernel in itertools.chain.from_iterable(each.kernels.items() for each in packs):
-        kernels[digest] = min(kernels.get(digest, kernel), kernel, key=order)
+        kernels[digest] = min(kernels.get(digest, kernel), kernel, key=sort_key)
     return _with_trees(trees, kernels)
 
 
 def differences(before: Pack, after: Pack) -> Iterator[str]:
-    """Yield a line for each result and each kernel that is in only one pack, or differs."""
+    """Yield a line of text for each result and each kernel that is in one pack only, or differs.
+
+    The line starts with ``-`` (only in ``before``), ``+`` (only in ``after``) or ``!`` (differs).
+    """
     old, new = _results(before), _results(after)
     for key in sorted(old.keys() | new.keys()):
         if key not in new:
@@ -215,11 +236,11 @@ def differences(before: Pack, after: Pack) -> Iterator[str]:
 
 
 def _with_trees(trees: Iterable[codec.Tree], kernels: Mapping[str, PackedKernel]) -> Contents:
-    """Return a pack with one file for each function, version and GPU model."""
+    """Return a pack's contents with one file for each function, version and GPU model."""
     files: dict[str, list[codec.Tree]] = {}
     for tree in trees:
         identity = [str(tree[name]) for name in ("module", "function", "version", "gpu")]
-        function = _readable(identity[1].rpartition(".")[2])
+        function = _file_name_part(identity[1].rpartition(".")[2])
         name = f"{function}.{codec.digest(*identity)[:8]}.json"
         files.setdefault(name, []).append(tree)
     records = {
@@ -228,7 +249,7 @@ def _with_trees(trees: Iterable[codec.Tree], kernels: Mapping[str, PackedKernel]
     return Contents(records, kernels)
 
 
-def _readable(function: str) -> str:
+def _file_name_part(function: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "_", function)[:100]
 
 

@@ -1,15 +1,15 @@
 """Read records from a folder without writing to it, such as a shared folder of tuned records.
 
-Each record is a readable JSON file:
-``<root>/autotune/<function name>/<digest of the key>-<place>.json``. The *place* is a digest of the
-module, signature and bound values (closure cells, defaults) of the function, of environment
-settings, and of the schema. It decides which record a new record replaces, but not which record is
-found:
+Each record is a JSON file:
+``<root>/autotune/<function name>/<digest of the key>-<digest of the origin>.json``. The *origin* is
+the module, signature and bound values (closure cells, defaults) of the function, the environment
+settings, and the version of the record format. It decides which file a new record replaces, but not
+which record is found:
 
-- A lookup considers every file with the digest of the key. The fingerprint of the record decides
-  whether it is valid. A renamed module finds records tuned under its old name.
-- Two functions of equal name have separate files. So do versions of triton_dist with different
-  schemas, and runs with and without debugging.
+- A look-up reads every file with the digest of the key. The fingerprint in the record decides
+  whether the record is valid. After a module was renamed, its old records are found.
+- Two functions of equal name in different modules have separate files. Versions of triton_dist with
+  different record formats also have separate files, and so do runs with and without debugging.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ _MAX_NAME_LENGTH = 255
 class ReadOnlyStore:
     """Records under ``root``.
 
-    No operation raises. A file that cannot be read is a miss. Warn once for each damaged file, and
-    once for all files that the file system refuses to read.
+    No method raises. A file that cannot be read is skipped. The store warns once for each damaged
+    file, and once in total for files that the file system refuses to read.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = expanded(root) / "autotune"
-        self._known: dict[Path, tuple[tuple[int, int], TuningRecord]] = {}
-        """Records from :meth:`records`, by path, with the state of the file."""
+        self._parsed: dict[Path, tuple[tuple[int, int], TuningRecord]] = {}
+        """By path: modification time and inode of the file, and the record in it."""
         self._warned: set[Path] = set()
         self._failed_operations: set[str] = set()
 
     def path(self, key: Key) -> Path:
         """Return the path for a record of ``key``, whether or not the file exists."""
-        place = codec.digest(SCHEMA, key.module, key.signature)[:8]
-        return self.folder(key.function_name) / f"{key.digest}-{place}.json"
+        origin_digest = codec.digest(SCHEMA, key.module, key.signature)[:8]
+        return self.folder(key.function_name) / f"{key.digest}-{origin_digest}.json"
 
     def folder(self, function: str) -> Path:
         """Return the folder of the records of all functions with this name."""
@@ -68,8 +68,8 @@ class ReadOnlyStore:
         return ""
 
     def records(self, function: str | None = None) -> Iterator[StoredRecord]:
-        every = function is None
-        for folder in self._names_in(self.root) if every else [self.folder(function or "")]:
+        folders = self._names_in(self.root) if function is None else [self.folder(function)]
+        for folder in folders:
             for name in self._names_in(self.root / folder):
                 path = self.root / folder / name
                 record = self._unchanged(path) if name.endswith(".json") else None
@@ -77,44 +77,48 @@ class ReadOnlyStore:
                     yield StoredRecord(record, str(path))
 
     def _unchanged(self, path: Path) -> TuningRecord | None:
-        """Return the record in ``path``; parse the file only if it changed.
+        """Return the record in ``path``. Parse the file only if it changed since the last call.
 
-        Each new key reads all records of its function, which may be hundreds.
+        The first call at a new size reads all records of its function, which may be hundreds.
         """
         try:
-            found = path.stat()
+            status = path.stat()
         except OSError:
             return None
-        state = (found.st_mtime_ns, found.st_ino)
-        known = self._known.get(path)
-        if known is not None and known[0] == state:
-            return known[1]
+        state = (status.st_mtime_ns, status.st_ino)
+        parsed = self._parsed.get(path)
+        if parsed is not None and parsed[0] == state:
+            return parsed[1]
         record = self._read(path)
         if record is not None:
-            self._known[path] = state, record
+            self._parsed[path] = state, record
         return record
 
     def _candidates(self, key: Key) -> Iterator[Path]:
-        """Yield paths of records of ``key``: first its own place, last the places of schema 1."""
-        own = self.path(key)
-        yield own
-        for name in self._names_in(own.parent):
-            if name != own.name and name.startswith(f"{key.digest}-") and name.endswith(".json"):
-                yield own.parent / name
+        """Yield the paths that may have a record of ``key``.
+
+        First is the path with an equal origin, last the path in the first format (schema 1).
+        """
+        path = self.path(key)
+        yield path
+        for name in self._names_in(path.parent):
+            if name != path.name and name.startswith(f"{key.digest}-") and name.endswith(".json"):
+                yield path.parent / name
         if key.module:
-            yield own.parent / f"{key.schema_1_digest}.json"
+            yield path.parent / f"{key.schema_1_digest}.json"
 
     def _names_in(self, folder: Path) -> list[str]:
         try:
             return names_in(folder)
         except OSError as error:
-            # Ignore foreign files next to the folders of functions.
+            # Ignore files of other programs next to the folders of functions.
             if folder == self.root or not isinstance(error, NotADirectoryError):
                 self._report_refusal("read", folder, f"cannot be read: {error}")
             return []
 
     def _read(self, path: Path, key: Key | None = None) -> TuningRecord | None:
-        """Return the record in ``path``; ``None`` if it is missing, invalid or of another key."""
+        """Return the record in ``path``; ``None`` if it is missing, cannot be read, or is of a
+        key other than ``key``."""
         try:
             record = read(path)
         except FileNotFoundError:
@@ -126,7 +130,7 @@ class ReadOnlyStore:
             self._report_refusal("read", path, f"cannot be read: {error}")
             return None
         except ValueError as error:
-            if is_ours(path.name):  # ignore foreign files
+            if is_ours(path.name):  # ignore files of other programs
                 self._damaged(path, f"it is damaged ({error!s})")
             return None
         if key is None or record.key == key:
@@ -141,7 +145,7 @@ class ReadOnlyStore:
         self._warn(path, f"is not used: {reason}. Delete it or replace it")
 
     def _warn(self, path: Path, what: str) -> None:
-        """Warn once per file, because a program may look it up for many keys and groups."""
+        """Warn once per file, because many keys and process groups may read the same file."""
         if path not in self._warned:
             self._warned.add(path)
             warn(f"tuning record {path} {what}", CacheWarning)
@@ -149,8 +153,8 @@ class ReadOnlyStore:
     def _report_refusal(self, operation: str, path: Path, what: str) -> None:
         """Report that the file system refused an access: ``operation`` is "read" or "write".
 
-        The file system usually refuses all records of a folder. The first error of each operation
-        is a warning, unless this file has had a warning. Further errors are only logged.
+        Usually all files of a folder are refused. Therefore only the first error of each operation
+        leads to a warning, and further errors are logged.
         """
         if operation in self._failed_operations:
             logging.getLogger("triton_dist.cache").info("%s %s", path, what)

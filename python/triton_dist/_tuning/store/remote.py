@@ -1,16 +1,17 @@
-"""Share tuning records between machines through a store that they all reach.
+"""Share tuning records between machines through a remote store, such as Redis or S3.
 
-An entry is a line of JSON, then the record as in a local file:
+An entry of the store has a line of JSON, and then a record as in a local file:
 
     {"expires": 1798761600, "hmac": "5f2c..."}
     {"schema": 4, ...}
 
-Its name contains the schema, the key, and a digest of the fingerprint without patch levels.
-Machines that can use each other's records share one entry, and others have their own. An entry is
-parsed as JSON and checked like a local file. Nothing in it is executed.
+The name of an entry has the version of the record format, the digest of the key, and the digest of
+the fingerprint (hardware, software, code) without patch levels. Machines that can use each other's
+records therefore use the same entry. An entry is parsed as JSON and checked like a local file.
+Nothing in it is executed.
 
-Only the leader of a group uses the store. Each request runs in its own thread and is abandoned at
-a time limit, because client libraries may block for longer than their own limits.
+Only rank 0 of a group uses the store. Each request runs in its own thread and is abandoned after a
+time limit, because client libraries may block for longer than their own limits.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from triton_dist._warn import warn
 from triton_dist.errors import CacheWarning, NewerSchema
 
 MAX_BYTES = 8 << 20
-"""Size limit of an entry."""
+"""Maximum size of an entry in bytes."""
 _NAMESPACE = f"triton_dist-{SCHEMA}/"
 _NAME = re.compile(re.escape(_NAMESPACE) + r"[\w-]+/[0-9a-f]{32}-[0-9a-f]{32}", re.ASCII)
 _UNREACHABLE = {"TimeoutError", "ConnectionError", "gaierror", "ImportError"}
-"""Names of exception classes (builtin, redis, botocore) that mean that the store cannot be
+"""Names of exception classes of Python, redis and botocore that are raised if the store cannot be
 reached."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
-"""Seconds between two look-ups while another job tunes."""
+_FIRST_PAUSE, _MAX_PAUSE = 0.1, 2.0
+"""Seconds between two look-ups while another job tunes. Each pause is longer than the last."""
 
 T = TypeVar("T")
 
@@ -56,22 +57,26 @@ T = TypeVar("T")
 class RemoteStore:
     """Records in a store that other machines read and write.
 
+    A *lease* of a key lets one job tune while other jobs wait for its record.
+
     ``find``, ``publish`` and ``release`` never raise. If the store cannot be reached or a read
-    fails, it is not used again. After another failed write or lease, only requests of that kind
-    stop. All other methods raise ``OSError`` if the store cannot be used.
+    fails, they do not use the store again. If a write or a lease fails for another reason, they
+    make no further writes, or leases. The other methods raise ``OSError`` if a request fails.
 
     Attributes:
-        url: URL without credentials.
+        url: URL without credentials, for messages.
     """
 
     _url: str
     _seconds: float
-    """Time limit of a request."""
+    """Time limit of a request, in seconds."""
     read_only: bool = False
     ttl: float = 86400.0
+    """Seconds after which a written entry expires."""
     lease_seconds: float = 0.0
+    """Seconds after which a lease expires. 0: jobs use no leases."""
     secret: str = ""
-    """Key of the signatures. Empty: records are not signed."""
+    """Key of the entries' signatures. Empty: entries are not signed."""
 
     def __post_init__(self) -> None:
         self.url = without_secrets(self._url, self._url)
@@ -81,9 +86,9 @@ class RemoteStore:
         self._disabled_operations: set[str] = set()
         self._warned: set[str] = set()
         self._leases: dict[str, str] = {}
-        """Tokens of the leases that this process holds, by name of the entry."""
+        """Token of each lease that this process holds, by name of the entry."""
 
-    def longest_find(self, may_wait: bool) -> float:
+    def max_find_seconds(self, may_wait: bool) -> float:
         """Return the maximum duration of :meth:`find` in seconds."""
         # After the wait: a look-up, the lease, a second look-up, and the release.
         return self.lease_seconds + 4 * self._seconds if may_wait else 2 * self._seconds
@@ -94,9 +99,9 @@ class RemoteStore:
     ) -> StoredRecord | None:  # fmt: skip
         """Return the record of ``key`` if ``is_valid(record)`` is true, else ``None``.
 
-        Without such a record the caller tunes. If ``may_wait`` is true and leases are on, first
-        take the lease of this key, or wait at most ``lease_seconds`` for the record of the job that
-        holds it.
+        The caller tunes if there is no valid record. Therefore, with ``may_wait`` and leases, take
+        the lease of this key before returning ``None``. If another job holds the lease, wait at
+        most ``lease_seconds`` for the record of that job.
         """
         name = entry_name(key, fingerprint)
         lease, token, seconds = f"{name}.lease", secrets.token_hex(8), self.lease_seconds
@@ -119,11 +124,11 @@ class RemoteStore:
             if pause == _FIRST_PAUSE:
                 log = logging.getLogger("triton_dist.cache")
                 log.info("%s/%s: waiting for another job, %g s at most", self.url, name, seconds)
-            left = deadline - time.monotonic()
-            if acquired is None or left <= 0:  # ``None``: the store failed
+            remaining = deadline - time.monotonic()
+            if acquired is None or remaining <= 0:  # ``None``: the request failed
                 return None
-            time.sleep(min(pause, left))
-            pause = min(1.5 * pause, _LONGEST_PAUSE)
+            time.sleep(min(pause, remaining))
+            pause = min(1.5 * pause, _MAX_PAUSE)
 
     def publish(self, record: TuningRecord) -> None:
         """Publish ``record`` for other machines, unless the store is read-only."""
@@ -136,8 +141,8 @@ class RemoteStore:
         token = self._leases.pop(name, "").encode()
 
         def remove(backend: Backend) -> None:
-            # Not atomic: if the lease expires in between, another job's lease is removed, and one
-            # more job tunes.
+            # Not atomic: if the lease expires between the two requests, the lease of another job is
+            # removed, and one more job tunes.
             if backend.get(f"{name}.lease", 64) == token:
                 backend.remove(f"{name}.lease")
 
@@ -146,14 +151,17 @@ class RemoteStore:
 
     def records(self, function: str | None = None) -> Iterator[StoredRecord]:
         """Yield all records, or the records of functions with the bare name ``function``."""
-        start = _NAMESPACE if function is None else f"{_NAMESPACE}{_folder(function)}/"
-        for name in sorted(self.request(lambda backend: list(backend.names(start)))):
+        prefix = _NAMESPACE if function is None else f"{_NAMESPACE}{_folder(function)}/"
+        for name in sorted(self.request(lambda backend: list(backend.names(prefix)))):
             record = self.read(name) if _NAME.fullmatch(name) else None
             if record is not None:
                 yield StoredRecord(record, f"{self.url}/{name}")
 
     def read(self, name: str) -> TuningRecord | None:
-        """Return the record in an entry; ``None`` if it is missing, expired or (warn) damaged."""
+        """Return the record in an entry; ``None`` if the entry is missing, expired or damaged.
+
+        Warn about a damaged entry.
+        """
         try:
             data = self.request(lambda backend: backend.get(name, MAX_BYTES))
             return None if data is None else self._parsed(name, data)
@@ -179,7 +187,7 @@ class RemoteStore:
         Raises:
             ConnectionError: the store did not answer.
             OSError: another error of the store.
-            DamagedEntry: raised by ``work``.
+            DamagedEntry: ``work`` raised it.
         """
         future: Future[T] = Future()
 
@@ -192,7 +200,7 @@ class RemoteStore:
 
         try:
             import_library(self._url)
-            # A pool would join its threads when the process ends.
+            # Not a thread pool: it would join its threads when the process ends.
             threading.Thread(target=run, name="triton_dist.remote", daemon=True).start()
             return future.result(self._seconds)
         except DamagedEntry:
@@ -202,12 +210,16 @@ class RemoteStore:
             if isinstance(error, FutureTimeout) and not future.done():
                 reason = f"no answer within {self._seconds:g} s"
             is_unreachable = not _UNREACHABLE.isdisjoint(k.__name__ for k in type(error).__mro__)
-        # Outside of the ``except`` block: the original error may contain the password.
+        # Outside of the ``except`` block, so that no traceback shows the original error, which may
+        # contain the password.
         kind = ConnectionError if is_unreachable else OSError
         raise kind(f"remote store {self.url}: {reason}")
 
     def _attempt(self, operation: str, request: Callable[[], T]) -> T | None:
-        """Return the result of a request, or ``None`` with a warning if it fails."""
+        """Return the result of ``request()``. If it fails, warn and return ``None``.
+
+        ``operation`` is "read", "write" or "lease".
+        """
         if operation in self._disabled_operations:
             return None
         try:
@@ -237,19 +249,19 @@ class RemoteStore:
         expires = head.get("expires") if isinstance(head, dict) else None
         if type(expires) is not int:
             raise ValueError("its first line has no time of expiry")
-        signature, given = self._signature(name, expires, body), str(head.get("hmac"))
-        if self.secret and not hmac.compare_digest(signature.encode(), given.encode()):
+        expected, signature = self._signature(name, expires, body), str(head.get("hmac"))
+        if self.secret and not hmac.compare_digest(expected.encode(), signature.encode()):
             raise ValueError(f"its signature does not match {knobs.autotune_remote_key.variable}")
         if expires < time.time():
             return None
         record = read_record(body)
-        _ = record.trials  # parse them now, because later an error would end a tuning
+        _ = record.trials  # parse the trials now, because a later error would end a tuning
         if entry_name(record.key, record.fingerprint) != name:
             raise ValueError(f"it is the record of another key, {record.key.text}")
         return record
 
     def _signature(self, name: str, expires: int, body: bytes) -> str:
-        # The name is signed too: an entry cannot be copied to another key.
+        # The name is signed too, so that an entry cannot be copied to another key.
         signed = f"{name}\n{expires}\n".encode() + body
         return (
             hmac.new(os.fsencode(self.secret), signed, "sha256").hexdigest() if self.secret else ""
@@ -257,7 +269,7 @@ class RemoteStore:
 
 
 def entry_name(key: Key, fingerprint: Fingerprint) -> str:
-    """Return the name of the entry for a record of ``key`` with this fingerprint."""
+    """Return the name of the entry for a record with this key and fingerprint."""
     return f"{_NAMESPACE}{_folder(key.function_name)}/{key.digest}-{fingerprint.digest}"
 
 
@@ -270,32 +282,37 @@ def without_secrets(text: str, url: str) -> str:
     rest = url.partition("://")[2] or url
     credentials, query = rest.rpartition("@")[0], rest.partition("?")[2]
     password = credentials.rpartition("://")[2].partition(":")[2]
-    # If delimiters in a password are not escaped, parsers report a part of it as a host or port.
-    found = {credentials, password, query, *re.split("[/?#@:]", password)}
-    # Shorter values, such as db=1, also occur elsewhere in the text.
-    found |= {value for part in query.split("&") if len(value := part.partition("=")[2]) > 2}
+    # If delimiters in a password are not escaped, parsers take a part of it for the host or port,
+    # and ``text`` may contain this part alone.
+    secret_parts = {credentials, password, query, *re.split("[/?#@:]", password)}
+    # Values of one or two characters, such as 1 in db=1, also occur elsewhere in the text.
+    values = (part.partition("=")[2] for part in query.split("&"))
+    secret_parts |= {value for value in values if len(value) > 2}
     if "?" in credentials or "://" in rest or rest == url:
-        found.add(rest)  # which part is secret is ambiguous
-    found |= {unquote(each) for each in found}
-    for secret in sorted(filter(None, found), key=len, reverse=True):
+        secret_parts.add(rest)  # it is ambiguous which part is secret
+    secret_parts |= {unquote(each) for each in secret_parts}
+    for secret in sorted(filter(None, secret_parts), key=len, reverse=True):
         text = text.replace(secret, "***")
     return text
 
 
-_opened = functools.cache(RemoteStore)
-# Connections cannot be shared with a forked process.
-os.register_at_fork(after_in_child=_opened.cache_clear)
+_cached_store = functools.cache(RemoteStore)
+# A forked process cannot share the connections of its parent.
+os.register_at_fork(after_in_child=_cached_store.cache_clear)
 
 
 def configured_remote(seconds: float | None = None) -> RemoteStore | None:
-    """Return the store that the environment names, or ``None``.
+    """Return the store that the environment variables name, or ``None``.
 
-    The same store is returned each time, because it remembers that it cannot be reached.
+    Equal settings return the same object, because it records that the store cannot be reached.
+
+    Args:
+        seconds: time limit of a request; by default ``TRITON_DIST_AUTOTUNE_REMOTE_TIMEOUT``.
     """
     url = knobs.autotune_remote.get()
     if not url:
         return None
-    return _opened(
+    return _cached_store(
         url,
         seconds or knobs.autotune_remote_timeout.get(),
         knobs.autotune_remote_readonly.get(),

@@ -78,7 +78,7 @@ class Log(Protocol):
     def line(self, text: str) -> None:
         """Append a line to this rank's file."""
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Append a line, and print it on the leader if the tuning is verbose."""
 
     def close(self) -> None: ...
@@ -436,7 +436,7 @@ def open_context(
         capturing=parts.device.is_capturing(),
         kept=[config.digest for config in own.kept],
         # Leases are not used, because several kernels are tuned at the same time.
-        remote_seconds=remote.longest_find(may_wait=False) if remote else None,
+        remote_seconds=remote.max_find_seconds(may_wait=False) if remote else None,
     )
     proposals = messages.all_gather(Step(f"call {call}: launch of {context.name}"), proposal)
     # All ranks raise here, because ``compared`` has the failures of all ranks.
@@ -455,7 +455,7 @@ def open_context(
     if winner is not None:
         context.use(own.triton_configs[winner])
         context.recorded = f"config {shown(context.winner)} of the tuning record {location}"
-        parts.log.say(f"{context.name}: known, {shown(context.winner)}")
+        parts.log.report(f"{context.name}: known, {shown(context.winner)}")
         return context
     leader, policy = agreement.leader, parts.settings.policy
     kept = [own.configs[digest] for digest in leader.kept if digest in own.configs]
@@ -492,7 +492,7 @@ def open_context(
     if leader.always_tune:
         reason = "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE is set"
     ranks = parts.ranks.size
-    parts.log.say(
+    parts.log.report(
         f"{context.name}: {reason}; tuning {len(kept)} configs ({len(pruned)} pruned) on "
         f"{ranks} rank{'' if ranks == 1 else 's'}"
     )

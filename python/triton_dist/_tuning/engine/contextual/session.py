@@ -190,7 +190,7 @@ class Session:
             current_call.undo.pop_all()  # do not undo the last call
             if current_call.number:
                 tuned = [context for context in self._contexts.values() if context.record]
-                self._parts.log.say(summary(tuned, self.calls, time.monotonic() - self._began))
+                self._parts.log.report(summary(tuned, self.calls, time.monotonic() - self._began))
             return True
         self._undo()
         self.random_state.rewind()
@@ -236,7 +236,7 @@ class Session:
         else:
             where = "memory"
         context.close(None)
-        parts.log.say(f"{context.name}: best is {shown(context.winner)}; kept in {where}")
+        parts.log.report(f"{context.name}: best is {shown(context.winner)}; kept in {where}")
         if parts.ranks.is_leader:
             title = f"contextual_autotune {context.name}"
             warn_of_failures(title, record, "the log of each rank lists them")
