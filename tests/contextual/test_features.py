@@ -30,7 +30,7 @@ from tests.contextual.kernels import (
     total,
     tuned_by,
 )
-from triton_dist._tuning.engine.contextual.context import as_config
+from triton_dist._tuning.engine.contextual.kernel_tuning import as_config
 from triton_dist.autotuner import contextual_autotune
 from triton_dist.errors import InvalidArgument, TuningWarning
 

@@ -621,8 +621,8 @@ MUTANTS = (
     Mutant(
         "store lock: under it a file is looked at again",
         _STORE,
-        "if locked and _is_damaged(path):",
-        "if locked:",
+        "if is_locked and _is_damaged(path):",
+        "if is_locked:",
         STORE,
     ),
     Mutant(

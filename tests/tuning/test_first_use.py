@@ -115,7 +115,7 @@ def test_ranks_that_fail_in_different_ways_do_not_wait_for_one_another(shown):
 def test_a_function_that_changes_its_arguments_is_not_run_twice():
     """It ran on one rank: to tune, and to run again, would change its arguments once more."""
     x = [torch.zeros(1), torch.zeros(1)]
-    hooks = Hooks(restore=("x",))
+    hooks = Hooks(restored_arguments=("x",))
     ranks = another_start(tuned(2), lambda rank: TOO_LARGE if rank else None, hooks=hooks)
     for rank in ranks:
         rank.key_fn = rank.tuned.key_fn = lambda x, **_: 1

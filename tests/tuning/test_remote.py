@@ -31,7 +31,7 @@ from tests.architecture.source import ROOT
 from tests.contextual.kernels import autotuned, configs, scale, scale_kernel, scaling
 from tests.tuning.fakes import Rank, fingerprint, in_threads, thread_ranks, together
 from triton_dist import knobs
-from triton_dist._tuning.engine.contextual.context import Context
+from triton_dist._tuning.engine.contextual.kernel_tuning import KernelTuning
 from triton_dist._tuning.store import RemoteStore, backends, remote, without_secrets
 from triton_dist.autotuner import contextual_autotune
 from triton_dist.errors import CacheWarning, NoValidConfig, TuningFrozen
@@ -671,7 +671,7 @@ def on_two_machines(url: str, folder: str) -> list[tuple[bool, int]]:
             pytest.MonkeyPatch.context() as patch,
         ):
             if machine == "b":
-                patch.setattr(Context, "can_persist", dist.get_rank() == 0)
+                patch.setattr(KernelTuning, "can_persist", dist.get_rank() == 0)
             kernel = autotuned(scale_kernel, configs(16, 32))
             function = contextual_autotune(is_dist=True, n_repeat=1, n_warmup=0)(
                 lambda x, kernel=kernel: scale(kernel, x)

@@ -20,7 +20,7 @@ from triton_dist._archive import pack_places, packs_in
 from triton_dist._tuning.arguments import check_choice, check_tunable, names_of, rounding_functions
 from triton_dist._tuning.engine.decorator import Decorator
 from triton_dist._tuning.engine.dispatch import AutoTuner
-from triton_dist._tuning.engine.parts import Hooks, NoGroup, Parts, ProcessFunctions
+from triton_dist._tuning.engine.parts import Hooks, NoWorld, Parts, ProcessFunctions
 from triton_dist._tuning.protocols import RankGroup, Search
 from triton_dist._tuning.search import Factory, ShortRace, check_search, search_for
 from triton_dist._tuning.shared import common_parts, file_store, fingerprint_of, is_off, pack_store
@@ -229,7 +229,7 @@ def autotune(
     )
     process = ProcessFunctions(
         functools.partial(group_for, scope=scope),
-        default_group if scope == "world" else NoGroup,
+        default_group if scope == "world" else NoWorld,
         is_traced,
         is_off,
         lambda: knobs.autotune_keys.get() or 1,

@@ -14,10 +14,10 @@ import torch
 
 from triton_dist import knobs
 from triton_dist._tuning.arguments import check_tunable
-from triton_dist._tuning.engine.contextual.context import ContextualParts
 from triton_dist._tuning.engine.contextual.dispatch import ContextualAutoTuner
 from triton_dist._tuning.engine.contextual.interception import Interception
-from triton_dist._tuning.engine.parts import NoGroup
+from triton_dist._tuning.engine.contextual.kernel_tuning import ContextualParts
+from triton_dist._tuning.engine.parts import NoWorld
 from triton_dist._tuning.protocols import RankGroup
 from triton_dist._tuning.search.steps import OrderedPlan, RacingPlan
 from triton_dist._tuning.shared import common_parts, fingerprint_of, is_off
@@ -115,7 +115,7 @@ def contextual_autotune(
             fn,
             parts_now,
             _interception,
-            default_group if is_dist else NoGroup,
+            default_group if is_dist else NoWorld,
             ranks_now,
             is_off,
             functools.partial(RandomState, torch_only=True),

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 from triton_dist import knobs
-from triton_dist._tuning.engine.parts import Common, Settings
+from triton_dist._tuning.engine.parts import CommonParts, Settings
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import Device, RankGroup, Store
 from triton_dist._tuning.source import Source
@@ -86,7 +86,7 @@ read_only_store = functools.cache(ReadOnlyStore)
 pack_store = functools.cache(PackStore)
 
 
-def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store) -> Common:
+def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store) -> CommonParts:
     """Return the parts that both tuners use, from the current environment variables.
 
     Args:
@@ -100,7 +100,7 @@ def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store
     folders = map(read_only_store, knobs.autotune_readonly_dirs.get())
     # All groups that consist of this rank alone share a lock, because they share its device.
     lock_key = ranks if ranks.size > 1 else TuningLock
-    return Common(
+    return CommonParts(
         settings=Settings(
             policy=policy,
             always_tune=knobs.autotune_always_tune.get(),

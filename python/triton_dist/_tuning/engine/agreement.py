@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from triton_dist._tuning.engine.channel import Channel, Step
-from triton_dist._tuning.engine.parts import Common
+from triton_dist._tuning.engine.parts import CommonParts
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.values import (
     Fingerprint,
@@ -41,7 +41,7 @@ class Verdict:
     """The bound constants that the record depends on. ``None``: the record ignores them."""
 
 
-class OwnRecord(NamedTuple):
+class LocalRecord(NamedTuple):
     """This rank's valid record and its location, or ``None`` and the reason."""
 
     record: TuningRecord | None
@@ -58,19 +58,19 @@ class OwnRecord(NamedTuple):
         return Verdict(record.best.digest, record.digest, record.shipped, bound_names)
 
 
-def own_record(
+def local_record(
     stored: Iterable[StoredRecord], validator: Callable[[TuningRecord], Validity]
-) -> OwnRecord:
+) -> LocalRecord:
     """Return the first of the ``stored`` records that ``validator`` accepts."""
     reason = ""
     for record, location in stored:
         found = validator(record)
         if not found.reasons:
-            return OwnRecord(record, location, "; ".join(found.tolerated))
+            return LocalRecord(record, location, "; ".join(found.tolerated))
         # Report the first reason only: the first record belongs to this function.
         kind = "shipped record" if record.shipped else "record"
         reason = reason or f"the {kind} in {location} is not valid: {'; '.join(found.reasons)}"
-    return OwnRecord(None, reason or "no record")
+    return LocalRecord(None, reason or "no record")
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Agreement:
 
 
 def remote_record(
-    parts: Common,
+    parts: CommonParts,
     ranks: Channel,
     agreement: Agreement,
     key: Key,

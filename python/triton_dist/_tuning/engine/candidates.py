@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from triton_dist._tuning.engine.channel import Channel, Step, timestamp
-from triton_dist._tuning.engine.parts import Call, Parts, Subject
+from triton_dist._tuning.engine.parts import Call, Parts, TunedFunction
 from triton_dist._tuning.engine.progress import head_of
 from triton_dist._tuning.sizes.neighbours import HOOK_NAMES, Neighbours
 from triton_dist._tuning.sizes.size_table import SizeTable
@@ -146,7 +146,7 @@ class Selection:
     key: Key
     fingerprint: Fingerprint
 
-    def __init__(self, parts: Parts, subject: Subject, call: Call, ranks: Channel) -> None:
+    def __init__(self, parts: Parts, subject: TunedFunction, call: Call, ranks: Channel) -> None:
         self._parts, self._subject, self._call, self._ranks = parts, subject, call, ranks
         self.cause: Exception | None = None
         self._prune_result: PruneResult | None = None

@@ -94,7 +94,7 @@ _FAILED_PASS = "PassManager::run failed"
 """Triton's text for a failed compiler pass. Triton raises a plain ``RuntimeError``."""
 
 
-def is_unusable(error: Exception) -> bool:
+def blames_config(error: Exception) -> bool:
     """Return whether the error blames the config, which another compiler build may reject."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return not names.isdisjoint(_CONFIG_ERRORS) or _FAILED_PASS in error_text(error)

@@ -21,7 +21,7 @@ from triton_dist._tuning.engine.decorated import (
     reporting_errors,
     signature_error,
 )
-from triton_dist._tuning.engine.parts import Call, Hooks, Parts, ProcessFunctions, Subject
+from triton_dist._tuning.engine.parts import Call, Hooks, Parts, ProcessFunctions, TunedFunction
 from triton_dist._tuning.engine.tuner import resolve
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import RankGroup
@@ -401,7 +401,7 @@ class AutoTuner(Decorated[P, R_co]):
                     self._keep(process_group, exact, found)
                 return found
             parts = self._parts_for(process_group, verbose)
-            subject = Subject(
+            subject = TunedFunction(
                 self.fn,
                 self._name,
                 self._origin_of(self.fn, space.names),
@@ -446,7 +446,7 @@ class AutoTuner(Decorated[P, R_co]):
                 self._warnings.warn(advice, advice)
             return known.for_sizes(sizes)
 
-    def _resolve(self, subject: Subject, parts: Parts, call: Call) -> Choice:
+    def _resolve(self, subject: TunedFunction, parts: Parts, call: Call) -> Choice:
         choice = resolve(subject, parts, call)
         self.tuning_count += choice.tuned
         if choice.record is None and parts.ranks.is_leader:

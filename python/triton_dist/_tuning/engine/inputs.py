@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, TypeAlias
 
 from triton_dist._tuning.engine.channel import Channel, Step
-from triton_dist._tuning.engine.parts import Call, Subject
+from triton_dist._tuning.engine.parts import Call, TunedFunction
 from triton_dist._tuning.protocols import RandomState
 from triton_dist.errors import InvalidArgument, RankDisagreement
 
@@ -53,14 +53,14 @@ class Restorer:
 
     def keep(self) -> None:
         """Copy the tensors, and note the version counters of the other arguments."""
-        self._copies = [unexpanded(tensor).clone() for tensor in self._tensors]
+        self._copies = [without_expanded_dimensions(tensor).clone() for tensor in self._tensors]
         self._versions = [_version(tensor) for _, tensor in self._others]
 
     def restore(self) -> None:
         """Restore the tensors from the copies, and rewind the generators."""
         self._random_state.rewind(numpy=False)
         for tensor, copy in zip(self._tensors, self._copies, strict=False):
-            unexpanded(tensor).copy_(copy)
+            without_expanded_dimensions(tensor).copy_(copy)
 
     def changed(self) -> list[str]:
         """Return the names of other arguments that were changed in place since ``keep``.
@@ -71,7 +71,7 @@ class Restorer:
         return list(dict.fromkeys(name for (name, each), old in pairs if _version(each) != old))
 
 
-def unexpanded(tensor: Any) -> Any:
+def without_expanded_dimensions(tensor: Any) -> Any:
     """Return a view of ``tensor`` in which each expanded dimension has size 1.
 
     PyTorch does not write to an expanded tensor, because several of its elements share one address.
@@ -122,7 +122,7 @@ Arguments: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 def calls_per_sample(
-    subject: Subject, call: Call, ranks: Channel, seconds: float
+    subject: TunedFunction, call: Call, ranks: Channel, seconds: float
 ) -> Sequence[Arguments]:
     """Return the calls that one sample averages over, the same number on each rank.
 

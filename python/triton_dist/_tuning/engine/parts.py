@@ -43,7 +43,7 @@ class Hooks:
     agree: Callable[..., object] | None = None
     """``agree(*args, **kwargs)`` returns values that must be equal on all ranks, in addition
     to the key."""
-    restore: tuple[str, ...] = ()
+    restored_arguments: tuple[str, ...] = ()
     """Names of arguments that the function changes. They are restored before each run, untimed."""
     input_variants: Callable[..., Iterable[Mapping[str, Any]]] | None = None
     """``input_variants(*args, **kwargs)`` returns mappings from argument names to other values
@@ -52,7 +52,7 @@ class Hooks:
     """Whether a sample is instead the longest time among the calls of ``input_variants``."""
 
 
-class NoGroup:
+class NoWorld:
     """Replacement for ``torch.distributed.GroupMember`` if this rank tunes alone."""
 
     WORLD = None
@@ -65,7 +65,7 @@ class ProcessFunctions:
     ranks: Callable[[Any], RankGroup]
     """Returns the ranks that tune together, for the process group that the call passes as
     ``autotune_pg``. For equal process groups it returns the same object."""
-    default_group: Any = NoGroup
+    default_group: Any = NoWorld
     """Class or object whose ``WORLD`` is the group of all ranks; ``None`` before its creation."""
     is_traced: Callable[[Iterable[Any]], bool] = lambda values: False
     """Returns ``True`` if a call with these arguments computes nothing: it is traced, or has
@@ -91,7 +91,7 @@ class ProcessFunctions:
 
 
 @dataclass(frozen=True)
-class Subject:
+class TunedFunction:
     """The function that is tuned."""
 
     function: Callable[..., Any]
@@ -132,7 +132,7 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Common:
+class CommonParts:
     """The parts that ``tune.autotune`` and ``contextual_autotune`` both use for one tuning."""
 
     settings: Settings
@@ -162,7 +162,7 @@ class Common:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts(Common):
+class Parts(CommonParts):
     """The parts for one call with a key that has no config yet."""
 
     memory_store: Store

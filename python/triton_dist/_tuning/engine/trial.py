@@ -19,7 +19,7 @@ from typing import Any
 from triton_dist._tuning.engine.channel import Channel, Step
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
 from triton_dist._tuning.engine.inputs import Arguments, Restorer
-from triton_dist._tuning.engine.parts import Call, Parts, Subject
+from triton_dist._tuning.engine.parts import Call, Parts, TunedFunction
 from triton_dist._tuning.engine.watchdog import Watch
 from triton_dist._tuning.protocols import Device, Timer
 from triton_dist._tuning.values import (
@@ -179,7 +179,7 @@ class Attempts:
 
     def __init__(
         self,
-        subject: Subject,
+        subject: TunedFunction,
         parts: Parts,
         call: Call,
         ranks: Channel,

@@ -14,19 +14,19 @@ from typing import Any, TypeAlias
 
 from triton_dist._tuning.engine.agreement import (
     Agreement,
-    OwnRecord,
+    LocalRecord,
     Proposal,
+    local_record,
     mark_used,
-    own_record,
     remote_record,
     unstable_constants,
 )
 from triton_dist._tuning.engine.candidates import CandidateSet, Selection
 from triton_dist._tuning.engine.channel import Channel, Step, timestamp
-from triton_dist._tuning.engine.choice import Choice, add_note, is_unusable
+from triton_dist._tuning.engine.choice import Choice, add_note, blames_config
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
 from triton_dist._tuning.engine.inputs import Restorer, calls_per_sample
-from triton_dist._tuning.engine.parts import Call, Parts, Subject
+from triton_dist._tuning.engine.parts import Call, Parts, TunedFunction
 from triton_dist._tuning.engine.progress import Progress, journal_head
 from triton_dist._tuning.engine.report import Report
 from triton_dist._tuning.engine.trial import Attempts
@@ -63,7 +63,7 @@ _NextRequest: TypeAlias = "tuple[int | None, int, Outcome | None, tuple[int, ...
 ``None``: the search is over."""
 
 
-def resolve(subject: Subject, parts: Parts, call: Call) -> Choice:
+def resolve(subject: TunedFunction, parts: Parts, call: Call) -> Choice:
     """Return the config for ``call``. The first rule that applies is used:
 
     1. A valid record on any rank. All ranks use the leader's, else the record of the lowest rank
@@ -106,7 +106,7 @@ class _FirstCall:
     """The state of one first call on this rank."""
 
     def __init__(
-        self, subject: Subject, parts: Parts, call: Call, random_state: RandomState
+        self, subject: TunedFunction, parts: Parts, call: Call, random_state: RandomState
     ) -> None:
         self._subject, self._parts, self._call = subject, parts, call
         self._random_state = random_state
@@ -140,7 +140,7 @@ class _FirstCall:
         fingerprint = parts.fingerprint(subject.function, subject.space)
         stored = parts.store.find(key.with_signature_of(fingerprint))
         # Each rank looks up its own caches first. The first message compares the results.
-        own = own_record(stored, lambda record: self._validate(record, fingerprint))
+        own = local_record(stored, lambda record: self._validate(record, fingerprint))
         agreement = self._agree(key, fingerprint, own)
         selection, key = self.selection, key.with_signature_of(agreement.fingerprint)
         selection.key, selection.fingerprint = key, agreement.fingerprint
@@ -243,7 +243,7 @@ class _FirstCall:
                 return ""
             # Some rank has an error that tuning cannot fix, or has finished the call. With
             # ``restore`` the call has changed its arguments, which nothing saved before the call.
-            if None in failures or (self._subject.hooks.restore and "" in failures):
+            if None in failures or (self._subject.hooks.restored_arguments and "" in failures):
                 return ""
             for rank, text in enumerate(failures):
                 if text:
@@ -254,7 +254,7 @@ class _FirstCall:
         try:
             result = call()
         except Exception as error:
-            why = reason_to_tune(error_text(error) if is_unusable(error) else None)
+            why = reason_to_tune(error_text(error) if blames_config(error) else None)
             if why:
                 return None, why
             if not isinstance(error, _REFUSALS):
@@ -310,7 +310,7 @@ class _FirstCall:
         elif record.shipped and self._winner(record) not in self.selection.prune_result.kept:
             yield f"prune_fn drops the winner {record.best}"
 
-    def _agree(self, key: Key, fingerprint: Fingerprint, own: OwnRecord) -> Agreement:
+    def _agree(self, key: Key, fingerprint: Fingerprint, own: LocalRecord) -> Agreement:
         """Exchange the proposals of all ranks, and check that they are equal."""
         subject, call, agree = self._subject, self._call, self._subject.hooks.agree
         name, space, remote = subject.name, subject.space, self._parts.remote
@@ -346,7 +346,7 @@ class _FirstCall:
         self._parts.memory_store.put(record)
         return record
 
-    def _tune(self, own: OwnRecord, report: Report) -> StoredRecord:
+    def _tune(self, own: LocalRecord, report: Report) -> StoredRecord:
         """Tune, and store the record: the leader on disk, the other ranks in memory."""
         forced = (
             "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE is set" if self._parts.settings.always_tune else ""
@@ -368,7 +368,7 @@ class _FirstCall:
     ) -> StoredRecord:
         """Measure the candidates of ``candidate_set`` and store the record."""
         parts, ranks, subject = self._parts, self.ranks, self._subject
-        call, restore, sizes = self._call, subject.hooks.restore, subject.sizes
+        call, restore, sizes = self._call, subject.hooks.restored_arguments, subject.sizes
         restorer = Restorer(subject.function, restore, call.args, call.kwargs, self._random_state)
         key, fingerprint = self.selection.key, self.selection.fingerprint
         journal = parts.journal(key)

@@ -100,7 +100,7 @@ class Watchdog:
         self.enclosing_watches: ThreadValue = _ThreadLocalValue()
         """Watches that contain the current point of a thread, the outermost first. If another
         thread waits for this thread, the watches of the other thread come first."""
-        self._watches: set[Watch] = set()
+        self._settled_calls: set[Watch] = set()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopped = 0.0
@@ -121,7 +121,7 @@ class Watchdog:
         watch = Watch(seconds, grace, report, notify_ranks, self._now)
         before = self.enclosing_watches.put((*(self.enclosing_watches.get() or ()), watch))
         with self._changed:
-            self._watches.add(watch)
+            self._settled_calls.add(watch)
             # Not started, or lost in a fork.
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(
@@ -133,7 +133,7 @@ class Watchdog:
             yield watch
         finally:
             with self._changed:
-                self._watches.discard(watch)
+                self._settled_calls.discard(watch)
             self.enclosing_watches.put(before)
 
     @contextmanager
@@ -164,7 +164,7 @@ class Watchdog:
 
     def forget(self) -> None:
         """Reset the state in the child of a fork, which has one thread and no trial."""
-        self._watches = set()
+        self._settled_calls = set()
         self._changed = threading.Condition()
         self._thread = None
         self.enclosing_watches.put(())
@@ -175,7 +175,7 @@ class Watchdog:
     def _run(self) -> None:
         while True:
             with self._changed:
-                first = min(self._watches, key=Watch.next_deadline, default=None)
+                first = min(self._settled_calls, key=Watch.next_deadline, default=None)
                 left = math.inf if first is None else first.next_deadline() - self._now()
                 if first is None or left > 0:
                     # ``begin`` of a watch does not notify this thread, so wake up regularly.

@@ -15,16 +15,16 @@ from contextlib import ExitStack, suppress
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
-from triton_dist._tuning.engine.contextual.context import ContextualParts, triton_key
 from triton_dist._tuning.engine.contextual.interception import (
     NOT_KNOWN,
     Call,
     Interception,
+    SettledCall,
     UntunedSession,
-    Watch,
 )
+from triton_dist._tuning.engine.contextual.kernel_tuning import ContextualParts, triton_key
 from triton_dist._tuning.engine.contextual.launch import Launch
-from triton_dist._tuning.engine.contextual.session import Contexts, Session
+from triton_dist._tuning.engine.contextual.session import KernelTunings, Session
 from triton_dist._tuning.engine.decorated import Decorated, P, R_co, reporting_errors
 from triton_dist._tuning.protocols import RandomState, RankGroup
 from triton_dist._warn import deferred_warnings, register_entry_points
@@ -78,9 +78,9 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         self._compose, self._interception, self._ranks = compose, interception, ranks
         self._default_group, self._is_off_now = default_group, is_off
         self._torch_state, self._uses_random_numbers = torch_state, False
-        self._contexts: Contexts = {}
+        self._tunings: KernelTunings = {}
         self._chosen_for_world: object = None
-        """The world in which the configs of ``_contexts`` were chosen."""
+        """The world in which the configs of ``_tunings`` were chosen."""
         self._settled_for_world: object = _UNSETTLED
         """The world in which the last call left nothing to tune."""
         # Not re-entrant, because a tuning may begin on a thread of autograd and end on the caller's
@@ -123,35 +123,35 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         """
         if self._settled_for_world is not self._default_group.WORLD or self._interception.sessions:
             return self._call_unsettled(args, kwargs)  # type: ignore[no-any-return]
-        return self._watched(args, kwargs)  # type: ignore[no-any-return]
+        return self._call_settled(args, kwargs)  # type: ignore[no-any-return]
 
-    def _watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_settled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the settled function, and detect new kernels and keys."""
-        interception, watch = self._interception, (self, get_ident())
+        interception, settled_call = self._interception, (self, get_ident())
         before = self._torch_state((args, kwargs)) if self._uses_random_numbers else None
-        interception.watch(watch)
+        interception.enter_settled(settled_call)
         try:
             result = self.fn(*args, **kwargs)
         except BaseException as error:
             if interception.settled_call_sessions:
-                self._abandon(watch, error)
+                self._abandon(settled_call, error)
             raise
         finally:
-            interception.unwatch(watch)
+            interception.leave_settled(settled_call)
         if interception.settled_call_sessions:
-            return self._continue(watch, args, kwargs, result, before)
+            return self._continue(settled_call, args, kwargs, result, before)
         return result
 
     def choices(self) -> dict[str, Any]:
         """Return the ``triton.Config`` of each kernel and key that this function has launched."""
-        contexts = self._contexts.values()
-        return {context.name: context.winner for context in contexts if context.winner is not None}
+        tunings = self._tunings.values()
+        return {tuning.name: tuning.winner for tuning in tunings if tuning.winner is not None}
 
     def clear(self) -> None:
         """Drop the choices of this process. Records on disk remain and are looked up again."""
-        for context in self._contexts.values():
-            context.unbind()
-        self._contexts.clear()
+        for tuning in self._tunings.values():
+            tuning.unbind()
+        self._tunings.clear()
         self._settled_for_world = _UNSETTLED
 
     def _call_unsettled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -193,7 +193,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         try:
             if call.session is not None:
                 return self.fn(*args, **kwargs)
-            return self._watched(args, kwargs)
+            return self._call_settled(args, kwargs)
         finally:
             interception.leave(call)
 
@@ -206,7 +206,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         with reporting_errors(self._name, self._ranks):
             parts = self._compose()
         random_state = parts.random_state(values)
-        return Session(self._name, self._contexts, parts, self._interception, random_state)
+        return Session(self._name, self._tunings, parts, self._interception, random_state)
 
     def _is_off(self) -> bool:
         # An invalid environment variable may be set on this rank only.
@@ -215,7 +215,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
 
     def _update_settled(self, session: Session | UntunedSession) -> None:
         self.tuning_calls += session.calls - 1
-        settled = all(context.winner is not None for context in self._contexts.values())
+        settled = all(tuning.winner is not None for tuning in self._tunings.values())
         self._settled_for_world = self._chosen_for_world if settled else _UNSETTLED
         state = session.random_state
         self._uses_random_numbers = self._uses_random_numbers or (
@@ -234,15 +234,15 @@ class ContextualAutoTuner(Decorated[P, R_co]):
 
     def launch_known(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Launch the config that this function has chosen, or return ``NOT_KNOWN``."""
-        context = self._contexts.get((tuner, triton_key(tuner, args, kwargs)))
-        if context is None or context.winner is None:
+        tuning = self._tunings.get((tuner, triton_key(tuner, args, kwargs)))
+        if tuning is None or tuning.winner is None:
             return NOT_KNOWN
-        return Launch(tuner, args, kwargs, ExitStack()).run_in_production(context.winner)
+        return Launch(tuner, args, kwargs, ExitStack()).run_in_production(tuning.winner)
 
     @deferred_warnings()
     def _continue(
         self,
-        watch: Watch,
+        settled_call: SettledCall,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         result: Any,
@@ -250,7 +250,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
     ) -> Any:
         """Finish the tuning, if any, that began in the call that returned ``result``."""
         session: Session | UntunedSession | None = self._interception.settled_call_sessions.pop(
-            watch, None
+            settled_call, None
         )
         if session is None:  # the session belongs to another thread
             return result
@@ -266,9 +266,9 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         finally:
             self._tuning.release()
 
-    def _abandon(self, watch: Watch, error: BaseException) -> None:
+    def _abandon(self, settled_call: SettledCall, error: BaseException) -> None:
         """End the tuning, if any, that began in the call that raised ``error``."""
-        session = self._interception.settled_call_sessions.pop(watch, None)
+        session = self._interception.settled_call_sessions.pop(settled_call, None)
         if session is None:
             return
         try:

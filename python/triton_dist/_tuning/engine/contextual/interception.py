@@ -23,7 +23,13 @@ from typing import Any, Protocol
 
 from triton.runtime.autotuner import Autotuner, Config
 
-from triton_dist._tuning.engine.contextual.launch import Launch, OwnRuns, Run, RunTarget, run_target
+from triton_dist._tuning.engine.contextual.launch import (
+    Launch,
+    OverriddenRuns,
+    Run,
+    RunTarget,
+    run_target,
+)
 from triton_dist._tuning.protocols import RandomState, ThreadValue
 
 _TRITONS_RUN = Autotuner.run.__code__
@@ -36,7 +42,7 @@ class Session(Protocol):
         """Replace ``tuner.run(*args, **kwargs)``."""
 
 
-class Watcher(Protocol):
+class SettledFunction(Protocol):
     """A settled decorated function: all kernels that it has launched have a config."""
 
     def begin_session(self) -> Session:
@@ -62,7 +68,7 @@ class Call:
 
 NOT_KNOWN = object()
 
-Watch = tuple[Watcher, int]
+SettledCall = tuple[SettledFunction, int]
 """A running call of a settled function, and its thread."""
 
 
@@ -84,14 +90,14 @@ class Interception:
         is_traced: Callable[[Iterable[Any]], bool],
     ) -> None:
         self._current, self._in_backward, self.is_traced = current, in_backward, is_traced
-        self._own_runs = OwnRuns(self._own_run_replacement)
+        self._overridden_runs = OverriddenRuns(self._replacement_of_overridden_run)
         self._run, self._prune = Autotuner.run, Autotuner.prune_configs
         self._intercepting_run = self._run_replacement()
         self._intercepting_prune = self._prune_replacement()
         self._lock = threading.Lock()
         self.sessions: list[Session] = []
-        self.settled_call_sessions: dict[Watch, Any] = {}
-        self._watches: list[Watch] = []
+        self.settled_call_sessions: dict[SettledCall, Any] = {}
+        self._settled_calls: list[SettledCall] = []
 
     def current_call(self) -> Call | None:
         call: Call | None = self._current.get()
@@ -108,11 +114,11 @@ class Interception:
             # Other code may have replaced these methods since the last tuning, so save them now.
             if not self.sessions:
                 self._run, Autotuner.run = Autotuner.run, self._intercepting_run
-            if not self._watches:
+            if not self._settled_calls:
                 self._prune = Autotuner.prune_configs
                 if not self.sessions:
-                    self._own_runs.find()
-            self._own_runs.replace()
+                    self._overridden_runs.find()
+            self._overridden_runs.replace()
             self.sessions.append(session)
 
     def end(self, session: Session) -> None:
@@ -120,27 +126,27 @@ class Interception:
             self.sessions.remove(session)
             if not self.sessions:
                 Autotuner.run = self._run
-                self._own_runs.restore()
-                self._own_runs.find()  # the function may have imported new classes
-                if self._watches:
-                    self._own_runs.replace(only_pruning=True)
+                self._overridden_runs.restore()
+                self._overridden_runs.find()  # the function may have imported new classes
+                if self._settled_calls:
+                    self._overridden_runs.replace(only_prune_callers=True)
 
-    def watch(self, watch: Watch) -> None:
+    def enter_settled(self, settled_call: SettledCall) -> None:
         """Begin a call of a settled function. A lock would dominate the overhead of the call."""
-        self._watches.append(watch)
+        self._settled_calls.append(settled_call)
         Autotuner.prune_configs = self._intercepting_prune
-        if self._own_runs.calling_prune_configs:
-            self._own_runs.replace(only_pruning=True)
+        if self._overridden_runs.prune_callers:
+            self._overridden_runs.replace(only_prune_callers=True)
 
-    def unwatch(self, watch: Watch) -> None:
-        self._watches.remove(watch)
-        if not self._watches:
+    def leave_settled(self, settled_call: SettledCall) -> None:
+        self._settled_calls.remove(settled_call)
+        if not self._settled_calls:
             Autotuner.prune_configs = self._prune
-            if self._own_runs.calling_prune_configs and not self.sessions:
-                self._own_runs.restore(only_pruning=True)
-            if self._watches:  # another thread began a call meanwhile
+            if self._overridden_runs.prune_callers and not self.sessions:
+                self._overridden_runs.restore(only_prune_callers=True)
+            if self._settled_calls:  # another thread began a call meanwhile
                 Autotuner.prune_configs = self._intercepting_prune
-                self._own_runs.replace(only_pruning=True)
+                self._overridden_runs.replace(only_prune_callers=True)
 
     def forget(self) -> None:
         """Keep only the calls of this thread, in the child of a fork."""
@@ -148,18 +154,20 @@ class Interception:
         while call is not None:
             own.append(call.session)
             call = call.outer
-        was_tuning, was_watching = bool(self.sessions), bool(self._watches)
+        was_tuning, had_settled_calls = bool(self.sessions), bool(self._settled_calls)
         self._lock = threading.Lock()
         self.sessions = [session for session in self.sessions if session in own]
-        self._watches = [watch for watch in self._watches if watch[1] == thread]
+        self._settled_calls = [
+            settled_call for settled_call in self._settled_calls if settled_call[1] == thread
+        ]
         self.settled_call_sessions = {
-            watch: late
-            for watch, late in self.settled_call_sessions.items()
-            if watch in self._watches
+            settled_call: late
+            for settled_call, late in self.settled_call_sessions.items()
+            if settled_call in self._settled_calls
         }
         if was_tuning and not self.sessions:
             Autotuner.run = self._run
-        if was_watching and not self._watches:
+        if had_settled_calls and not self._settled_calls:
             Autotuner.prune_configs = self._prune
 
     def prune(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -189,50 +197,52 @@ class Interception:
             return False
         return not self.is_traced((args, kwargs))
 
-    def _own_run_replacement(self, kind: type[Autotuner], own: Run) -> Run:
+    def _replacement_of_overridden_run(self, kind: type[Autotuner], own: Run) -> Run:
         target = run_target(kind)
 
         def run(tuner: Any, /, *args: Any, **kwargs: Any) -> Any:
             call = self.current_call()
             session = None if call is None else call.session
-            watch = self._own_watch() if session is None else None
-            if (session is None and watch is None) or not self._is_tunable(tuner, args, kwargs):
+            settled_call = self._current_settled_call() if session is None else None
+            if (session is None and settled_call is None) or not self._is_tunable(
+                tuner, args, kwargs
+            ):
                 return own(tuner, *args, **kwargs)
             if target is not RunTarget.PRUNE_CONFIGS:
                 if target is RunTarget.NEITHER:
-                    self._own_runs.warn(tuner)
+                    self._overridden_runs.warn(tuner)
                 return own(tuner, *args, **kwargs)
             if session is not None:
                 return session.launch(tuner, args, kwargs)
-            assert watch is not None
-            if watch not in self.settled_call_sessions:
-                result = watch[0].launch_known(tuner, args, kwargs)
+            assert settled_call is not None
+            if settled_call not in self.settled_call_sessions:
+                result = settled_call[0].launch_known(tuner, args, kwargs)
                 if result is not NOT_KNOWN:
                     return result
-            return self._late_session(watch).launch(tuner, args, kwargs)
+            return self._session_within(settled_call).launch(tuner, args, kwargs)
 
         return run
 
-    def _late_session(self, watch: Watch) -> Session:
-        session: Session | None = self.settled_call_sessions.get(watch)
+    def _session_within(self, settled_call: SettledCall) -> Session:
+        session: Session | None = self.settled_call_sessions.get(settled_call)
         if session is None:
-            session = self.settled_call_sessions[watch] = watch[0].begin_session()
+            session = self.settled_call_sessions[settled_call] = settled_call[0].begin_session()
         return session
 
     def _prune_replacement(self) -> Callable[..., Any]:
         def prune_configs(tuner: Any, kwargs: dict[str, Any]) -> list[Any]:
             # Autotuner.warmup calls this too, and does not pass ``warmup``.
-            watch = None if kwargs.get("warmup", True) else self._own_watch()
+            settled_call = None if kwargs.get("warmup", True) else self._current_settled_call()
             # Only Triton's own ``run`` is redirected. Other callers of ``prune_configs`` get the
             # configs.
             of_triton = sys._getframe(1).f_code is _TRITONS_RUN
-            if watch is None or not of_triton:
+            if settled_call is None or not of_triton:
                 return list(self._prune(tuner, kwargs))
             nargs = tuner.nargs
             args = tuple(nargs.values())
             if self.is_traced((args, kwargs)):
                 return list(self._prune(tuner, kwargs))
-            session = self._late_session(watch)
+            session = self._session_within(settled_call)
             tuner.nargs = nargs  # another thread may have tuned this kernel meanwhile
             _RunRedirection(tuner, lambda: session.launch(tuner, args, kwargs)).begin()
             # Triton's ``run`` takes this single config as the winner and launches it through the
@@ -241,15 +251,15 @@ class Interception:
 
         return prune_configs
 
-    def _own_watch(self) -> Watch | None:
+    def _current_settled_call(self) -> SettledCall | None:
         """Return the innermost settled call that this thread is in or works for.
 
         torch does not reveal whose backward pass an autograd thread runs. If several backward
         passes run concurrently, each in a settled function with a new key, they cannot be
         distinguished.
         """
-        watches, thread = list(self._watches), threading.get_ident()
-        own = [watch for watch in watches if watch[1] == thread]
+        watches, thread = list(self._settled_calls), threading.get_ident()
+        own = [settled_call for settled_call in watches if settled_call[1] == thread]
         if not own and self._in_backward():
             own = watches
         return own[-1] if own else None

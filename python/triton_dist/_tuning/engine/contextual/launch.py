@@ -3,7 +3,7 @@
 Triton's own tuning runs a kernel many times in a row and undoes each run immediately. Here, the
 rest of the function needs the result of the kernel. So a run is undone at the end of the
 *function*, before the next call; the last call is not undone. Subclasses of Triton's ``Autotuner``
-may override ``run``; :class:`OwnRuns` replaces their ``run`` during a tuning.
+may override ``run``; :class:`OverriddenRuns` replaces their ``run`` during a tuning.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from triton.runtime.autotuner import Autotuner
 
-from triton_dist._tuning.engine.inputs import unexpanded
+from triton_dist._tuning.engine.inputs import without_expanded_dimensions
 from triton_dist._tuning.protocols import Device, Timer
 from triton_dist._tuning.values.codec import nested_code
 from triton_dist.errors import TuningWarning
@@ -73,12 +73,12 @@ def _names(run: Any, kind: type) -> Iterator[str]:
             left += [each for each in own if each not in vars(Autotuner).values()]
 
 
-def keeps_own_table(tuner: Any) -> bool:
+def has_own_cache(tuner: Any) -> bool:
     """Return whether ``cache`` of ``tuner`` belongs to a library that uses its own keys."""
     return run_target(type(tuner)) is RunTarget.PRUNE_CONFIGS
 
 
-class OwnRuns:
+class OverriddenRuns:
     """The classes that override ``run``, with functions to replace and restore it.
 
     Args:
@@ -89,7 +89,7 @@ class OwnRuns:
         self._replace = replace
         self._classes: dict[type[Autotuner], tuple[Run, Run]] = {}
         """By class: its own ``run`` and the replacement."""
-        self.calling_prune_configs: dict[type[Autotuner], tuple[Run, Run]] = {}
+        self.prune_callers: dict[type[Autotuner], tuple[Run, Run]] = {}
         """Classes whose ``run`` calls ``prune_configs``. After a tuning, their launches cannot be
         intercepted without a replacement."""
         self._warned: set[type[Autotuner]] = set()
@@ -101,23 +101,21 @@ class OwnRuns:
             if own is not None and self._classes.get(kind, (None,))[0] is not own:
                 replacement = functools.wraps(own)(self._replace(kind, own))
                 self._classes[kind] = own, replacement
-        self.calling_prune_configs = {
+        self.prune_callers = {
             kind: runs
             for kind, runs in self._classes.items()
             if run_target(kind) is RunTarget.PRUNE_CONFIGS
         }
 
-    def replace(self, only_pruning: bool = False) -> None:
-        """Replace ``run`` of the classes, or only of the classes in ``calling_prune_configs``."""
+    def replace(self, only_prune_callers: bool = False) -> None:
+        """Replace ``run`` of the classes, or only of the classes in ``prune_callers``."""
         for kind, (_, replacement) in (
-            self.calling_prune_configs if only_pruning else self._classes
+            self.prune_callers if only_prune_callers else self._classes
         ).items():
             kind.run = replacement
 
-    def restore(self, only_pruning: bool = False) -> None:
-        for kind, (own, _) in (
-            self.calling_prune_configs if only_pruning else self._classes
-        ).items():
+    def restore(self, only_prune_callers: bool = False) -> None:
+        for kind, (own, _) in (self.prune_callers if only_prune_callers else self._classes).items():
             kind.run = own
 
     def warn(self, tuner: Any) -> None:
@@ -234,5 +232,5 @@ class Launch:
     def _restore_later(self, arguments: dict[str, Any], names: list[str]) -> None:
         for tensor in map(arguments.get, names):
             if tensor is not None:
-                view = unexpanded(tensor)
+                view = without_expanded_dimensions(tensor)
                 self._undo.callback(view.copy_, view.clone())

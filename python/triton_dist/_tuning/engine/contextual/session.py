@@ -15,17 +15,17 @@ from dataclasses import replace
 from typing import Any
 
 from triton_dist._tuning.engine.channel import Step
-from triton_dist._tuning.engine.contextual.context import (
-    Context,
+from triton_dist._tuning.engine.contextual.interception import Interception
+from triton_dist._tuning.engine.contextual.kernel_tuning import (
     ContextualParts,
+    KernelTuning,
     Messages,
-    open_context,
-    shown,
+    begin_kernel_tuning,
+    options_text,
     triton_key,
 )
-from triton_dist._tuning.engine.contextual.interception import Interception
-from triton_dist._tuning.engine.contextual.launch import Launch, keeps_own_table
-from triton_dist._tuning.engine.contextual.tuning_call import StepReport, TuningCall
+from triton_dist._tuning.engine.contextual.launch import Launch, has_own_cache
+from triton_dist._tuning.engine.contextual.tuning_call import LaunchReport, TuningCall
 from triton_dist._tuning.engine.report import warn_of_failures
 from triton_dist._tuning.engine.trial import failure_of, text_of
 from triton_dist._tuning.protocols import RandomState
@@ -40,8 +40,8 @@ from triton_dist.errors import (
     WaitTimeout,
 )
 
-Contexts = MutableMapping[tuple[Any, tuple[Any, ...]], Context]
-"""Contexts of one decorated function, by kernel and Triton's key, in order of creation."""
+KernelTunings = MutableMapping[tuple[Any, tuple[Any, ...]], KernelTuning]
+"""KernelTunings of one decorated function, by kernel and Triton's key, in order of creation."""
 
 _MAX_UNTUNED_KEYS = 8
 _MAX_SLOWDOWN = 3.0
@@ -49,22 +49,22 @@ _MAX_SLOWDOWN = 3.0
 
 
 class Session:
-    """Tuning of the kernels in ``contexts``, and of new kernels, until a call has no step to take.
+    """Tuning of the kernels in ``tunings``, and of new kernels, until a call has no step to take.
 
     It is a context manager around the calls. An exception undoes the last call and drops the
-    unfinished contexts.
+    unfinished tunings.
     """
 
     def __init__(
         self,
         function: str,
-        contexts: Contexts,
+        tunings: KernelTunings,
         parts: ContextualParts,
         interception: Interception,
         random_state: RandomState,
     ) -> None:
         self.random_state = random_state
-        self._contexts, self._parts = contexts, parts
+        self._tunings, self._parts = tunings, parts
         self._interception = interception
         self._messages = Messages(parts, function, lambda: self._current_call.unfinished_config())
         self._current_call = self._next_call(0)
@@ -87,10 +87,10 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None = None, *_: object
     ) -> None:
-        for place, context in list(self._contexts.items()):
-            if context.is_untuned_default or (kind is not None and context.winner is None):
-                del self._contexts[place]
-            context.close(error)
+        for place, tuning in list(self._tunings.items()):
+            if tuning.is_untuned_default or (kind is not None and tuning.winner is None):
+                del self._tunings[place]
+            tuning.close(error)
         if error is not None:
             self._messages.abort(error)
         with self._scope:
@@ -120,28 +120,28 @@ class Session:
     def launch(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Launch a kernel in place of ``tuner.run``."""
         key = triton_key(tuner, args, kwargs)
-        context = self._contexts.get((tuner, key))
+        tuning = self._tunings.get((tuner, key))
         launch = Launch(tuner, args, kwargs, self._current_call.undo)
-        if context is None:
+        if tuning is None:
             # One rank alone may use a config that Triton has tuned outside of this function.
-            if self._parts.ranks.size == 1 and not keeps_own_table(tuner) and key in tuner.cache:
+            if self._parts.ranks.size == 1 and not has_own_cache(tuner) and key in tuner.cache:
                 return launch.run_known_config(tuner.cache[key])
             prune = functools.partial(self._interception.prune, tuner, args, kwargs)
             parts, messages, number = self._parts, self._messages, self._current_call.number
-            context = open_context(tuner, key, prune, parts, messages, number)
-            why = self._current_call.why_unusable(context, launch) if context.recorded else ""
+            tuning = begin_kernel_tuning(tuner, key, prune, parts, messages, number)
+            why = self._current_call.why_unusable(tuning, launch) if tuning.recorded else ""
             if why:  # some rank cannot use the recorded winner
                 if parts.ranks.is_leader:
                     warn(
-                        f"contextual_autotune {context.name}: {context.recorded} fails {why}. The "
+                        f"contextual_autotune {tuning.name}: {tuning.recorded} fails {why}. The "
                         "kernel is tuned again",
                         TuningWarning,
                     )
                 parts = replace(parts, settings=replace(parts.settings, always_tune=True))
-                context = open_context(tuner, key, prune, parts, messages, number)
-            self._contexts[tuner, key] = context
+                tuning = begin_kernel_tuning(tuner, key, prune, parts, messages, number)
+            self._tunings[tuner, key] = tuning
             self._current_call.has_new_key = True
-        return self._current_call.launch(context, launch)
+        return self._current_call.launch(tuning, launch)
 
     def end_call(self) -> bool:
         """Exchange the results of the call. Return whether it was the last call."""
@@ -160,11 +160,11 @@ class Session:
                 ) from error
             self.fail_call(error)
             raise
-        everyone = self._messages.all_gather(ending, list(current_call.steps.values()))
-        positions = [[(s.context, s.digest, s.iteration) for s in steps] for steps in everyone]
+        everyone = self._messages.all_gather(ending, list(current_call.reports.values()))
+        positions = [[(s.tuning, s.digest, s.iteration) for s in steps] for steps in everyone]
         if any(each != positions[0] for each in positions):
             names_of_steps = [
-                [f"{each.context} iter {each.iteration}" for each in steps] for steps in everyone
+                [f"{each.tuning} iter {each.iteration}" for each in steps] for steps in everyone
             ]
             by_rank = {
                 self._messages.global_rank(rank): "; ".join(steps) or "none"
@@ -172,24 +172,24 @@ class Session:
             }
             what = f"the kernels launched in call {current_call.number}"
             raise self._messages.record_final_error(RankDisagreement(what, by_rank))
-        for context, *steps in zip(current_call.steps, *everyone, strict=True):
+        for tuning, *steps in zip(current_call.reports, *everyone, strict=True):
             # Record one step: the slowest rank counts, and a failure on any rank.
             own, digest = steps[self._parts.ranks.rank], steps[0].digest
-            self._parts.log.line(step_line(self._current_call.number, context, own))
+            self._parts.log.line(report_line(self._current_call.number, tuning, own))
             failures: dict[str, Failure] = {}
-            for stepped in steps:
-                failures = stepped.failures | failures  # keep the failure of the lowest rank
+            for report in steps:
+                failures = report.failures | failures  # keep the failure of the lowest rank
             if digest not in failures:
-                slowest = max(stepped.milliseconds for stepped in steps)
-                context.tell(digest, slowest, self._reduction)
+                slowest = max(report.milliseconds for report in steps)
+                tuning.tell(digest, slowest, self._reduction)
             for failed, failure in failures.items():
-                context.fail(failed, failure)
-            if context.plan.current is None:
-                self._finish(context)
-        if not current_call.steps or self._never_ends():
+                tuning.fail(failed, failure)
+            if tuning.plan.current is None:
+                self._finish(tuning)
+        if not current_call.reports or self._never_ends():
             current_call.undo.pop_all()  # do not undo the last call
             if current_call.number:
-                tuned = [context for context in self._contexts.values() if context.record]
+                tuned = [tuning for tuning in self._tunings.values() if tuning.record]
                 self._parts.log.report(summary(tuned, self.calls, time.monotonic() - self._began))
             return True
         self._undo()
@@ -217,34 +217,34 @@ class Session:
             self._messages.all_gather(ending, own)
         self._messages.record_final_error(error)
 
-    def _finish(self, context: Context) -> None:
-        """Choose the winner of ``context``, because all its configs are measured on all ranks."""
+    def _finish(self, tuning: KernelTuning) -> None:
+        """Choose the winner of ``tuning``, because all its configs are measured on all ranks."""
         parts = self._parts
         try:
-            record = context.finish(self._reduction)
+            record = tuning.finish(self._reduction)
         except NoValidConfig as error:
-            context.close(None)  # the next start tries failed configs again
+            tuning.close(None)  # the next start tries failed configs again
             self._messages.record_final_error(error)
             raise
-        context.publish()
+        tuning.publish()
         if not parts.ranks.is_leader:
             where = "the leader's store"
-        elif context.can_persist:
+        elif tuning.can_persist:
             where = parts.store.put(record) or "memory"
             if parts.remote is not None:
                 parts.remote.publish(record)
         else:
             where = "memory"
-        context.close(None)
-        parts.log.report(f"{context.name}: best is {shown(context.winner)}; kept in {where}")
+        tuning.close(None)
+        parts.log.report(f"{tuning.name}: best is {options_text(tuning.winner)}; kept in {where}")
         if parts.ranks.is_leader:
-            title = f"contextual_autotune {context.name}"
+            title = f"contextual_autotune {tuning.name}"
             warn_of_failures(title, record, "the log of each rank lists them")
 
     def _never_ends(self) -> bool:
         """Return whether each call launches a new key and no call repeats an earlier key."""
-        stepped = self._current_call.steps
-        left = [c for c in self._contexts.values() if c.winner is None and c not in stepped]
+        report = self._current_call.reports
+        left = [c for c in self._tunings.values() if c.winner is None and c not in report]
         if not self._current_call.has_new_key or len(left) < _MAX_UNTUNED_KEYS:
             return False
         warn(
@@ -270,20 +270,20 @@ class Session:
         return TuningCall(number, self._parts, self._messages, self._finish)
 
 
-def step_line(call: int, context: Context, stepped: StepReport) -> str:
+def report_line(call: int, tuning: KernelTuning, report: LaunchReport) -> str:
     """Return the log line about one step of this rank."""
-    took = f"{stepped.milliseconds:.4f} ms" if stepped.timed else "warm-up"
-    failed = "; ".join(map(str, stepped.failures.values()))
-    config = shown(context.triton_configs[stepped.digest])
-    return f"call {call} {context.name} config {config} iter {stepped.iteration}: {failed or took}"
+    took = f"{report.milliseconds:.4f} ms" if report.timed else "warm-up"
+    failed = "; ".join(map(str, report.failures.values()))
+    config = options_text(tuning.triton_configs[report.digest])
+    return f"call {call} {tuning.name} config {config} iter {report.iteration}: {failed or took}"
 
 
-def summary(tuned: Sequence[Context], calls: int, seconds: float) -> str:
+def summary(tuned: Sequence[KernelTuning], calls: int, seconds: float) -> str:
     """Return a table of the chosen configs."""
     rows = [f"{calls} calls of the function, {seconds:.1f} s"]
-    for context in tuned:
-        best = context.record.best.outcome if context.record else None
+    for tuning in tuned:
+        best = tuning.record.best.outcome if tuning.record else None
         took = f"{best.median:10.4f} ms" if isinstance(best, Measurement) else ""
-        of = f"{len(context.candidates):3} configs"
-        rows.append(f"  {took}  {of}  {context.name}  {shown(context.winner)}")
+        of = f"{len(tuning.candidates):3} configs"
+        rows.append(f"  {took}  {of}  {tuning.name}  {options_text(tuning.winner)}")
     return "\n".join(rows)

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from triton_dist._tuning.engine.channel import Step
-from triton_dist._tuning.engine.choice import is_unusable
+from triton_dist._tuning.engine.choice import blames_config
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
-from triton_dist._tuning.engine.contextual.context import (
-    Context,
+from triton_dist._tuning.engine.contextual.kernel_tuning import (
     ContextualParts,
+    KernelTuning,
     Messages,
     jit_function,
-    shown,
+    options_text,
 )
 from triton_dist._tuning.engine.contextual.launch import Launch
 from triton_dist._tuning.engine.trial import failure_of
@@ -31,10 +31,10 @@ _ERRORS_OF_OTHER_RANKS = (RankTimeout, RankDisagreement, WaitTimeout)
 
 
 @dataclass
-class StepReport:
+class LaunchReport:
     """Report of one kernel's step, which is sent to the other ranks."""
 
-    context: str
+    tuning: str
     digest: str
     iteration: int
     timed: bool
@@ -59,53 +59,53 @@ class TuningCall:
         number: int,
         parts: ContextualParts,
         messages: Messages,
-        finish: Callable[[Context], object],
+        finish: Callable[[KernelTuning], object],
     ) -> None:
         self.number = number
         self._parts, self._messages, self._finish = parts, messages, finish
-        self.steps: dict[Context, StepReport] = {}
-        self._used: dict[Context, Config] = {}
-        self._timers: dict[Context, Timer] = {}
-        self._compiling: tuple[Context, Config] | None = None
+        self.reports: dict[KernelTuning, LaunchReport] = {}
+        self._used: dict[KernelTuning, Config] = {}
+        self._timers: dict[KernelTuning, Timer] = {}
+        self._compiling: tuple[KernelTuning, Config] | None = None
         self.undo = ExitStack()
         self.has_new_key = False
         self.no_config_left: NoValidConfig | None = None
 
-    def launch(self, context: Context, launch: Launch) -> Any:
-        """Launch the winner of ``context``, or its current candidate if there is no winner yet.
+    def launch(self, tuning: KernelTuning, launch: Launch) -> Any:
+        """Launch the winner of ``tuning``, or its current candidate if there is no winner yet.
 
-        A ``Context`` is the tuning of one kernel for one key.
+        A ``KernelTuning`` is the tuning of one kernel for one key.
         """
-        if context.winner is None and context not in self.steps:
-            self._compile_current(context, launch)
-            if context.plan.current is None:
-                self._finish(context)
-        if context.winner is not None:
-            context.bind()  # the user may have cleared Triton's cache
-            return (launch.run_tuned if context.tuned else launch.run_known_config)(context.winner)
-        if context not in self.steps:
-            return self._step(context, launch)
-        config = self._used[context]  # a second launch in this call
+        if tuning.winner is None and tuning not in self.reports:
+            self._compile_current(tuning, launch)
+            if tuning.plan.current is None:
+                self._finish(tuning)
+        if tuning.winner is not None:
+            tuning.bind()  # the user may have cleared Triton's cache
+            return (launch.run_tuned if tuning.tuned else launch.run_known_config)(tuning.winner)
+        if tuning not in self.reports:
+            return self._launch_current(tuning, launch)
+        config = self._used[tuning]  # a second launch in this call
         device = self._parts.device
         return launch.run_candidate(
-            context.triton_configs[config.digest], device, device.timer(), timed=False
+            tuning.triton_configs[config.digest], device, device.timer(), timed=False
         )
 
-    def why_unusable(self, context: Context, launch: Launch) -> str:
+    def why_unusable(self, tuning: KernelTuning, launch: Launch) -> str:
         """Compile a recorded winner. Return, on all ranks, why some rank cannot use it.
 
         The result is empty if all ranks can. Interpreted kernels need no compilation.
         """
-        if jit_function(context.tuner) is None:
+        if jit_function(tuning.tuner) is None:
             return ""
         own = ""
         try:
             with watchdog.paused():
-                launch.compile(context.winner)
+                launch.compile(tuning.winner)
         except Exception as error:
             # Ignore other errors here: the launch meets and raises them too.
-            own = error_text(error) if is_unusable(error) else ""
-        step = Step(f"call {self.number}: compile the recorded winner of {context.name}")
+            own = error_text(error) if blames_config(error) else ""
+        step = Step(f"call {self.number}: compile the recorded winner of {tuning.name}")
         whys = self._messages.all_gather(step, own, self._parts.settings.compile_seconds)
         ranks = map(self._messages.global_rank, range(len(whys)))
         return next((f"on rank {r}: {why}" for r, why in zip(ranks, whys, strict=True) if why), "")
@@ -114,70 +114,70 @@ class TuningCall:
         """Wait for the device, and store the time of each step."""
         if self._timers:
             self._parts.device.synchronize(self._messages.limit)
-        for context, timer in self._timers.items():
-            stepped = self.steps[context]
-            if stepped.timed and stepped.digest not in stepped.failures:
+        for tuning, timer in self._timers.items():
+            report = self.reports[tuning]
+            if report.timed and report.digest not in report.failures:
                 # Round to 1 ns: finer digits are noise and make records hard to read.
-                stepped.milliseconds = round(timer.milliseconds(), 6)
+                report.milliseconds = round(timer.milliseconds(), 6)
 
-    def unfinished_config(self) -> tuple[Context, Config] | None:
+    def unfinished_config(self) -> tuple[KernelTuning, Config] | None:
         """Return the config that compiles now, or the first launched config that is not done."""
         if self._compiling is not None:
             return self._compiling
         # A copy: the watchdog calls this from its thread.
-        for context, config in list(self._used.items()):
-            timer = self._timers.get(context)
+        for tuning, config in list(self._used.items()):
+            timer = self._timers.get(tuning)
             if timer is None or not timer.is_done():
-                return context, config
+                return tuning, config
         return None
 
     @property
     def _own_rank(self) -> int:
         return int(self._messages.global_rank(self._parts.ranks.rank))
 
-    def _compile_current(self, context: Context, launch: Launch) -> None:
+    def _compile_current(self, tuning: KernelTuning, launch: Launch) -> None:
         """Ensure that all ranks can launch the current config, and drop configs that cannot run."""
-        if jit_function(context.tuner) is None:
+        if jit_function(tuning.tuner) is None:
             return
-        ahead = context.ahead
+        ahead = tuning.ahead
         if ahead is None:
             # Compile in other processes while the first configs run. If several ranks of a host
             # lack a kernel, one of them compiles it.
-            ahead = context.ahead = CompileAhead(
-                lambda config: launch.compile(context.triton_configs[config.digest]),
+            ahead = tuning.ahead = CompileAhead(
+                lambda config: launch.compile(tuning.triton_configs[config.digest]),
                 self._parts.compiler,
                 self._parts.settings.compile_seconds,
                 self._messages,
             )
             with watchdog.paused():
-                ahead.begin([c for c in context.candidates if c.digest not in context.failures])
-        while (step := context.plan.current) is not None:
+                ahead.begin([c for c in tuning.candidates if c.digest not in tuning.failures])
+        while (step := tuning.plan.current) is not None:
             config, digest = step.config, step.config.digest
-            if digest in context.compiled:
+            if digest in tuning.compiled:
                 return
             failure = None
             if ahead.is_needed(config):
                 wait = functools.partial(ahead.wait, config)
-                failure = self._compile_on_all_ranks("wait for", context, config, wait)
+                failure = self._compile_on_all_ranks("wait for", tuning, config, wait)
             if failure is None:
                 ahead.mark_done(config)
-                compile_own = functools.partial(launch.compile, context.triton_configs[digest])
-                failure = self._compile_on_all_ranks("compile", context, config, compile_own)
+                compile_own = functools.partial(launch.compile, tuning.triton_configs[digest])
+                failure = self._compile_on_all_ranks("compile", tuning, config, compile_own)
             if failure is None:
-                context.compiled.add(digest)
+                tuning.compiled.add(digest)
                 return
             self._parts.log.line(
-                f"{context.name} config {shown(context.triton_configs[digest])}: {failure}"
+                f"{tuning.name} config {options_text(tuning.triton_configs[digest])}: {failure}"
             )
-            context.fail(digest, failure)
+            tuning.fail(digest, failure)
 
     def _compile_on_all_ranks(
-        self, what: str, context: Context, config: Config, work: Callable[[], object]
+        self, what: str, tuning: KernelTuning, config: Config, work: Callable[[], object]
     ) -> Failure | None:
         """Run ``work`` on all ranks. Return the failure of the lowest failed rank, or ``None``."""
         own: Failure | None = None
-        step = Step(f"call {self.number}: {what} {context.name} {config}")
-        limit, self._compiling = self._parts.settings.compile_seconds, (context, config)
+        step = Step(f"call {self.number}: {what} {tuning.name} {config}")
+        limit, self._compiling = self._parts.settings.compile_seconds, (tuning, config)
         try:
             with watchdog.paused(), self._messages.user_code(step, limit):
                 work()
@@ -187,38 +187,38 @@ class TuningCall:
         self._compiling = None
         return next((failure for failure in failures if failure is not None), None)
 
-    def _step(self, context: Context, launch: Launch) -> Any:
-        """Make the launch of ``context`` that counts in this call.
+    def _launch_current(self, tuning: KernelTuning, launch: Launch) -> Any:
+        """Make the launch of ``tuning`` that counts in this call.
 
         If the config cannot be launched here, another config replaces it for this call. Without a
         launch, ranks on which the config runs would wait for the signals of this kernel.
         """
-        step, device = context.plan.current, self._parts.device
-        assert step is not None  # otherwise the context has a winner
+        step, device = tuning.plan.current, self._parts.device
+        assert step is not None  # otherwise the tuning has a winner
         digest = step.config.digest
         timer = device.timer()
-        stepped = StepReport(context.name, digest, context.launches[digest], step.timed)
-        self.steps[context], self._used[context] = stepped, step.config
+        report = LaunchReport(tuning.name, digest, tuning.launches[digest], step.timed)
+        self.reports[tuning], self._used[tuning] = report, step.config
         last: Exception | None = None
-        context.trying(digest)
+        tuning.trying(digest)
         try:
             # If the config fails here, launch another one, so that other ranks get this kernel's
             # signals.
-            for config in (step.config, *context.fallbacks(digest)):
+            for config in (step.config, *tuning.fallbacks(digest)):
                 try:
-                    triton_config = context.triton_configs[config.digest]
+                    triton_config = tuning.triton_configs[config.digest]
                     result = launch.run_candidate(triton_config, device, timer, step.timed)
                 except _ERRORS_OF_OTHER_RANKS:
                     raise
                 except Exception as error:
                     last, timer = error, device.timer()
-                    stepped.failures[config.digest] = failure_of(error, "launch", self._own_rank)
+                    report.failures[config.digest] = failure_of(error, "launch", self._own_rank)
                     continue
-                self._used[context], self._timers[context] = config, timer
+                self._used[tuning], self._timers[tuning] = config, timer
                 return result
-            failures = stepped.failures | context.failures
-            causes = {str(config): str(failures[config.digest]) for config in context.candidates}
-            self.no_config_left = NoValidConfig(context.name, context.key, causes)
+            failures = report.failures | tuning.failures
+            causes = {str(config): str(failures[config.digest]) for config in tuning.candidates}
+            self.no_config_left = NoValidConfig(tuning.name, tuning.key, causes)
             raise self.no_config_left from last
         finally:
             last = None  # the error refers to this frame

@@ -16,16 +16,16 @@ from triton.runtime.jit import JITFunction
 
 from triton_dist._tuning.engine.agreement import (
     Agreement,
-    OwnRecord,
+    LocalRecord,
     Proposal,
     Verdict,
-    own_record,
+    local_record,
     remote_record,
 )
 from triton_dist._tuning.engine.channel import Channel, Step, timestamp
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
-from triton_dist._tuning.engine.contextual.launch import keeps_own_table
-from triton_dist._tuning.engine.parts import Common
+from triton_dist._tuning.engine.contextual.launch import has_own_cache
+from triton_dist._tuning.engine.parts import CommonParts
 from triton_dist._tuning.engine.progress import head_of, journal_head
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import Journal
@@ -85,7 +85,7 @@ class Log(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContextualParts(Common):
+class ContextualParts(CommonParts):
     """The parts of one contextual tuning.
 
     ``settings.seconds`` limits a call of the function, unless the previous call took long itself.
@@ -124,12 +124,12 @@ def jit_function(tuner: Any) -> Any:
     return fn if isinstance(fn, JITFunction) else None
 
 
-def shown(config: Any) -> str:
+def options_text(config: Any) -> str:
     """Return the options that a ``triton.Config`` sets, as text."""
     return ", ".join(f"{name}: {value}" for name, value in config.all_kwargs().items())
 
 
-class Context:
+class KernelTuning:
     """The tuning of one kernel for one key.
 
     Attributes:
@@ -152,12 +152,12 @@ class Context:
         """The winner is for one call only, because nothing could be tuned."""
         self.compiled: set[str] = set()
         self.ahead: CompileAhead | None = None
-        self._in_own_table = keeps_own_table(tuner)
+        self._has_own_cache = has_own_cache(tuner)
         self.failures: dict[str, Failure] = {}
         self.launches: Counter[str] = Counter()
         """Number of launches of each config as a step, by digest."""
         self.record: TuningRecord | None = None
-        # Set after the first message, if the context must be tuned.
+        # Set after the first message, if the tuning must be tuned.
         self.fingerprint: Fingerprint
         self.plan: Plan
         self.warmup = 0
@@ -182,12 +182,12 @@ class Context:
         self.bind()
 
     def bind(self) -> None:
-        if not self.is_untuned_default and not self._in_own_table:
+        if not self.is_untuned_default and not self._has_own_cache:
             self.tuner.cache[self.triton_key] = self.winner
 
     def unbind(self) -> None:
         """Let launches outside of the function choose their config again."""
-        if not self._in_own_table:
+        if not self._has_own_cache:
             self.tuner.cache.pop(self.triton_key, None)
 
     def resume(
@@ -310,7 +310,7 @@ class Context:
             if isinstance(trial.outcome, Measurement)
         }
         tuner.bench_time, tuner.configs_timings = record.seconds, timings
-        if tuner.cache_results and not self._in_own_table:
+        if tuner.cache_results and not self._has_own_cache:
             configs = [self.triton_configs[config.digest] for config in self.candidates]
             tuner.check_disk_cache(self.triton_key, configs, lambda: None)
             tuner.configs_timings = timings  # ``check_disk_cache`` may have loaded an older entry
@@ -335,7 +335,7 @@ class Context:
 
 
 T = TypeVar("T")
-UnfinishedConfig: TypeAlias = Callable[[], tuple[Context, Config] | None]
+UnfinishedConfig: TypeAlias = Callable[[], tuple[KernelTuning, Config] | None]
 
 
 class Messages(Channel):
@@ -385,15 +385,15 @@ def as_config(config: Any) -> Config:
     return Config({"config": config})
 
 
-def open_context(
+def begin_kernel_tuning(
     tuner: Any,
     triton_key: tuple[Any, ...],
     prune: Callable[[], list[Any]],
     parts: ContextualParts,
     messages: Messages,
     call: int,
-) -> Context:
-    """Create the context of a kernel and key, on all ranks, with a winner if there is a record.
+) -> KernelTuning:
+    """Create the tuning of a kernel and key, on all ranks, with a winner if there is a record.
 
     Args:
         prune: returns the ``triton.Config`` objects that the kernel's own pruning keeps.
@@ -407,26 +407,26 @@ def open_context(
     """
     name = kernel_name(tuner)
     _check_names(name, tuner)
-    own = _OwnConfigs(tuner, prune)
+    own = _LocalConfigs(tuner, prune)
     key = Key.of(name, tuple(map(_with_text, triton_key)), parts.hardware)
     fingerprint = parts.fingerprint(tuner, own.space)
-    context = Context(tuner, triton_key, key, own.triton_configs)
-    found = OwnRecord(None, "its key has no text that is stable across processes")
+    tuning = KernelTuning(tuner, triton_key, key, own.triton_configs)
+    found = LocalRecord(None, "its key has no text that is stable across processes")
     strict, configs = parts.settings.strict, ConfigSpace(own.configs.values())
-    if context.can_persist:
+    if tuning.can_persist:
         stored = parts.store.find(key.with_signature_of(fingerprint))
-        found = own_record(stored, lambda record: validity(record, fingerprint, configs, strict))
+        found = local_record(stored, lambda record: validity(record, fingerprint, configs, strict))
     verdict = found.verdict
     if found.record is None:
         verdict = Verdict(own.winner_on_disk(triton_key))
     compared = [
         (
-            f"the pruning of {context.name}",
+            f"the pruning of {tuning.name}",
             "done" if own.failure is None else error_text(own.failure),
         ),
-        (f"the configs of {context.name}", f"{len(own.space)} configs, digest {own.space.digest}"),
+        (f"the configs of {tuning.name}", f"{len(own.space)} configs, digest {own.space.digest}"),
     ]
-    remote = parts.remote if context.can_persist else None
+    remote = parts.remote if tuning.can_persist else None
     proposal = Proposal(
         compared,
         fingerprint,
@@ -438,72 +438,72 @@ def open_context(
         # Leases are not used, because several kernels are tuned at the same time.
         remote_seconds=remote.max_find_seconds(may_wait=False) if remote else None,
     )
-    proposals = messages.all_gather(Step(f"call {call}: launch of {context.name}"), proposal)
+    proposals = messages.all_gather(Step(f"call {call}: launch of {tuning.name}"), proposal)
     # All ranks raise here, because ``compared`` has the failures of all ranks.
     if own.failure is not None:
         raise messages.record_final_error(own.take_failure())
-    agreement = Agreement(messages, context.name, proposals)
-    context.key = key.with_signature_of(agreement.fingerprint)
+    agreement = Agreement(messages, tuning.name, proposals)
+    tuning.key = key.with_signature_of(agreement.fingerprint)
     winner, location = agreement.winner, found.location_or_reason
     if winner is None and len(agreement.leader.kept) > 1:
         shared = remote_record(
-            parts, messages, agreement, context.key,
+            parts, messages, agreement, tuning.key,
             lambda record: validity(record, agreement.fingerprint, configs, strict),
         )  # fmt: skip
         if shared is not None:
             winner, location = shared.record.best.digest, shared.location
     if winner is not None:
-        context.use(own.triton_configs[winner])
-        context.recorded = f"config {shown(context.winner)} of the tuning record {location}"
-        parts.log.report(f"{context.name}: known, {shown(context.winner)}")
-        return context
+        tuning.use(own.triton_configs[winner])
+        tuning.recorded = f"config {options_text(tuning.winner)} of the tuning record {location}"
+        parts.log.report(f"{tuning.name}: known, {options_text(tuning.winner)}")
+        return tuning
     leader, policy = agreement.leader, parts.settings.policy
     kept = [own.configs[digest] for digest in leader.kept if digest in own.configs]
     if len(kept) < len(leader.kept):
         raise LookupError(
-            f"{context.name}: the leader's pruning returned configs that this rank does not have"
+            f"{tuning.name}: the leader's pruning returned configs that this rank does not have"
         )
     pruned = [(c, "pruned by the kernel") for c in own.space if c.digest not in leader.kept]
     if not kept:
         causes = {str(config): reason for config, reason in pruned}
-        raise messages.record_final_error(NoValidConfig(context.name, context.key, causes))
+        raise messages.record_final_error(NoValidConfig(tuning.name, tuning.key, causes))
     # A single config needs no tuning, so it is allowed.
     if agreement.frozen and len(kept) > 1:
-        key, reason = context.key, found.location_or_reason
+        key, reason = tuning.key, found.location_or_reason
         raise messages.record_final_error(
             TuningFrozen(key.full_name, key, key.hardware, reason, agreement.frozen)
         )
     if agreement.capturing:
-        context.winner, context.is_untuned_default = own.triton_configs[kept[0].digest], True
+        tuning.winner, tuning.is_untuned_default = own.triton_configs[kept[0].digest], True
         warn(
-            f"{context.name}: not tuned yet, and tuning is impossible during CUDA-graph capture. "
+            f"{tuning.name}: not tuned yet, and tuning is impossible during CUDA-graph capture. "
             "Its first config is used. Call the function once before.",
             TuningWarning,
         )
-        return context
-    context.candidates, context.pruned, context.fingerprint = kept, pruned, agreement.fingerprint
-    context.plan = parts.plan(kept, policy.warmup, policy.repeat)
-    context.warmup = policy.warmup
+        return tuning
+    tuning.candidates, tuning.pruned, tuning.fingerprint = kept, pruned, agreement.fingerprint
+    tuning.plan = parts.plan(kept, policy.warmup, policy.repeat)
+    tuning.warmup = policy.warmup
     if len(kept) == 1:
-        context.use(own.triton_configs[kept[0].digest])  # there is no choice
-    elif context.can_persist:
-        context.resume(found.record, parts, messages, call)
+        tuning.use(own.triton_configs[kept[0].digest])  # there is no choice
+    elif tuning.can_persist:
+        tuning.resume(found.record, parts, messages, call)
     reason = found.location_or_reason
     if leader.always_tune:
         reason = "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE is set"
     ranks = parts.ranks.size
     parts.log.report(
-        f"{context.name}: {reason}; tuning {len(kept)} configs ({len(pruned)} pruned) on "
+        f"{tuning.name}: {reason}; tuning {len(kept)} configs ({len(pruned)} pruned) on "
         f"{ranks} rank{'' if ranks == 1 else 's'}"
     )
-    return context
+    return tuning
 
 
 class _NotCached(Exception):
     pass
 
 
-class _OwnConfigs:
+class _LocalConfigs:
     """The configs of this rank, and the result of its pruning."""
 
     def __init__(self, tuner: Any, prune: Callable[[], list[Any]]) -> None:
@@ -533,7 +533,7 @@ class _OwnConfigs:
     def winner_on_disk(self, triton_key: tuple[Any, ...]) -> str | None:
         """Return the digest of the winner in the kernel's own ``cache_results``, if any."""
         tuner = self._tuner
-        if not tuner.cache_results or keeps_own_table(tuner):
+        if not tuner.cache_results or has_own_cache(tuner):
             return None
 
         def not_cached() -> None:
