@@ -271,7 +271,7 @@ def ended(monkeypatch):
         assert status == WATCHDOG_EXIT_STATUS
         event.set()
 
-    monkeypatch.setattr(module, "_end", end)
+    monkeypatch.setattr(module, "_exit", end)
     return event
 
 
@@ -416,7 +416,7 @@ def test_a_child_that_is_forked_in_the_middle_of_a_watch_is_not_watched(ended, r
             child = os.fork()
             if child == 0:
                 with dog.watching(LONG, LONG, reports.report, reports.tell):  # does not hang
-                    os._exit(len(dog._settled_calls) - 1)
+                    os._exit(len(dog._watches) - 1)
         finally:
             dog._changed.release()
         assert os.waitpid(child, 0)[1] == 0

@@ -1,8 +1,9 @@
 """Compare the first calls of a key on all ranks, and select the record to use.
 
-``tune.autotune`` and ``contextual_autotune`` begin with one exchange of :class:`Proposal`. If every
-rank has a valid record, ``contextual_autotune`` sends no other message. ``tune.autotune`` sends one
-more: whether the recorded winner still works. Later calls send no message.
+In the first call of a key, ``tune.autotune`` and ``contextual_autotune`` exchange one
+:class:`Proposal` per rank. If every rank has a valid record, ``contextual_autotune`` sends no other
+message about the record. ``tune.autotune`` sends one more message: whether the recorded winner
+still works. Later calls of the key send no message.
 """
 
 from __future__ import annotations
@@ -29,25 +30,28 @@ from triton_dist.errors import RankDisagreement
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of a rank's look-up in its own cache."""
+    """Result of a rank's look-up in its own memory, files and packs."""
 
     winner: str | None = None
-    """Digest of the winning config, if the rank has a valid record."""
+    """Digest of the winning config; ``None`` if the rank has no valid record."""
     record: str | None = None
     """Digest of the record."""
     shipped: bool = False
-    """The record was shipped with a package. A rank's own record is preferred to it."""
+    """The record is from a pack. Records of the rank's own cache are preferred to it."""
     bound: frozenset[str] | None = None
-    """The bound constants that the record depends on. ``None``: the record ignores them."""
+    """Names of the bound constants, such as closure cells, that the record depends on. ``None``:
+    the record depends on none."""
 
 
 class LocalRecord(NamedTuple):
-    """This rank's valid record and its location, or ``None`` and the reason."""
+    """Record that this rank found in its own memory, files or packs."""
 
     record: TuningRecord | None
+    """``None`` if there is no valid record."""
     location_or_reason: str
+    """Location of the record, or why there is none."""
     tolerated: str = ""
-    """Accepted differences between the record and this process."""
+    """Accepted differences between the record's fingerprint and the present fingerprint."""
 
     @property
     def verdict(self) -> Verdict:
@@ -64,57 +68,66 @@ def local_record(
     """Return the first of the ``stored`` records that ``validator`` accepts."""
     reason = ""
     for record, location in stored:
-        found = validator(record)
-        if not found.reasons:
-            return LocalRecord(record, location, "; ".join(found.tolerated))
-        # Report the first reason only: the first record belongs to this function.
+        validity = validator(record)
+        if not validity.reasons:
+            return LocalRecord(record, location, "; ".join(validity.tolerated))
+        # Report the reason against the first record only, which most likely belongs to this
+        # function. Other records may belong to another function of the same name.
         kind = "shipped record" if record.shipped else "record"
-        reason = reason or f"the {kind} in {location} is not valid: {'; '.join(found.reasons)}"
+        reason = reason or f"the {kind} in {location} is not valid: {'; '.join(validity.reasons)}"
     return LocalRecord(None, reason or "no record")
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """The first message of one rank."""
+    """The first message of a rank in the first call of a key."""
 
     compared: Sequence[tuple[str, str]]
-    """Pairs of a name and a text that must be equal on all ranks, in the order of comparison."""
+    """Pairs of a name and a text. The texts must be equal on all ranks. The first pair with
+    different texts is reported."""
     fingerprint: Fingerprint
     verdict: Verdict
     always_tune: bool
+    """This rank tunes although it has a record."""
     frozen: bool
+    """Tuning is forbidden on this rank."""
     capturing: bool
-    """Nothing can be measured now, because of a capture or a trace."""
+    """Nothing can be measured now, because of a CUDA-graph capture or a trace."""
     kept: Sequence[str] = ()
-    """Digests of the configs that pruning keeps, if pruning has already run. The leader's
-    list is used."""
+    """Digests of the configs that pruning keeps, if pruning has already run. The list of rank 0 is
+    used."""
     will_run: bool = False
     """The rank runs the function with the chosen config immediately."""
     remote_seconds: float | None = None
-    """Maximum duration of a look-up in the remote store. ``None``: this rank makes no look-up."""
+    """Maximum duration in seconds of a look-up in the remote store. ``None``: this rank makes no
+    look-up."""
 
 
 class Agreement:
     """The result of the first exchange, equal on all ranks.
 
     Attributes:
-        fingerprint: the common fingerprint. It has the bound constants that are equal on all ranks.
-        leader: the leader's proposal.
+        fingerprint: the common fingerprint. It has only the bound constants that are equal on all
+            ranks.
+        leader: the proposal of rank 0.
         capturing: some rank cannot measure now.
-        frozen: global ranks on which tuning is forbidden. A single rank forbids it for all.
-        all_have_record: every rank has the record that is used.
+        frozen: global ranks on which tuning is forbidden. One such rank forbids it for all ranks.
+        all_have_record: all ranks have the same record, or no rank has one.
         will_run: every rank runs the function with the chosen config immediately.
-        holder: the rank whose record all ranks use, or ``None``.
-        winner: digest of the winning config in that record.
+        holder: the rank whose record all ranks use; ``None`` if no record is used.
+        winner: digest of the winning config in the record that is used.
     """
 
     def __init__(self, ranks: Channel, name: str, proposals: Sequence[Proposal]) -> None:
-        """Compare the proposals of all ranks. If they differ, all raise ``RankDisagreement``."""
+        """Compare ``proposals``, one per rank. If they differ, raise ``RankDisagreement``.
+
+        ``name`` is the name of the function, for messages.
+        """
         for each in zip(*(proposal.compared for proposal in proposals), strict=True):
             if len({text for _, text in each}) > 1:
                 texts = {ranks.global_rank(rank): text for rank, (_, text) in enumerate(each)}
                 raise ranks.record_final_error(RankDisagreement(each[ranks.rank][0], texts))
-        # Bound constants may differ. All other parts of the fingerprint must be equal to rank 0's.
+        # Bound constants may differ between ranks. All other parts of the fingerprints must not.
         first, *others = with_common_constants([proposal.fingerprint for proposal in proposals])
         if any(other != first for other in others):
             by_rank: dict[int, object] = {
@@ -134,7 +147,7 @@ class Agreement:
         ]
         self.will_run = all(proposal.will_run for proposal in proposals)
         # A record that depends on bound constants is valid only if these are equal on all ranks.
-        # The holder has already compared them with the record.
+        # The rank that holds the record has already compared its values with the record.
         bound_names = frozenset(self.fingerprint.bound)
         valid = {
             rank: verdict
@@ -142,10 +155,10 @@ class Agreement:
             if verdict.winner and verdict.bound in (None, bound_names)
         }
         holders = [rank for rank, verdict in valid.items() if not verdict.shipped] or list(valid)
-        # A record is used despite ALWAYS_TUNE if nothing can be measured.
+        # If nothing can be measured, a record is used although ALWAYS_TUNE is set.
         cannot_tune = self.capturing or bool(self.frozen)
         usable = bool(holders) and (cannot_tune or not self.leader.always_tune)
-        # Choose the lowest rank. It is the leader, if the leader has a record.
+        # Choose the lowest rank with a record.
         self.holder = holders[0] if usable else None
         self.winner = None if self.holder is None else valid[self.holder].winner
 
@@ -158,10 +171,11 @@ def remote_record(
     validator: Callable[[TuningRecord], Validity],
     may_wait: bool = False,
 ) -> StoredRecord | None:
-    """Return the record of the leader's remote store, if there is a valid one, on every rank.
+    """Return, on every rank, the valid record in the leader's remote store, or ``None``.
 
-    All ranks call this after an agreement in which no rank has a record. The leader also stores the
-    record in its local store. With ``may_wait``, it waits while another job tunes the key.
+    All ranks call this function after an agreement without a record to use. The leader also writes
+    the record to its local store. With ``may_wait``, the leader waits while another job tunes the
+    key.
     """
     seconds = agreement.leader.remote_seconds
     if seconds is None or agreement.leader.always_tune:
@@ -187,21 +201,24 @@ def remote_record(
 
 
 _process_start = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
-_used: set[str] = set()
+_used_digests: set[str] = set()
 """Digests of the records that this process uses."""
 
 
 def mark_used(record: TuningRecord) -> None:
     """Note that this process uses ``record``."""
-    _used.add(record.digest)
+    _used_digests.add(record.digest)
 
 
 def unstable_constants(record: TuningRecord, now: Fingerprint) -> str:
-    """Return the constants that alone invalidate a ``record`` from an earlier program start."""
+    """Return the constants that invalidate a ``record`` from an earlier program start, as text.
+
+    Return an empty text if the record is valid, or if something else invalidates it too.
+    """
     is_earlier = False
     with suppress(ValueError, TypeError):  # no time, or no time zone
         is_earlier = datetime.datetime.fromisoformat(record.timestamp) < _process_start
-    if record.digest in _used or not is_earlier:
+    if record.digest in _used_digests or not is_earlier:
         return ""
     differences = [each for each in record.fingerprint.compare(now) if not each.is_patch_level]
     only_constants = all(each.constant for each in differences)

@@ -1,8 +1,8 @@
-"""Messages between ranks during one tuning, and the seconds that each phase takes.
+"""Exchange messages between the ranks during one tuning, and measure the time of each phase.
 
-If a rank does not arrive, every waiting rank raises :class:`TuningTimeout`, which names the phase,
-the config and the missing rank. If no other reason is known, the missing rank is stuck in the
-config that is being tried, and the config is quarantined.
+If a rank sends no message, every waiting rank raises :class:`TuningTimeout` with the step, the
+config and the missing rank. If no other reason is known, the missing rank is assumed to be stuck in
+the config that is being tried. The config is quarantined: it is not tried at the next start.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Phase = Literal["compile", "measure", "search", "agree"]
 
 
 class Clock:
-    """Seconds by phase. Phases do not nest: time in an inner phase counts for the outer phase.
+    """Seconds by phase. The time of a phase inside another phase counts for the outer phase.
 
     ``compile``: until a candidate is ready to run on all ranks. ``measure``: runs and samples,
-    including the alignment of ranks. ``search``: the leader's choice of the next config. ``agree``:
-    all other waits for ranks.
+    including the waits before each of them. ``search``: the choice of the next config on rank 0.
+    ``agree``: all other waits for ranks.
     """
 
     def __init__(self) -> None:
@@ -58,16 +58,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a tuning, with the names that errors contain."""
+    """A step of a tuning that ends with a message, described for error messages."""
 
     phase: str
+    """What the ranks do in this step, such as ``compile 3/96``."""
     config: Config | None = None
-    """The config that is being tried."""
+    """The config that is being tried, if any."""
     remark: str = ""
-    """Text of this rank that may explain a timeout at this step, such as its own failure."""
+    """Further text for the error of this rank, such as its own failure in this step."""
 
     def __str__(self) -> str:
-        """Return a text that is equal on all ranks at this step."""
+        """Return a text that is equal on all ranks in this step. Ranks compare it."""
         return self.phase if self.config is None else f"{self.phase} {self.config}"
 
 
@@ -75,6 +76,9 @@ class Channel:
     """Messages between all of ``ranks`` for one tuning.
 
     Args:
+        seconds: time limit of a message, and of user code by default.
+        grace: seconds from the message that a rank is stuck in user code to the end of its
+            process.
         hint: possible reason why other ranks do not send the first message.
 
     Attributes:
@@ -82,7 +86,8 @@ class Channel:
         all_have_joined: whether all ranks have sent the first message.
         final_error: the error that ended the exchange of messages. Code that catches exceptions of
             the user's function must re-raise it, because no more messages can be sent.
-        on_stuck: called with a config in which some rank is stuck. Any thread may call it.
+        on_stuck: called with a config in which some rank is stuck, and the failure. Any thread may
+            call it.
     """
 
     def __init__(
@@ -114,23 +119,23 @@ class Channel:
         """Gather ``value`` from all ranks as the first message.
 
         Args:
-            expected_soon: all ranks agreed to send this message soon, so wait no longer than for a
-                step.
+            expected_soon: all ranks agreed to send this message soon. Wait for at most ``seconds``,
+                and not as long as for a collective of the group.
         """
-        # In a trial of another function, a rank that failed does not join this channel. It reports
-        # at the end of the trial's step, so waiting longer than for a step is useless.
+        # Inside a trial of another tuned function, a rank whose trial failed sends no message here.
+        # It reports the failure at the end of the trial's step, so a longer wait is useless.
         limit = self._seconds if self._is_nested or expected_soon else None
         values = self._exchange(step, lambda: self._ranks.first_all_gather(str(step), value, limit))
         self.all_have_joined = True
         return values
 
     def broadcast(self, step: Step, value: T | None, user_seconds: float = 0.0) -> T:
-        """Return the leader's value. User code before it may take ``user_seconds``."""
+        """Return rank 0's value. User code before this message may take ``user_seconds``."""
         limit = self._limit(user_seconds)
         return self._exchange(step, lambda: self._ranks.broadcast(str(step), value, limit))
 
     def all_gather(self, step: Step, value: T, user_seconds: float = 0.0) -> list[T]:
-        """Return the values of all ranks. User code before it may take ``user_seconds``."""
+        """Return all ranks' values. User code before this message may take ``user_seconds``."""
         limit = self._limit(user_seconds)
         return self._exchange(step, lambda: self._ranks.all_gather(str(step), value, limit))
 
@@ -149,9 +154,10 @@ class Channel:
             self.on_stuck(config, failure)
 
     def end(self) -> None:
-        """Drop references to the call, so that its arguments are freed without garbage collection.
+        """Drop references to the user's call, so that its arguments are freed without garbage
+        collection.
 
-        An error refers to its frames, and the frames refer to this object.
+        An error refers to its frames, and the frames refer to the arguments and to this object.
         """
         self.final_error = self.on_stuck = None
 
@@ -159,9 +165,11 @@ class Channel:
         """Report ``error`` to the other ranks, so that they do not wait for this rank."""
         summary = error.summary if isinstance(error, TuningTimeout) else error
         text = f"{type(error).__name__}: {summary}"
-        # All ranks raise these errors by themselves.
-        is_known = isinstance(error, (RankTimeout, RankDisagreement))
-        refused = not self.all_have_joined and isinstance(error, Exception) and not is_known
+        # The other ranks raise these errors by themselves.
+        raised_everywhere = isinstance(error, (RankTimeout, RankDisagreement))
+        refused = (
+            not self.all_have_joined and isinstance(error, Exception) and not raised_everywhere
+        )
         with suppress(RankTimeout):
             self._ranks.abort(text if len(text) <= 500 else f"{text[:500]} ...", refused)
 
@@ -169,10 +177,11 @@ class Channel:
     def user_code(
         self, step: Step, seconds: float | None = None, begun: bool = True
     ) -> Iterator[Watch]:
-        """Context manager that lets user code run for ``seconds`` at most.
+        """Context manager that ends the process if user code takes longer than ``seconds``.
 
-        If not ``begun``, user code runs between ``begin`` and ``end`` of the returned watch. Raise
-        ``TimeoutError`` if it took longer, but returned before the process was ended.
+        With ``begun``, all code inside is user code. Otherwise, user code runs between ``begin``
+        and ``end`` of the yielded watch. Raise ``TimeoutError`` if user code took longer and
+        returned before the end of the process.
         """
         limit = self._seconds if seconds is None else seconds
         stuck = functools.partial(self.stuck, step, limit, "is stuck in the user's code")
@@ -184,28 +193,28 @@ class Channel:
             raise TimeoutError(f"{step.phase} took longer than {limit:g} s")
 
     def blamed_config(self, step: Step) -> Config | None:
-        """Return the config to blame if a rank is stuck at this step."""
+        """Return the config that is assumed to be the cause if a rank is stuck in ``step``."""
         return step.config
 
     def stuck(self, step: Step, seconds: float, how: str) -> TuningTimeout:
-        """Quarantine the config to blame, and return the error of this rank, which is stuck.
+        """Return the error for this rank, which is stuck in user code. Quarantine the config.
 
         If other ranks failed, ended or are stopped, this rank may wait for them in a collective.
-        The error then names them first.
+        The error then names these ranks first.
         """
-        own, because = self.global_rank(self.rank), self._failed()
-        missing = list(because) or [own]
-        because[own] = f"{how}, where it may wait for the others" if because else how
-        return self._timeout(step, missing, seconds, because, blames=True)
+        this_rank, because = self.global_rank(self.rank), self._failed()
+        missing = list(because) or [this_rank]
+        because[this_rank] = f"{how}, where it may wait for the others" if because else how
+        return self._timeout(step, missing, seconds, because, blames_config=True)
 
     def _failed(self) -> dict[int, str]:
         """Return the other ranks that failed or cannot send a message, with the reasons."""
         values, because = self._ranks.pending_values()
-        known = dict(because)
+        reasons = dict(because)
         for rank, value in values.items():
             if isinstance(value, Failure):
-                known[rank] = f"failed: {value.message}"
-        return {self.global_rank(rank): why for rank, why in sorted(known.items())}
+                reasons[rank] = f"failed: {value.message}"
+        return {self.global_rank(rank): why for rank, why in sorted(reasons.items())}
 
     def _exchange(self, step: Step, message: Callable[[], T]) -> T:
         try:
@@ -215,27 +224,27 @@ class Channel:
             self.final_error = error
             raise
         except RankTimeout as error:
-            late = error
-        # Raise outside of the ``except`` block. The context of the error must be an exception that
-        # the caller handles, and not ``late``.
+            timeout = error
+        # Raise outside of the ``except`` block, so that the traceback does not show ``timeout``. If
+        # the caller handles another exception, the traceback shows that exception.
         try:
-            raise self.record_final_error(self._explained(step, late))
+            raise self.record_final_error(self._explained(step, timeout))
         finally:
-            del late  # it refers to this frame
+            del timeout  # it refers to this frame
 
-    def _explained(self, step: Step, late: RankTimeout) -> Exception:
+    def _explained(self, step: Step, timeout: RankTimeout) -> Exception:
         """Return the error for a message that some rank did not send."""
-        if late.refusals:
+        if timeout.refusals:
             ranks = [self.global_rank(rank) for rank in range(self.size)]
-            by_rank = {r: "has not called yet" if r in late.missing else "valid" for r in ranks}
-            by_rank |= late.refusals
+            by_rank = {r: "has not called yet" if r in timeout.missing else "valid" for r in ranks}
+            by_rank |= timeout.refusals
             return RankDisagreement(f"the arguments of {self._function}", by_rank)
         # The hint explains only a missing first message.
-        if not (self.all_have_joined or late.because):
+        if not (self.all_have_joined or timeout.because):
             step = replace(step, remark=self._hint)
-        # Without another reason, the missing rank is stuck in the config.
-        blames = bool(late.missing) and not late.because
-        return self._timeout(step, late.missing, late.seconds, late.because, blames)
+        # Without another reason, assume that the missing rank is stuck in the config.
+        blames = bool(timeout.missing) and not timeout.because
+        return self._timeout(step, timeout.missing, timeout.seconds, timeout.because, blames)
 
     def _timeout(
         self,
@@ -243,9 +252,10 @@ class Channel:
         missing: Sequence[int],
         seconds: float,
         because: Mapping[int, str],
-        blames: bool,
+        blames_config: bool,
     ) -> TuningTimeout:
-        """Return the error for missing ranks. If ``blames``, quarantine the config being tried."""
+        """Return the error for missing ranks. With ``blames_config``, quarantine the config that is
+        being tried."""
         config = self.blamed_config(step)
         error = TuningTimeout(
             rank=self.global_rank(self.rank),
@@ -258,14 +268,14 @@ class Channel:
             remark=step.remark,
             is_first_message=not self.all_have_joined and config is None,
         )
-        if blames and config is not None:
+        if blames_config and config is not None:
             self.quarantine(config, Failure("timeout", error.summary, int(missing[0])))
         return error
 
     def _limit(self, user_seconds: float) -> float:
         """Return the time limit of a message.
 
-        After user code, add the grace time in which a rank whose code exceeded ``user_seconds``
-        can report this.
+        After user code, it includes the grace time, in which a rank can report that its user code
+        took longer than ``user_seconds``.
         """
         return user_seconds + self._grace if user_seconds else self._seconds

@@ -1,12 +1,11 @@
-"""The choices of a tuned function, and the rules by which calls reuse them.
+"""Keep the chosen configs of a tuned function, for reuse in later calls.
 
-The first call with a recorded winner may fail: another driver or compiler may need more shared
-memory or reject a kernel. If that happens on one rank, all ranks must tune again, so the ranks
-exchange one message after the first call. Later calls send no message.
+A *hit* is a call whose exact key is in a cache of arguments. A hit takes no other path.
 
-A function whose key is new in each call is tuned in each call, and a warning reports it. To detect
-this without a counter on the hot path, a tuned key becomes a hit only at its second call, which
-proves that the key repeats. The first few keys of a function become hits immediately.
+A function whose key is new in each call is tuned in each call, and a warning reports this. It must
+be detected without a counter in the code for hits. Therefore a tuned key is cached only at its
+second call, which proves that the key repeats. The first four keys of a function are cached
+immediately.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from triton_dist._tuning.values import Config, TuningRecord
 from triton_dist._tuning.values.show import error_text
 
 _IMMEDIATE_HITS = 4
-"""The first keys of a function, which become hits immediately."""
+"""Number of keys of a function that are cached immediately after their tuning."""
 _MAX_UNREPEATED = 16
-"""Number of consecutive keys that were tuned and not called again before a warning."""
+"""A warning is given after this number of consecutive keys that were tuned and not called again."""
 
 
 class NewKeys:
@@ -36,7 +35,7 @@ class NewKeys:
         self._is_over = False
 
     def delays_hit(self, key: Hashable) -> bool:
-        """Note a tuned key. Return whether it becomes a hit only at its second call."""
+        """Note a tuned key. Return whether it is cached only at its second call."""
         self._tuned += 1
         if self._tuned <= _IMMEDIATE_HITS or self._is_over:
             return False
@@ -44,12 +43,15 @@ class NewKeys:
         return True
 
     def called_again(self, key: Hashable) -> None:
-        """Note a call of a known key that is not a hit."""
+        """Note a call, which was not a hit, of a key that has a config."""
         if key in self._waiting:
             self._waiting.clear()
 
     def advice(self, function: str, sizes: Collection[str]) -> str:
-        """Return the warning about a part that varies, other than ``sizes``, once if it is due."""
+        """Return the text of a warning, once, if the last 16 keys were not called again.
+
+        The text names the parts of the key that vary. Parts with names in ``sizes`` are ignored.
+        """
         if len(self._waiting) < _MAX_UNREPEATED:
             return ""
         keys = list(self._waiting)
@@ -73,7 +75,7 @@ class NewKeys:
 def _varying(
     values: Sequence[Hashable], path: str = "key"
 ) -> Iterator[tuple[str, Sequence[Hashable]]]:
-    """Yield the parts that differ between ``values``: the path of the part and its values."""
+    """Yield path and values of each part of the keys ``values`` that differs between them."""
     first = values[0]
     if len(set(values)) == 1:
         return
@@ -81,21 +83,26 @@ def _varying(
         yield path, values
         return
     names = getattr(first, "_fields", ())
-    for place, each in enumerate(zip(*values, strict=True)):
-        name = f".{names[place]}" if place < len(names) else f"[{place}]"
+    for index, each in enumerate(zip(*values, strict=True)):
+        name = f".{names[index]}" if index < len(names) else f"[{index}]"
         yield from _varying(each, f"{path}{name}")
 
 
 _logger = logging.getLogger("triton_dist.tuning")
 _CONFIG_ERRORS = {"OutOfResources", "CompilationError", "PTXASError", "CandidateFailed"}
-"""Names of exception classes that blame the config; triton is not imported here. Running out of
-device memory is not included, because other allocations of the program may cause it."""
+"""Names of the exception classes that are raised because of the config. They are compared by name,
+because triton is not imported here. Out of device memory is not included: other allocations of the
+program may cause it."""
 _FAILED_PASS = "PassManager::run failed"
-"""Triton's text for a failed compiler pass. Triton raises a plain ``RuntimeError``."""
+"""Text of the ``RuntimeError`` that Triton raises if a compiler pass fails."""
 
 
 def blames_config(error: Exception) -> bool:
-    """Return whether the error blames the config, which another compiler build may reject."""
+    """Return whether the config is the cause of the error, so that another config may work.
+
+    A recorded winner may fail so, because another driver or compiler needs more shared memory or
+    rejects the kernel.
+    """
     names = {kind.__name__ for kind in type(error).__mro__}
     return not names.isdisjoint(_CONFIG_ERRORS) or _FAILED_PASS in error_text(error)
 
@@ -103,7 +110,7 @@ def blames_config(error: Exception) -> bool:
 def add_note(error: Exception, text: str) -> None:
     """Attach ``text`` to ``error``.
 
-    Python before 3.11 has no notes: append the text to the message, or log it.
+    Python before 3.11 has no notes. There, append the text to the message, or log it.
     """
     if hasattr(error, "add_note"):
         error.add_note(text)
@@ -115,7 +122,7 @@ def add_note(error: Exception, text: str) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """The config of a key, and its origin."""
+    """The config chosen for a key, and its record."""
 
     config: Config
     record: TuningRecord | None
@@ -125,16 +132,18 @@ class Choice:
     size_table: SizeTable | None = None
     """Configs by exact size within the range of the key."""
     first_use: Callable[[Callable[[], Any]], tuple[Any, str]] | None = None
-    """Makes the first call with the winner of a record. Set in the call that found the record."""
+    """Takes the user's call and makes it as the first call with the winner of a record. Returns the
+    result, and an empty text or why all ranks must tune again. Set in the call that found the
+    record."""
     tuned: bool = False
-    """The config was tuned in this call."""
+    """The config was tuned in this call, and not read from a record."""
     advice: str = ""
     """Warning that explains why the key was tuned again."""
     changed: tuple[str, ...] = ()
-    """Names of arguments that trials changed in place and that nothing restored."""
+    """Names of arguments that trials changed in place and that were not restored."""
 
     def for_sizes(self, sizes: tuple[int, ...]) -> Choice:
-        """Return the choice for exact sizes."""
+        """Return the choice for the exact ``sizes`` of a call."""
         return (
             self
             if self.size_table is None
@@ -144,23 +153,27 @@ class Choice:
 
 @dataclass
 class Choices:
-    """The choices of one tuned function, valid until the group of all ranks changes."""
+    """The choices of one tuned function, valid until the group of all ranks changes.
+
+    A *rounded* key has sizes rounded up to the ends of their ranges. An *exact* key has the sizes
+    of a call.
+    """
 
     by_ranks: dict[Any, Choice] = field(default_factory=dict)
-    """Choices by ranks and key."""
+    """Choices, by the ranks that tuned together and rounded key."""
     hits: dict[Any, dict[str, Any]] = field(default_factory=dict)
-    """Arguments by exact key, for calls without a process group."""
+    """Values of the tuned arguments by exact key, for calls without a process group."""
     group_hits: dict[Any, dict[Any, dict[str, Any]]] = field(default_factory=dict)
-    """Arguments by process group and exact key."""
+    """Values of the tuned arguments, by process group and then exact key."""
     ranges: dict[Any, Choice] = field(default_factory=dict)
-    """Choices by process group and range. Unlike exact keys, ranges are never evicted."""
+    """Choices, by process group and rounded key. Unlike exact keys, these are not evicted."""
     max_cached_keys: int = 0
-    """Maximum number of cached exact keys."""
+    """Maximum number of exact keys in ``hits``, and in the cache of each process group."""
     new_keys: NewKeys = field(default_factory=NewKeys)
-    """Keys that were tuned and may not repeat."""
+    """Keys that were tuned and not called again."""
 
     def keep(self, group: Any, key: Any, arguments: dict[str, Any]) -> None:
-        """Cache the arguments of an exact key, and evict the oldest key if the cache is full."""
+        """Cache the arguments of an exact key. If the cache is full, evict the oldest key."""
         hits = self.hits if group is None else self.group_hits.setdefault(group, {})
         # A dict keeps the insertion order, so its first key is the oldest.
         while len(hits) >= self.max_cached_keys:
@@ -169,9 +182,9 @@ class Choices:
         hits[key] = arguments
 
     def drop_destroyed(self, is_destroyed: Callable[[Any], bool]) -> None:
-        """Drop the choices of destroyed process groups.
+        """Drop the choices of destroyed process groups, because a program may create many groups.
 
-        A program may create many groups in its lifetime.
+        ``is_destroyed`` is called with a process group.
         """
         tables: list[tuple[dict[Any, Any], Callable[[Any], bool]]] = [
             (self.group_hits, is_destroyed),

@@ -1,4 +1,4 @@
-"""Base class of the functions that ``tune.autotune`` and ``contextual_autotune`` return."""
+"""Define the base class of the objects that both tuning decorators of the package return."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Decorated(Generic[P, R_co]):
-    """A function with the name, docstring and signature of ``fn``.
+    """Callable with the name, docstring and signature of the function ``fn``.
 
-    It can be used as a method and is pickled by name.
+    It can be used as a method. It is pickled by name.
 
     Attributes:
         fn: the function without tuning.
@@ -44,8 +44,8 @@ class Decorated(Generic[P, R_co]):
         """The name of the function as ``module.qualname``."""
         return f"{original(self.fn).__module__}.{qualified_name(self.fn)}"
 
-    def _without_object(self, args: tuple[Any, ...]) -> str:
-        """Return a hint if arguments do not fit because ``tune`` was called on a bound method.
+    def _hint_for_method(self, args: tuple[Any, ...]) -> str:
+        """Return a hint if ``args`` are wrong because ``tune`` was called on a bound method.
 
         In ``layer.forward.tune(x)``, ``tune`` is an attribute of the tuned function and does not
         receive ``layer``. Return an empty text if this is not the cause.
@@ -59,17 +59,17 @@ class Decorated(Generic[P, R_co]):
             f"to tune() and best_config() of a method: {qualified_name(self.fn)}.tune(self, ...)"
         )
 
-    # A bound object whose ``tune`` receives the instance is too slow: with the cheapest version, a
-    # subclass of functools.partial, a hit took 1.00 us instead of 0.86 us (an EPYC, Python 3.11,
-    # November 2026).
+    # An object whose ``tune`` receives the instance would make each call slower: with the fastest
+    # version, a subclass of functools.partial, a call with a cached key took 1.00 us instead of
+    # 0.86 us (EPYC CPU, Python 3.11, November 2026).
     def __get__(self: Any, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
     def __reduce__(self) -> str:
         """Return the name under which this object can be imported.
 
-        It is the name of the function, or, for a partial or a callable object, of the global
-        variable that holds this object.
+        If a function was decorated, it is the name of the function. For a partial or a callable
+        object, it is the name of the global variable that has this object as value.
         """
         if isinstance(inspect.unwrap(self.__wrapped__), types.FunctionType):
             return str(vars(self).get("__qualname__", ""))
@@ -86,18 +86,18 @@ class Decorated(Generic[P, R_co]):
         return f"<{self._kind} {self._name}>"
 
 
-_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 CALL_KEYWORDS = ("autotune", "autotune_verbose", "autotune_pg", "autotune_allow_arg_overwrite")
-"""Keywords of a call that the tuner uses itself."""
+"""Keywords of a call that the tuner uses and does not pass to the function."""
 
 
 @contextmanager
 def reporting_errors(
     function: str, ranks: Callable[[], RankGroup], call: int = 0
 ) -> Iterator[None]:
-    """Context manager that reports an exception of its block to all ranks.
+    """Context manager that reports an exception raised inside it to all ranks.
 
-    Ranks that wait for this rank in this call, now or later, raise immediately.
+    Ranks that wait for this rank in call number ``call``, now or later, raise immediately.
     """
     try:
         yield
@@ -111,9 +111,11 @@ def reporting_errors(
 def signature_error(
     function: Callable[..., Any], names: Set[str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> str:
-    """Return why ``function`` cannot be called with these arguments, or an empty text.
+    """Return why ``function`` cannot be called with these arguments; empty if it can.
 
-    ``names`` are all names that configs set. ``kwargs`` include the values of one config.
+    Args:
+        names: the names of all arguments that configs set.
+        kwargs: keyword arguments, including the values of one config.
     """
     try:
         signature = inspect.signature(function)
@@ -121,7 +123,7 @@ def signature_error(
         return ""
     parameters = signature.parameters.values()
     if not any(each.kind is each.VAR_KEYWORD for each in parameters):
-        surplus = names - {each.name for each in parameters if each.kind in _BY_NAME}
+        surplus = names - {each.name for each in parameters if each.kind in _KEYWORD_KINDS}
         if surplus:
             return f"config_space sets {', '.join(sorted(surplus))}, which the function lacks"
     try:
@@ -138,7 +140,7 @@ def key_of(
     kwargs: Mapping[str, Any],
     fixed: Config,
 ) -> Any:
-    """Return the result of ``key_fn``, extended by ``fixed``.
+    """Return the key of a call: the result of ``key_fn``, and ``fixed`` if it is not empty.
 
     ``fixed`` has the tunable arguments that the caller sets. ``key_fn`` does not receive them.
     """
@@ -151,16 +153,16 @@ def key_of(
 
 
 class WarnOnce:
-    """Warnings of one tuned function, which point at the line that calls an entry point."""
+    """Warnings of one tuned function. They point at the user's line that called an entry point."""
 
     def __init__(self, entry_points: Iterable[Any]) -> None:
         register_entry_points(entry_points)
         self._issued: set[object] = set()
 
-    def warn(self, text: str, about: object = None) -> None:
-        """Warn once per value of ``about``. Without it, warn once per calling line."""
-        user = user_frame()
-        about = about or (user.f_code, user.f_lineno)
-        if about not in self._issued:
-            self._issued.add(about)
-            warn_at(user, text, TuningWarning)
+    def warn(self, text: str, topic: object = None) -> None:
+        """Warn once per value of ``topic``. Without ``topic``, warn once per calling line."""
+        frame = user_frame()
+        topic = topic or (frame.f_code, frame.f_lineno)
+        if topic not in self._issued:
+            self._issued.add(topic)
+            warn_at(frame, text, TuningWarning)

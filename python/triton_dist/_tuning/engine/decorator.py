@@ -1,7 +1,8 @@
-"""Types of ``@autotune`` for type checkers: which calls of the decorated function are valid.
+"""Define the types of ``@autotune`` by which type checkers check calls of the decorated function.
 
-A type checker cannot remove the tunable parameters from a function's parameters, but it knows the
-parameters of ``key_fn``, which receives every argument of a call except the tunable ones.
+Type annotations cannot express "the parameters of the function without the tunable parameters".
+Instead, the parameters of ``key_fn`` are used: ``key_fn`` receives every argument of a call except
+the tunable arguments.
 """
 
 from __future__ import annotations
@@ -19,12 +20,11 @@ K_co = TypeVar("K_co", bound=Callable[..., object], covariant=True)
 
 
 class _AnyArguments(Protocol[P]):
-    """A function with ``*args`` and ``**kwargs``: it accepts any number of arguments and names."""
+    """Type that only functions with ``*args`` and ``**kwargs`` match."""
 
     @overload
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> object: ...
-    # Only a function with ``*args`` and ``**kwargs`` also accepts these eight positional arguments
-    # and this keyword.
+    # No other function accepts eight positional arguments and this keyword.
     @overload
     def __call__(
         self, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, /, *, _: Any
@@ -32,7 +32,7 @@ class _AnyArguments(Protocol[P]):
 
 
 class _WithDefaults(Protocol[P, Q, R_co]):
-    """A function that can also be called with the arguments ``Q``: its tunables have defaults."""
+    """Function that can be called with and without its tunable parameters: they have defaults."""
 
     # A call with tunables: ``P`` are all parameters of the function.
     @overload
@@ -43,28 +43,28 @@ class _WithDefaults(Protocol[P, Q, R_co]):
 
 
 class AutoTunerByKey(AutoTuner[P, R_co]):
-    """A tuned function whose calls must match ``P``, the parameters of its ``key_fn``."""
+    """Tuned function whose calls must match ``P``, here the parameters of its ``key_fn``."""
 
     fn: Callable[..., R_co]
 
 
 class Decorator(Protocol[K_co]):
-    """What ``autotune`` returns for a ``key_fn`` of type ``K_co``.
+    """The decorator that ``autotune`` returns for a ``key_fn`` of type ``K_co``.
 
     A type checker uses the first overload that matches.
     """
 
-    # ``key_fn`` accepts any arguments, so it reveals nothing: calls accept any arguments too.
+    # ``key_fn`` has ``*args`` and ``**kwargs``: calls accept any arguments too.
     @overload
     def __call__(
         self: Decorator[_AnyArguments[Q]], fn: Callable[..., R], /
     ) -> AutoTunerByKey[Q, R]: ...
-    # All tunables have defaults: calls may pass any parameter of the function.
+    # All tunable parameters have defaults: calls may pass any parameter of the function.
     @overload
     def __call__(
         self: Decorator[Callable[Q, object]], fn: _WithDefaults[P, Q, R], /
     ) -> AutoTuner[P, R]: ...
-    # Some tunable has no default: calls pass the parameters of ``key_fn``.
+    # Some tunable parameter has no default: calls pass the parameters of ``key_fn``.
     @overload
     def __call__(
         self: Decorator[Callable[Q, object]], fn: Callable[..., R], /

@@ -1,7 +1,7 @@
-"""The object that ``@autotune`` returns: it looks up the config of a call and calls the function.
+"""Define the object that ``@autotune`` returns: it looks up the config and calls the function.
 
-``__call__`` is the hot path. After ``key_fn`` it does one dictionary look-up. It uses no
-environment variable, log, lock, context manager or message to other ranks.
+``__call__`` is the hot path. It calls ``key_fn`` and does one dictionary look-up. It reads no
+environment variable, takes no lock, writes no log and sends no message to other ranks.
 """
 
 from __future__ import annotations
@@ -63,22 +63,24 @@ class AutoTuner(Decorated[P, R_co]):
 
     For type checkers, ``P`` are the parameters of a call and ``R_co`` is its result. Python allows
     no keyword between ``*args: P.args`` and ``**kwargs: P.kwargs``. A call with a keyword of the
-    tuner therefore matches an overload that does not check the other arguments.
+    tuner, such as ``autotune_pg``, therefore matches an overload that does not check the other
+    arguments.
 
     Attributes:
         fn: the function without tuning.
         config_space: the candidates, evaluated at first use.
-        key_fn: the key function of the decorator, with the sizes added.
-        prune_fn: the pruning function of the decorator.
-        sizes: the sizes in the function's keys, or ``None``.
+        key_fn: the ``key_fn`` of the decorator. If ``sizes=`` names parameters of the function,
+            their values are added to the result.
+        prune_fn: the ``prune_fn`` of the decorator.
+        sizes: the sizes in the function's keys; ``None`` if there are none.
         fallback_fn: the ``fallback_fn`` of the decorator, or a function that returns ``False``.
-        tuning_count: number of tunings in this process. Cached results do not count.
+        tuning_count: number of tunings in this process. Records that were found do not count.
         overwritten: names of arguments that each call overwrites completely, such as an output
-            buffer. Trials may change them.
+            buffer. No warning is given if trials change them.
         omitted_if_untuned: names of tunable arguments that are not passed if tuning is off. The
             function's own defaults then apply.
-        known_key_parameter: name of the parameter that receives the key if the config is cached, so
-            that the function can skip the checks in ``key_fn``. Empty: no parameter.
+        known_key_parameter: name of the parameter that receives the key if the config is cached.
+            The function can then skip the checks in ``key_fn``. Empty: no parameter.
     """
 
     fn: Callable[P, R_co]
@@ -118,7 +120,7 @@ class AutoTuner(Decorated[P, R_co]):
         self._warnings = WarnOnce([kind.__call__, kind.tune, kind.best_config])
 
     if TYPE_CHECKING:
-        # Type checkers do not bind class methods of this type, and bind static methods.
+        # Type checkers bind a static method of this type, and do not bind a class method.
         @overload
         def __get__(
             self: AutoTuner[Concatenate[type[T], Q], R_co], instance: None, owner: type[T]
@@ -162,17 +164,17 @@ class AutoTuner(Decorated[P, R_co]):
         """Call the function with the config of this key. The first call of a key tunes it.
 
         Args:
-            autotune: ``False``: use the first config, without tuning or records.
+            autotune: with ``False``, use the first config, without tuning or records.
             autotune_verbose: print the tuning to standard error.
-            autotune_pg: process group of the ranks that tune together; ``None``: all ranks.
+            autotune_pg: process group of the ranks that tune together; by default all ranks.
             autotune_allow_arg_overwrite: accept keywords that set tunable arguments.
 
         Raises:
-            InvalidArgument: a keyword sets a tunable argument, or an argument of the tuner is
-                invalid.
+            InvalidArgument: a keyword sets a tunable argument, or a keyword of the tuner has an
+                invalid value.
             RankDisagreement: the ranks' calls differ, or the call of another rank is invalid.
             TuningTimeout: a rank did not take part in the tuning.
-            TuningAborted: a failed config left a rank in a state that cannot be reset.
+            TuningAborted: a config failed, and the state of some rank could not be reset after it.
             TuningFrozen: there is no record, and ``TRITON_DIST_AUTOTUNE_FROZEN`` is set on some
                 rank.
             NoValidConfig: no config can be used.
@@ -188,7 +190,7 @@ class AutoTuner(Decorated[P, R_co]):
                 arguments = None
             if arguments is not None:
                 if world is not None and not self._is_compiled():
-                    self._calls += 1  # error messages of other ranks name the call by its number
+                    self._calls += 1  # for messages of other ranks, see `_reset_for_world`
                 return self.fn(*args, **kwargs, **arguments)
         options = (autotune, autotune_verbose, autotune_pg, autotune_allow_arg_overwrite)
         return self._untraced_slow_path(args, kwargs, *options)
@@ -212,17 +214,17 @@ class AutoTuner(Decorated[P, R_co]):
         autotune_allow_arg_overwrite: bool = False,
         **kwargs: Any,
     ) -> TuningRecord:
-        """Return the record for these arguments, tuning if there is none.
+        """Return the record for these arguments. Tune if there is no record.
 
-        If a record exists, the function is not called. For a method, pass the object:
-        ``Layer.forward.tune(layer, x)``. ``layer.forward.tune`` does not receive ``layer``.
+        If a record exists, the function is not called, and tensors without values, such as on the
+        meta device, are enough. For a method, pass the object: ``Layer.forward.tune(layer, x)``.
+        ``layer.forward.tune`` does not receive ``layer``.
 
-        Arguments and errors are as in a call, and in addition:
+        The arguments and errors of a call apply, and in addition:
 
         Raises:
-            CaptureInProgress: there is no record, and the current stream is captured or the
-                arguments are traced. Tensors without values, such as on the meta device, suffice to
-                find a record.
+            CaptureInProgress: there is no record, and nothing can be measured, because the current
+                stream is captured or the tensors have no values.
         """
         self._count_call()
         options = (autotune_pg, autotune_verbose, autotune_allow_arg_overwrite)
@@ -252,9 +254,10 @@ class AutoTuner(Decorated[P, R_co]):
         autotune_allow_arg_overwrite: bool = False,
         **kwargs: Any,
     ) -> Config:
-        """Return the config that a call with these arguments uses, tuning if that call would tune.
+        """Return the config that a call with these arguments uses. Tune if the call would tune.
 
-        Names whose values the caller passes are left out. Arguments and errors are as in a call.
+        Tunable arguments that the caller sets are left out of the config. The arguments and errors
+        of a call apply.
         """
         self._count_call()
         untuned = self._config_if_off(kwargs, autotune_pg, autotune_allow_arg_overwrite)
@@ -262,10 +265,11 @@ class AutoTuner(Decorated[P, R_co]):
         return self._choose(args, kwargs, *options).config if untuned is None else untuned
 
     def fingerprint(self, space: ConfigSpace | None = None) -> Fingerprint:
-        """Return everything that a record made now depends on: hardware, versions, ranks, source.
+        """Return everything that a record made now depends on, besides its key: hardware, versions,
+        ranks, source code.
 
         Args:
-            space: the configs to choose from; default: the whole config space.
+            space: the configs to choose from; by default the whole config space.
         """
         space = self.config_space if space is None else space
         return self._parts_for(None, False).fingerprint(self.fn, space)
@@ -275,7 +279,7 @@ class AutoTuner(Decorated[P, R_co]):
         return self._origin_of(self.fn, self.config_space.names)
 
     def clear(self) -> None:
-        """Drop the choices of this process. Records on disk remain and are looked up again."""
+        """Drop the chosen configs of this process. Records on disk stay and are looked up again."""
         self._reset_for_world()
         self._forget()
 
@@ -290,9 +294,9 @@ class AutoTuner(Decorated[P, R_co]):
     ) -> Any:
         """Make a call whose key is not cached, or whose options the hot path does not handle."""
         self._count_call()
-        known = self._from_tuned_range(args, kwargs, process_group) if autotune else None
-        if known is not None:
-            return self.fn(*args, **kwargs, **known)
+        tuned = self._from_tuned_range(args, kwargs, process_group) if autotune else None
+        if tuned is not None:
+            return self.fn(*args, **kwargs, **tuned)
         untuned = self._config_if_off(kwargs, process_group, allow_overwrite, autotune)
         if untuned is not None:
             arguments = untuned.arguments()
@@ -318,22 +322,23 @@ class AutoTuner(Decorated[P, R_co]):
     def _reset_for_world(self) -> None:
         """Drop all choices, because the group of all ranks was created or destroyed.
 
-        All other groups end with it.
+        All other process groups end with it.
         """
         world = self._default_group.WORLD
         self._choices = Choices()
         self._hits, self._group_hits = self._choices.hits, self._choices.group_hits
         self._published_absences: set[tuple[int, str]] = set()
         self._calls = 0
-        """Calls since the last agreement. Identifies the call of a rank that raised an error."""
+        """Calls since the ranks last tuned or looked up a record together. If a call raises before
+        its first message, other ranks compare this number with theirs."""
         self._world = world
 
     def _from_tuned_range(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], process_group: Any
     ) -> dict[str, Any] | None:
-        """Return the tuned arguments if the sizes of the call are in a tuned range.
+        """Return the values of the tuned arguments if the sizes of the call are in a tuned range.
 
-        Send no message to other ranks. Return ``None`` if the range is not tuned or the call is
+        No message is sent to other ranks. Return ``None`` if the range is not tuned or the call is
         invalid.
         """
         if self.sizes is None or not self._names.isdisjoint(kwargs):
@@ -350,7 +355,7 @@ class AutoTuner(Decorated[P, R_co]):
         return self._keep(process_group, key, choice.for_sizes(self.sizes.values(key)))
 
     def _keep(self, process_group: Any, key: Any, choice: Choice) -> dict[str, Any]:
-        """Cache the arguments of ``choice`` for calls with this exact key, and return them."""
+        """Cache the config of ``choice`` for calls with this exact key. Return its arguments."""
         arguments = choice.config.arguments()
         known_key = {self.known_key_parameter: key} if self.known_key_parameter else {}
         self._choices.keep(process_group, key, {**arguments, **known_key})
@@ -367,13 +372,14 @@ class AutoTuner(Decorated[P, R_co]):
         will_run: bool = False,
         winner_failure: str = "",
     ) -> Choice:
-        """Return the config choice for these arguments.
+        """Return the choice for these arguments.
 
-        If the key has none, look up a record or tune. Only one thread at a time does this.
+        If the key has no choice yet, look up a record or tune, one thread at a time.
 
         Args:
             will_run: the caller runs the function with the choice immediately.
-            winner_failure: why the winner of the record failed in this call. If set, tune again.
+            winner_failure: why the winner of the record failed in this call. If not empty, tune
+                again.
         """
         choices = self._choices
         with self._reporting(process_group):
@@ -385,21 +391,21 @@ class AutoTuner(Decorated[P, R_co]):
                     process_group, f"called it with {fixed}, which leaves nothing to tune"
                 )
                 return Choice(space.default, None)
-            wrong = signature_error(
+            error = signature_error(
                 self.fn, self.config_space.names, args, {**self._default(), **kwargs}
             )
-            if wrong:
-                raise TypeError(f"{self._name}(): {wrong}{self._without_object(args)}")
-            exact = key_of(self._name, self.key_fn, args, kwargs, fixed)
-            key = exact if self.sizes is None else self.sizes.range_of(exact)
-            sizes = () if self.sizes is None else self.sizes.values(exact)
-            known = None if winner_failure else choices.by_ranks.get((ranks, key))
-            if known is not None:
-                found = known.for_sizes(sizes)
+            if error:
+                raise TypeError(f"{self._name}(): {error}{self._hint_for_method(args)}")
+            exact_key = key_of(self._name, self.key_fn, args, kwargs, fixed)
+            key = exact_key if self.sizes is None else self.sizes.range_of(exact_key)
+            sizes = () if self.sizes is None else self.sizes.values(exact_key)
+            choice = None if winner_failure else choices.by_ranks.get((ranks, key))
+            if choice is not None:
+                choice = choice.for_sizes(sizes)
                 if not fixed:  # the exact key is not cached yet, or was evicted
                     choices.new_keys.called_again(key)
-                    self._keep(process_group, exact, found)
-                return found
+                    self._keep(process_group, exact_key, choice)
+                return choice
             parts = self._parts_for(process_group, verbose)
             subject = TunedFunction(
                 self.fn,
@@ -411,11 +417,12 @@ class AutoTuner(Decorated[P, R_co]):
                 self.sizes and self.sizes.with_fixed(fixed) if fixed else self.sizes,
                 on_complete_configs(self.fallback_fn, fixed) if fixed else self.fallback_fn,
             )
-        # The time of this tuning does not count for a trial of an enclosing tuned function.
+        # If this call is made in a trial of another tuned function, the time of this tuning does
+        # not count for the time limit of that trial.
         with watchdog.paused(), parts.tuning_lock():
             # Another thread may have tuned the key while this thread waited for the lock.
-            known = None if winner_failure else choices.by_ranks.get((ranks, key))
-            if known is None:
+            choice = None if winner_failure else choices.by_ranks.get((ranks, key))
+            if choice is None:
                 traced = self._process.is_traced((args, kwargs))
                 agreed_keys = tuple(key for group, key in choices.by_ranks if group == ranks)
                 if not agreed_keys:  # only at the first key of a group, to keep other calls cheap
@@ -431,20 +438,20 @@ class AutoTuner(Decorated[P, R_co]):
                     winner_failure,
                     agreed_keys,
                 )
-                known = self._resolve(subject, parts, call)
+                choice = self._resolve(subject, parts, call)
                 self._calls = 0
-            if known.record is not None and known.is_reusable:
-                kept = choices.by_ranks[ranks, key] = replace(known, first_use=None)
+            if choice.record is not None and choice.is_reusable:
+                kept = choices.by_ranks[ranks, key] = replace(choice, first_use=None)
                 if not fixed:
                     choices.max_cached_keys = self._process.max_cached_keys()
                     choices.ranges[process_group, key] = kept
-                    if not (will_run and known.tuned and choices.new_keys.delays_hit(key)):
-                        self._keep(process_group, exact, known.for_sizes(sizes))
+                    if not (will_run and choice.tuned and choices.new_keys.delays_hit(key)):
+                        self._keep(process_group, exact_key, choice.for_sizes(sizes))
             advice = choices.new_keys.advice(self._name, self.sizes.rounding if self.sizes else ())
-            # The warnings are held back until the lock is released (``deferred_warnings``).
+            # ``deferred_warnings`` holds warnings back until the lock is released.
             if advice and parts.ranks.is_leader:
                 self._warnings.warn(advice, advice)
-            return known.for_sizes(sizes)
+            return choice.for_sizes(sizes)
 
     def _resolve(self, subject: TunedFunction, parts: Parts, call: Call) -> Choice:
         choice = resolve(subject, parts, call)
@@ -466,13 +473,13 @@ class AutoTuner(Decorated[P, R_co]):
         return choice
 
     def _count_call(self) -> None:
-        """Count a call that is not a hit."""
+        """Count a call that the hot path does not count."""
         if self._default_group.WORLD is not self._world:
             self._reset_for_world()
         self._calls += 1
 
     def _reporting(self, process_group: Any) -> AbstractContextManager[None]:
-        """Return a context manager that reports an exception of its block to all ranks."""
+        """Return a context manager that reports an exception raised inside it to all ranks."""
 
         def ranks() -> RankGroup:
             try:
@@ -483,7 +490,7 @@ class AutoTuner(Decorated[P, R_co]):
         return reporting_errors(self._name, ranks, self._calls)
 
     def _publish_absence(self, process_group: Any, why: str) -> None:
-        """Publish, once per reason, why this rank may not join the tuning of other ranks."""
+        """Publish, once per reason, why this rank may be missing when other ranks tune."""
         if (id(process_group), why) not in self._published_absences:
             self._published_absences.add((id(process_group), why))
             with suppress(TritonDistError):
@@ -511,7 +518,10 @@ class AutoTuner(Decorated[P, R_co]):
     def _config_if_off(
         self, kwargs: dict[str, Any], group: Any, allow_overwrite: bool, autotune: bool = True
     ) -> Config | None:
-        """If tuning is off, return the default config without the names that the caller sets."""
+        """Return the default config if tuning is off, else ``None``.
+
+        Tunable arguments that the caller sets are left out.
+        """
         with self._reporting(group):
             if autotune and not self._process.is_off():
                 return None

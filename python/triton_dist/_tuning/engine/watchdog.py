@@ -1,15 +1,15 @@
-"""End a process that is stuck in user code.
+"""End a process that is stuck in user code during a tuning.
 
-User code may wait for a rank that is gone, in a collective or in a spinning kernel. Python cannot
-interrupt it; only the end of the process lets the launcher and the other ranks continue. The
-watchdog quarantines the config, prints the stacks of all threads, and exits with a special status.
-The next start resumes the tuning and skips the config.
+User code may wait forever for a rank that has ended, in a collective or in a spinning kernel.
+Python cannot interrupt such a wait. Only the end of the process lets the launcher and the other
+ranks continue. The watchdog quarantines the config that is being tried, prints the stacks of all
+threads, and exits with a special status. The next start resumes the tuning and skips the config.
 
-Code that never releases the GIL stops the watchdog too. The other ranks then name this rank when
-their own time limit ends.
+If the user code never releases the GIL, the watchdog cannot run. The other ranks then report this
+rank as missing when their own time limit ends.
 
 After ``SIGSTOP`` or a suspend of the machine, the clock jumps. The watchdog detects this because it
-wakes up late, and excludes the time from all limits.
+wakes up late. It excludes the time of the stop from all limits.
 """
 
 from __future__ import annotations
@@ -30,30 +30,36 @@ from triton_dist.errors import WATCHDOG_EXIT_STATUS
 
 _POLL_SECONDS = 0.5
 _STOPPED_DELAY_SECONDS = 2.0
-"""Delay of a wake-up that proves that the process was stopped. Load delays a thread by less."""
-_end: Callable[[int], object] = os._exit
+"""A wake-up that is late by more than this time proves that the process was stopped. High load
+delays a thread by less."""
+_exit: Callable[[int], object] = os._exit
 
 
 @dataclass(eq=False)
 class Watch:
-    """A period in which a thread runs user code."""
+    """Time limit of the user code that one thread runs."""
 
     seconds: float
+    """Time limit in seconds."""
     grace: float
+    """Seconds from the call of ``report`` to the end of the process."""
     report: Callable[[], Exception]
-    """Called when the watch is overdue, on its own thread. Its result is printed to stderr."""
+    """Called on a separate thread when the limit is exceeded. The result is printed to stderr."""
     notify_ranks: Callable[[Exception], object]
-    """Called last, with the result of ``report``, because the other ranks may not respond."""
+    """Called with the result of ``report``. It is called last, because it may block if the other
+    ranks do not respond."""
     now: Callable[[], float] = time.monotonic
-    """Returns seconds, without the time in which the process was stopped."""
+    """Returns the time in seconds, without the time in which the process was stopped."""
     due: float = math.inf
+    """Time at which the limit is exceeded; infinite while no user code runs."""
     overdue: bool = False
+    """The limit was exceeded."""
     pauses: int = 0
-    """Number of threads that run the tuner's code: the watched thread, and threads that it waits
-    for. The limit applies only to user code."""
+    """Number of threads that run code of the tuner and not user code: the watched thread, and
+    threads that it waits for. While it is above 0, there is no limit."""
 
     def begin(self) -> None:
-        """Start the time limit.
+        """Start the time limit, because user code starts.
 
         ``begin`` and ``end`` take no lock, because they run inside of timed code.
         """
@@ -70,10 +76,9 @@ class Watch:
         self.end()
 
     def next_deadline(self) -> float:
-        """Return the time at which to report, or, after the report, to end the process.
+        """Return the time at which to report or, after the report, to end the process.
 
-        The watched thread may end the limit without a lock while the watchdog decides. Then the
-        deadline is infinite and nothing is reported.
+        The result is infinite if the watched thread has called ``end``.
         """
         return self.due + self.grace if self.overdue else self.due
 
@@ -98,12 +103,12 @@ class Watchdog:
 
     def __init__(self) -> None:
         self.enclosing_watches: ThreadValue = _ThreadLocalValue()
-        """Watches that contain the current point of a thread, the outermost first. If another
-        thread waits for this thread, the watches of the other thread come first."""
-        self._settled_calls: set[Watch] = set()
+        """The watches in which the current thread is, the outermost first. If another thread waits
+        for this thread, the watches of the other thread come first."""
+        self._watches: set[Watch] = set()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._stopped = 0.0
+        self._stopped_seconds = 0.0
 
     @contextmanager
     def watching(
@@ -115,14 +120,14 @@ class Watchdog:
     ) -> Iterator[Watch]:
         """Context manager that limits the time of user code.
 
-        User code runs between ``begin`` and ``end`` of the returned watch. After ``seconds``,
-        ``report`` is called and ``overdue`` is set; ``grace`` seconds later, the process ends.
+        User code runs between ``begin`` and ``end`` of the yielded watch. After ``seconds`` of user
+        code, ``overdue`` is set and ``report`` is called. The process ends ``grace`` seconds later.
         """
         watch = Watch(seconds, grace, report, notify_ranks, self._now)
         before = self.enclosing_watches.put((*(self.enclosing_watches.get() or ()), watch))
         with self._changed:
-            self._settled_calls.add(watch)
-            # Not started, or lost in a fork.
+            self._watches.add(watch)
+            # The thread was not started, or does not exist after a fork.
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(
                     target=self._run, name="triton_dist-watchdog", daemon=True
@@ -133,15 +138,16 @@ class Watchdog:
             yield watch
         finally:
             with self._changed:
-                self._settled_calls.discard(watch)
+                self._watches.discard(watch)
             self.enclosing_watches.put(before)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Context manager that pauses the watches of this thread.
 
-        The tuner's own code limits its waits itself. It runs inside a watch if a tuned function
-        calls another function that is not tuned yet. Afterwards the time limit starts again.
+        It surrounds code of the tuner, which limits its own waits. Such code runs inside a watch if
+        a tuned function calls another function that is not tuned yet. At the end of the block, the
+        time limits start again from zero.
         """
         with self._changed:
             watches: tuple[Watch, ...] = self.enclosing_watches.get() or ()
@@ -159,40 +165,41 @@ class Watchdog:
                         watch.begin()
 
     def is_inside(self) -> bool:
-        """Return whether this thread is inside a watch, and therefore in a trial."""
+        """Return whether this thread is inside a watch, and therefore inside a trial."""
         return bool(self.enclosing_watches.get())
 
     def forget(self) -> None:
-        """Reset the state in the child of a fork, which has one thread and no trial."""
-        self._settled_calls = set()
+        """Reset the state in a forked child, which has one thread and runs no trial."""
+        self._watches = set()
         self._changed = threading.Condition()
         self._thread = None
         self.enclosing_watches.put(())
 
     def _now(self) -> float:
-        return time.monotonic() - self._stopped
+        return time.monotonic() - self._stopped_seconds
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                first = min(self._settled_calls, key=Watch.next_deadline, default=None)
-                left = math.inf if first is None else first.next_deadline() - self._now()
-                if first is None or left > 0:
+                first = min(self._watches, key=Watch.next_deadline, default=None)
+                remaining = math.inf if first is None else first.next_deadline() - self._now()
+                if first is None or remaining > 0:
                     # ``begin`` of a watch does not notify this thread, so wake up regularly.
-                    seconds = None if first is None else min(left, _POLL_SECONDS)
+                    seconds = None if first is None else min(remaining, _POLL_SECONDS)
                     first = None  # it may refer to arguments of a call
                     begin = time.monotonic()
                     self._changed.wait(seconds)
-                    late = time.monotonic() - begin - (math.inf if seconds is None else seconds)
-                    if late > _STOPPED_DELAY_SECONDS:
-                        self._stopped += late
+                    delay = time.monotonic() - begin - (math.inf if seconds is None else seconds)
+                    if delay > _STOPPED_DELAY_SECONDS:
+                        self._stopped_seconds += delay
                     continue
-                reported, first.overdue = first.overdue, True
-            if reported:
+                was_reported, first.overdue = first.overdue, True
+            if was_reported:
                 _print(f"triton_dist: this process ends with status {WATCHDOG_EXIT_STATUS}.")
-                _end(WATCHDOG_EXIT_STATUS)
+                _exit(WATCHDOG_EXIT_STATUS)
                 return
-            # Report on another thread: a report may block, and the process must end anyway.
+            # Report on another thread, because a report may block and this thread must end the
+            # process.
             threading.Thread(target=_report, args=(first,), daemon=True).start()
 
 
