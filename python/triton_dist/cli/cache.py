@@ -12,7 +12,12 @@ from typing import Any
 from triton_dist import knobs
 from triton_dist._archive import RECORDS_SUFFIX, files_in, pack_places
 from triton_dist._tuning.protocols import Store
-from triton_dist._tuning.store import InterruptedTuning, PackStore, ReadOnlyStore, interrupted_tunings
+from triton_dist._tuning.store import (
+    InterruptedTuning,
+    PackStore,
+    ReadOnlyStore,
+    interrupted_tunings,
+)
 from triton_dist._tuning.store.readonly import read
 from triton_dist._tuning.values import Key, StoredRecord, TuningRecord
 from triton_dist.errors import NewerSchema, NoSuchRecord

@@ -76,7 +76,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.stale:
         stale, unknown = _stale(records, arguments.imports)
         kept |= unknown
-        removed |= {path: kind for path, kind in removable_files(stale).items() if kind != "journal"}
+        removed |= {
+            path: kind for path, kind in removable_files(stale).items() if kind != "journal"
+        }
     if not arguments.dry_run:
         for path in removed:
             path.unlink(missing_ok=True)
