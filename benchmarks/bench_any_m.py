@@ -5,16 +5,16 @@
     scripts/python benchmarks/bench_any_m.py --dtype fp8-row --layer Qwen2-72B --M-random 40
     scripts/python benchmarks/bench_any_m.py --from-json any.json --png any.png
 
-M is drawn log-uniformly from 1 to --most. Ranges of M share a tuning; for each upper bound b of a
-range, b - 1 to b + 2 are measured too. At each M, the tuned op and its baselines are checked on new
-random data with NaN-filled outputs, then timed in CUDA graphs: interleaved, cold L2, slowest rank.
---limit also times the GEMM alone and the transfer alone, which doubles the time.
+M is drawn log-uniformly from 1 to --most. All M of a range share a tuning; for each upper bound b
+of a range, b - 1 to b + 2 are measured too. At each M, the tuned op and its baselines are checked
+on new random data with NaN-filled outputs, then timed in CUDA graphs: interleaved, cold L2, slowest
+rank. --limit also times the GEMM alone and the transfer alone, which doubles the time.
 
-The first pass measures all points. The second pass measures points at which the op has less than
-0.98 of the best baseline's speed again, in new processes with four times the samples. Such a point
-counts as slower unless the 95 % interval of the ratio contains 0.98. With --json, every point is
-written immediately, and the same command resumes. Under ``launch.sh`` or torchrun, only the first
-pass runs, or with --again only the second.
+The first pass measures all points. The second pass repeats points at which the op has less than
+0.98 of the best baseline's speed, in new processes with four times the samples. Such a point counts
+as slower unless the 95 % interval of the ratio contains 0.98. With --json, every point is written
+immediately, and the same command resumes. Under ``launch.sh`` or torchrun, only the first pass
+runs, or with --again only the second.
 """
 
 from __future__ import annotations

@@ -120,9 +120,9 @@ def main() -> None:
         calls, seconds = (statistics.median(entry[i] for entry in each) for i in (0, 1))
         worst = max(medians[winner] for _, _, winner in each)
         dist_print(
-            f"{name}: {calls:.0f} calls of C * (n_warmup + n_repeat) + 1 = {bound} "
-            f"({calls / bound:.2f}), {seconds:.1f} s; time of the slowest winner / fastest winner "
-            f"in turn: {worst / best:.4f}"
+            f"{name}: {calls:.0f} calls of at most configs * (n_warmup + n_repeat) + 1 = {bound} "
+            f"({calls / bound:.2f}), {seconds:.1f} s; slowest winner: {worst / best:.4f} x the "
+            "time of the fastest winner in turn"
         )
     if args.json and dist.get_rank() == 0:
         facts = dict(current_device().facts())

@@ -185,7 +185,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--best", type=int, default=0, help="number of configs of each algorithm; 0: all"
     )
-    parser.add_argument("--limit", type=float, default=60.0, help="start no config of a row later")
+    parser.add_argument(
+        "--limit", type=float, default=60.0, help="seconds per row for checking configs"
+    )
     parser.add_argument("--minutes", type=float, default=1e9, help="start no row after this time")
     parser.add_argument("--most", type=float, default=55.0, help="GB of keys and values of a row")
     parser.add_argument("--rounds", type=int, default=15 if is_cuda() else 1)

@@ -134,8 +134,8 @@ def hardware() -> dict[str, str]:
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description="Measure the cost of calling a tuned function.")
-    parser.add_argument("--repeats", type=int, default=200, help="averages, of which the minimum")
-    parser.add_argument("--number", type=int, default=5000, help="calls of an average")
+    parser.add_argument("--repeats", type=int, default=200, help="number of averages")
+    parser.add_argument("--number", type=int, default=5000, help="calls per average")
     parser.add_argument("--configs", type=int, help="also measure a space of this size")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args(arguments)

@@ -4,10 +4,10 @@
     scripts/python benchmarks/bench_fp8.py --shapes 256,14336,8192 --kinds row block
     scripts/python benchmarks/bench_fp8.py --models "Mixtral 8x7B" --tokens 64 8192 --kinds block
 
-Each kind of scales is measured with each tile config, and with equal accumulation in both. Calls
-write memory that contains NaN. Their results are compared with the fp64 product of the dequantised
-operands. Then the calls are timed in CUDA graphs, interleaved, with a cold L2 cache. A ratio is the
-library's time divided by ours.
+Each kind of scales is measured with each tile config. Our GEMM and torch's accumulate with equal
+precision. Calls write memory that contains NaN. Their results are compared with the fp64 product of
+the dequantised operands. Then the calls are timed in CUDA graphs, interleaved, with a cold L2
+cache. A ratio is the library's time divided by ours.
 
 With ``--models``, both grouped GEMMs of MoE layers are measured instead. The time of
 ``grouped_gemm`` includes sorting the tokens by expert. "library" is ``scaled_grouped_mm`` alone, of
@@ -175,7 +175,7 @@ def measure_grouped(shape: GroupedShape, kind: str, rounds: int, only: str = "")
     def error(call: Callable[[], torch.Tensor]) -> float:
         return checked(lambda: call()[chosen], expected, magnitudes, (M * topk, N))
 
-    # The rows of "library" are in another order. "with copies" has other scales for BLOCK.
+    # "library" returns rows in another order. For block scales, "with copies" uses other scales.
     unchecked = ("library", "with copies") if recipe == "block" else ("library",)
     result = timed(calls, error, rounds, unchecked)
     return {"shape": (M, N, K, E), "topk": topk, "kind": kind, **result}

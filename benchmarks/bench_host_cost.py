@@ -53,7 +53,7 @@ def in_rows(step: Callable[[], Any], samples: int) -> list[list[Any]]:
 
 
 def microseconds(call: Callable[[], Any], samples: int) -> tuple[float, float]:
-    """Return the median host time of ``call`` in us, without and only of first calls of a row."""
+    """Return median host times of ``call`` in us: of later calls, and of first calls of a row."""
 
     def timed() -> float:
         begin = time.perf_counter()

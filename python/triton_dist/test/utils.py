@@ -63,7 +63,7 @@ def on_ranks(seed: int) -> Iterator[None]:
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """Short names of dtypes, and torch's names."""
-_UNTIL_ENDED = 60.0
+_SECONDS_BEFORE_EXIT = 60.0
 """Seconds of a sleep. The launcher ends this process earlier, when rank 0 has exited."""
 
 
@@ -147,7 +147,7 @@ class ScriptParser(argparse.ArgumentParser):
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Exit; after an error, other ranks wait so that rank 0 can print the message."""
         if status and knobs.rank.get() > 0:
-            time.sleep(_UNTIL_ENDED)
+            time.sleep(_SECONDS_BEFORE_EXIT)
         super().exit(status, message)
 
 

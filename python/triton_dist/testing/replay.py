@@ -32,7 +32,7 @@ from triton_dist._tuning.values import (
 from triton_dist._tuning.values.outcome import merge_outcomes
 from triton_dist.errors import CandidateFailed
 
-_KINDS: dict[str, FailureKind] = {
+_FAILURE_KINDS: dict[str, FailureKind] = {
     "compile": "compile",
     "runtime": "launch",
     "timeout": "timeout",
@@ -79,7 +79,7 @@ def _runs(result: Mapping[str, Any]) -> tuple[float, ...] | Failure:
     invalidity = result["invalidity"]
     if invalidity == "correct":
         return tuple(map(float, result["times"]["runtimes"]))
-    return Failure(_KINDS.get(invalidity, "wrong_result"), f"recorded as {invalidity!r}")
+    return Failure(_FAILURE_KINDS.get(invalidity, "wrong_result"), f"recorded as {invalidity!r}")
 
 
 class Replay:

@@ -155,7 +155,8 @@ class TensorParallelLayer(torch.nn.Module, ABC):
             stock.append(
                 replace(
                     weight, name=prefix + scales.name, dim=weight.dim if is_sharded else None,
-                    size=weight.size and blocks(weight.size), scalar_shape=scales.scalar_shape,
+                    unpadded_size=weight.unpadded_size and blocks(weight.unpadded_size),
+                    scalar_shape=scales.scalar_shape,
                 )
             )  # fmt: skip
         return stock

@@ -33,7 +33,8 @@ class StockWeight:
         replicas: number of consecutive ranks that have the same shard.
         is_pair: dimension ``dim - 1`` of ``shard`` has length 2. The stock weight has one dimension
             for ``dim - 1`` and ``dim``: gate, then up of stacked experts.
-        size: length of ``dim`` in the stock weight if zeros pad the last shards, else ``None``.
+        unpadded_size: length of ``dim`` in the stock weight if the last shards are padded with
+            zeros, else ``None``.
         scalar_shape: shape of a stock weight with one element, else ``None``. All elements of
             ``shard`` are equal to this element.
         owner: the only rank that has the weight, which is not sharded; else ``None``. On other
@@ -45,7 +46,7 @@ class StockWeight:
     dim: int | None
     replicas: int = 1
     is_pair: bool = False
-    size: int | None = None
+    unpadded_size: int | None = None
     scalar_shape: torch.Size | None = None
     owner: int | None = None
 
@@ -60,7 +61,7 @@ class StockWeight:
         A pair keeps its two dimensions. Without a mesh, and for replicated, padded or unsharded
         weights, return the gathered tensor.
         """
-        if mesh is None or self.dim is None or self.replicas > 1 or self.size is not None:
+        if mesh is None or self.dim is None or self.replicas > 1 or self.unpadded_size is not None:
             return self._gathered_shards(ranks)
         return DTensor.from_local(self.shard.detach(), mesh, [Shard(self.dim)], run_check=False)
 
@@ -75,7 +76,7 @@ class StockWeight:
         shards = ranks.num_ranks // self.replicas
         shape = list(self.shard.shape if self.scalar_shape is None else self.scalar_shape)
         if self.dim is not None:
-            shape[self.dim] = self.size or shape[self.dim] * shards
+            shape[self.dim] = self.unpadded_size or shape[self.dim] * shards
         whole = torch.empty(shape, device="meta")
         if self.is_pair and self.dim:
             whole = whole.flatten(self.dim - 1, self.dim)
@@ -114,17 +115,17 @@ class StockWeight:
         if self.scalar_shape is not None:
             shard = shard.flatten()[:1].view(self.scalar_shape)
         elif self.owner is not None and self.dim is not None:
-            shard = shard.narrow(self.dim, 0, self.size or shard.shape[self.dim])
+            shard = shard.narrow(self.dim, 0, self.unpadded_size or shard.shape[self.dim])
         if self.owner is not None:
             return ranks.broadcast(shard, self.owner)
         if self.dim is None or self.scalar_shape is not None:
             return shard
         if ranks.num_ranks == 1:
-            return shard.narrow(self.dim, 0, self.size or shard.shape[self.dim])
+            return shard.narrow(self.dim, 0, self.unpadded_size or shard.shape[self.dim])
         # gloo has no fp8.
         travelling = shard.view(torch.uint8) if shard.itemsize == 1 else shard
         shards = ranks.all_gather(travelling.movedim(self.dim, 0)).chunk(ranks.num_ranks)
-        whole = torch.cat(shards[:: self.replicas])[: self.size].movedim(0, self.dim)
+        whole = torch.cat(shards[:: self.replicas])[: self.unpadded_size].movedim(0, self.dim)
         return whole.view(shard.dtype)
 
 

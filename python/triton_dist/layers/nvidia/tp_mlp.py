@@ -63,9 +63,11 @@ class TP_MLP(TokenLayer):
     def _weights_of(self, name: str, tensor: torch.Tensor) -> list[StockWeight]:
         size = self.stock_columns
         if name == "down_proj":
-            return [StockWeight("down_proj.weight", tensor, 1, size=size)]
+            return [StockWeight("down_proj.weight", tensor, 1, unpadded_size=size)]
         parts = zip(("gate_proj", "up_proj"), tensor.chunk(2), strict=True)
-        return [StockWeight(f"{part}.weight", shard, 0, size=size) for part, shard in parts]
+        return [
+            StockWeight(f"{part}.weight", shard, 0, unpadded_size=size) for part, shard in parts
+        ]
 
     def _run(self, x: torch.Tensor, ranks: Collectives, sequence_parallel: bool) -> torch.Tensor:
         is_fused = self.scales is not None and is_silu(self.act_fn)

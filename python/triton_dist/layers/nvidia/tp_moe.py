@@ -200,10 +200,10 @@ class TP_MoE(TokenLayer):
         """Yield shards of gate and up, or of down; ``options`` are fields of ``StockWeight``."""
         where, size = f"experts.{number}", self.stock_columns
         if name == "down_proj":
-            yield StockWeight(f"{where}.down_proj.weight", expert, 1, size=size, **options)
+            yield StockWeight(f"{where}.down_proj.weight", expert, 1, unpadded_size=size, **options)
             return
         for half, weight in zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True):
-            yield StockWeight(f"{where}.{half}.weight", weight, 0, size=size, **options)
+            yield StockWeight(f"{where}.{half}.weight", weight, 0, unpadded_size=size, **options)
 
     def _routes(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ids (int32) and weights (fp32) of each row's experts, both [rows, top_k]."""

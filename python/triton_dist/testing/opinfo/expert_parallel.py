@@ -39,7 +39,7 @@ class EPOpInfo(ExchangeOpInfo[TokenShape]):
 
     shape, shapes = TokenShape, (TokenShape(8192, 7168, 2), TokenShape(256, 7168, 4))
     transfer, create = "all-to-all", staticmethod(create_ep_context)
-    rows: ClassVar[str]
+    row_operand: ClassVar[str]
     """Name of the operand whose rows [·, hidden] are sent: ``x`` (dispatch) or ``y`` (combine)."""
 
     def smaller(self, shape: TokenShape, divisor: int, num_ranks: int) -> TokenShape:
@@ -55,9 +55,9 @@ class EPOpInfo(ExchangeOpInfo[TokenShape]):
     ) -> Operands:
         device, routing = current_device().torch_device, (shape.M // num_ranks, shape.topk)
         # y has memory for the case that all tokens of all ranks choose experts of this rank.
-        number = shape.M // num_ranks if self.rows == "x" else shape.M * shape.topk
+        number = shape.M // num_ranks if self.row_operand == "x" else shape.M * shape.topk
         return {
-            self.rows: torch.empty(number, shape.hidden, dtype=dtype, device=device),
+            self.row_operand: torch.empty(number, shape.hidden, dtype=dtype, device=device),
             "topk_ids": torch.empty(routing, dtype=torch.int32, device=device),
             "topk_weights": torch.empty(routing, device=device),
         }
@@ -74,7 +74,7 @@ class EPOpInfo(ExchangeOpInfo[TokenShape]):
         received = operands.get("received")
         routes = operands["topk_ids"] if received is None else received.position_of_route
         M = len(routes) * num_ranks if received is None else len(routes)
-        return TokenShape(M, operands[self.rows].shape[1], routes.shape[1])
+        return TokenShape(M, operands[self.row_operand].shape[1], routes.shape[1])
 
     def sorted_routes(
         self, operands: Operands, group: Group
@@ -101,12 +101,12 @@ class EPOpInfo(ExchangeOpInfo[TokenShape]):
         received = shape.M * (1 - (1 - 1 / num_ranks) ** shape.topk) * row
         link = received * (num_ranks - 1) / num_ranks
         reads, writes = tokens * row, received
-        if self.rows == "y":
+        if self.row_operand == "y":
             reads, writes = tokens * shape.topk * row + link, tokens * row + link
         return Cost(dtype, flops=0, read_bytes=reads, written_bytes=writes, link_bytes=link)
 
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        name, rows = self.rows, good[self.rows]
+        name, rows = self.row_operand, good[self.row_operand]
         return {
             **operand_errors(name, rows),
             f"{name}.shape": {name: rows.new_ones(len(rows), rows.shape[1] + 1)},

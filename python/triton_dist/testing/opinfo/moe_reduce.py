@@ -57,7 +57,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
 
     models, shapes = SECOND_PRODUCTS, tuple(SECOND_PRODUCTS.values())
     library_algorithms, algorithm_tunables = ("library",), ("num_chunks", "reduction")
-    shares_rows: ClassVar[bool]
+    scatters_rows: ClassVar[bool]
     """Each rank gets M / W rows of the sum, so M is a multiple of the ranks; else all rows."""
 
     @abstractmethod
@@ -201,8 +201,8 @@ class MoEReduceOpInfo(RoutedOpInfo):
             operand,
             flops=2.0 * routes * shape.N * K,
             read_bytes=(routes * K + shape.used_experts * K * shape.N) * operand.itemsize,
-            written_bytes=rows / (num_ranks if self.shares_rows else 1),
-            link_bytes=(1 if self.shares_rows else 2) * rows * (num_ranks - 1) / num_ranks,
+            written_bytes=rows / (num_ranks if self.scatters_rows else 1),
+            link_bytes=(1 if self.scatters_rows else 2) * rows * (num_ranks - 1) / num_ranks,
         )
 
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
@@ -267,7 +267,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
             fixed["n_chunks"] = n_chunks
         M, N, K, E, topk, dtype, layout, num_ranks, n_chunks_max = key
         # The key's M is a rounded size, which may not be a multiple of the ranks.
-        M -= M % (num_ranks if self.shares_rows else 1)
+        M -= M % (num_ranks if self.scatters_rows else 1)
         weights = meta_with_layout(layout, dtype, E, K, N)
         slots = SimpleNamespace(epoch=meta(dtype, 1))
         ctx = SimpleNamespace(
@@ -291,7 +291,7 @@ class MoEReduceRSOpInfo(MoEReduceOpInfo):
 
     transfer, serial = "reduce-scatter", "our product + reduce-scatter"
     create = staticmethod(create_moe_rs_context)
-    shares_rows = True
+    scatters_rows = True
 
     def own_rows(self, total: torch.Tensor, group: Group) -> torch.Tensor:
         if not dist.is_initialized():
@@ -314,7 +314,7 @@ class MoEReduceAROpInfo(MoEReduceOpInfo):
 
     transfer, serial = "all-reduce", "our product + all-reduce"
     create = staticmethod(create_moe_ar_context)
-    shares_rows = False
+    scatters_rows = False
 
     def own_rows(self, total: torch.Tensor, group: Group) -> torch.Tensor:
         return total
