@@ -141,7 +141,7 @@ class DispatchOpInfo(EPOpInfo):
     The result has a row for each choice of one of this rank's experts.
     """
 
-    rows, refilled = "x", ("x", "topk_weights")
+    row_operand, refilled = "x", ("x", "topk_weights")
 
     def arguments(self, operands: Operands, ctx: Any) -> Call:
         return (operands["x"], operands["topk_ids"], ctx, operands["topk_weights"]), {}
@@ -180,7 +180,7 @@ class CombineOpInfo(EPOpInfo):
     The result is the weighted sum for each of this rank's tokens, [M / W, hidden].
     """
 
-    rows, refilled = "y", ("y", "topk_weights")
+    row_operand, refilled = "y", ("y", "topk_weights")
 
     def arguments(self, operands: Operands, ctx: Any) -> Call:
         """Return the arguments of a call, including the result of a new dispatch. Collective."""
