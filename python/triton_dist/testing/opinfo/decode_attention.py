@@ -13,7 +13,12 @@ from torch import Generator
 from triton_dist.kernels.nvidia import create_sp_decode_context, sp_decode_attn
 from triton_dist.runtime.device import current_device
 from triton_dist.testing.opinfo.base import Call, Cost, Group, Operands, meta, tolerance, uniform
-from triton_dist.testing.opinfo.exchange import META, ExchangeOpInfo, gathered, operand_errors
+from triton_dist.testing.opinfo.exchange import (
+    META_DEVICE,
+    ExchangeOpInfo,
+    gathered,
+    operand_errors,
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class DecodeOpInfo(ExchangeOpInfo[DecodeShape]):
         heads = kv_heads * min(num_ranks * 2, shape.heads // shape.kv_heads)
         return DecodeShape(tokens, shape.batch, heads, kv_heads, max(16, shape.head_dim // divisor))
 
-    def limits(self, shape: DecodeShape, num_ranks: int) -> tuple[int, ...]:
+    def context_sizes(self, shape: DecodeShape, num_ranks: int) -> tuple[int, ...]:
         return shape.batch, shape.heads, shape.head_dim
 
     def allocate(
@@ -153,7 +158,7 @@ class DecodeOpInfo(ExchangeOpInfo[DecodeShape]):
         ctx = SimpleNamespace(
             max_batch=key.batch, max_q_len=1, num_q_heads=key.q_heads, head_dim=key.head_dim,
             v_head_dim=key.head_dim, dtype=key.dtype, shard_queries=False, num_ranks=key.num_ranks,
-            buffer=None, device=META,
+            buffer=None, device=META_DEVICE,
         )  # fmt: skip
         cache = meta(key.dtype, key.batch, key.max_kv_len, key.kv_heads, key.head_dim)
         q = meta(key.dtype, key.batch, key.q_heads, key.head_dim)

@@ -22,16 +22,16 @@ from triton_dist.testing.opinfo.base import (
     uniform,
 )
 
-META = SimpleNamespace(torch_device=torch.device("meta"))
-"""The device of a context that OpInfos substitute for a real one."""
+META_DEVICE = SimpleNamespace(torch_device=torch.device("meta"))
+"""Meta device, for the objects that replace contexts in tests of keys."""
 
 
 class ExchangeOpInfo(OpInfo[S]):
-    """OpInfo of an op whose baseline is one of its own algorithms, with the group's collective.
+    """OpInfo of an op whose baseline is one of its own algorithms, which calls a library.
 
     Attributes:
-        create: creates a context.
-        library: algorithm of the baseline.
+        create: function that creates the op's context.
+        library: name of the baseline's algorithm.
         refilled: names of the operands that ``refill`` writes.
     """
 
@@ -41,13 +41,13 @@ class ExchangeOpInfo(OpInfo[S]):
     refilled: ClassVar[tuple[str, ...]]
 
     @abstractmethod
-    def limits(self, shape: S, num_ranks: int) -> tuple[int, ...]:
-        """Return the sizes of a context for calls of up to ``shape``."""
+    def context_sizes(self, shape: S, num_ranks: int) -> tuple[int, ...]:
+        """Return the sizes that ``create`` takes, for calls of up to ``shape``."""
 
     def context(self, shape: S, dtype: torch.dtype, group: Any = None, **options: Any) -> Any:
         ranks, create = group_for(group), type(self).create
-        limits = self.limits(shape, ranks.size)
-        return create(ranks.rank, ranks.size, ranks.size, *limits, dtype, group=group, **options)
+        sizes = self.context_sizes(shape, ranks.size)
+        return create(ranks.rank, ranks.size, ranks.size, *sizes, dtype, group=group, **options)
 
     def refill(
         self, operands: Operands, num_ranks: int, generator: Generator | None = None

@@ -15,7 +15,12 @@ from triton_dist.kernels.nvidia.expert_parallel import Received
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing.opinfo.base import Baseline, Call, Cost, Group, Operands, meta, tolerance
-from triton_dist.testing.opinfo.exchange import META, ExchangeOpInfo, gathered, operand_errors
+from triton_dist.testing.opinfo.exchange import (
+    META_DEVICE,
+    ExchangeOpInfo,
+    gathered,
+    operand_errors,
+)
 from triton_dist.testing.opinfo.moe import uniform_ids
 
 LOCAL_EXPERTS = 4
@@ -47,7 +52,7 @@ class EPOpInfo(ExchangeOpInfo[TokenShape]):
         hidden = max(16, shape.hidden // divisor // 16 * 16)  # packets require multiples of 16
         return TokenShape(M, hidden, shape.topk)
 
-    def limits(self, shape: TokenShape, num_ranks: int) -> tuple[int, ...]:
+    def context_sizes(self, shape: TokenShape, num_ranks: int) -> tuple[int, ...]:
         return shape.M // num_ranks, shape.hidden, LOCAL_EXPERTS * num_ranks, shape.topk
 
     def allocate(
@@ -129,7 +134,7 @@ class EPOpInfo(ExchangeOpInfo[TokenShape]):
         ctx = SimpleNamespace(
             max_tokens=key.M, capacity=key.M, hidden=key.hidden, topk=key.topk, dtype=key.dtype,
             num_experts=key.num_experts, num_ranks=key.num_ranks, buffer=None, pending=None,
-            can_combine=True, device=META,
+            can_combine=True, device=META_DEVICE,
         )  # fmt: skip
         weights = meta(torch.float32, key.M, key.topk) if key.has_weights else None
         return ctx, meta(key.dtype, key.M, key.hidden), meta(torch.int32, key.M, key.topk), weights
@@ -191,7 +196,7 @@ class CombineOpInfo(EPOpInfo):
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
         """Return a baseline: the op with the library's reduce-scatter.
 
-        It uses the routing at the time when this method is called.
+        The baseline uses the routing at the time when this method is called.
         """
         baselines = super().baselines(operands, ctx)
         return {name: replace(each, expected=None) for name, each in baselines.items()}

@@ -31,7 +31,12 @@ from triton_dist.testing.opinfo.base import (
     other_dtype,
     tolerance,
 )
-from triton_dist.testing.opinfo.exchange import META, ExchangeOpInfo, gathered, operand_errors
+from triton_dist.testing.opinfo.exchange import (
+    META_DEVICE,
+    ExchangeOpInfo,
+    gathered,
+    operand_errors,
+)
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ class UlyssesOpInfo(ExchangeOpInfo[HeadsShape]):
         dim = max(8, shape.dim // divisor // 8 * 8)
         return HeadsShape(M, 2 * num_ranks, kv_heads, dim)
 
-    def limits(self, shape: HeadsShape, num_ranks: int) -> tuple[int, ...]:
+    def context_sizes(self, shape: HeadsShape, num_ranks: int) -> tuple[int, ...]:
         return shape.M, shape.q_heads, shape.kv_heads, shape.dim
 
     def output(self, result: Any) -> torch.Tensor:
@@ -152,7 +157,7 @@ class UlyssesOpInfo(ExchangeOpInfo[HeadsShape]):
             rank=0, num_ranks=size, buffer=None, max_tokens=key.M, max_local_tokens=key.M,
             q_heads=heads[0] * size, kv_heads=size // key.replicas if shared else heads[1] * size,
             head_dims=dims, dtype=dtype, replicas=key.replicas,
-            device=META,
+            device=META_DEVICE,
         )  # fmt: skip
         batch = 2 if key.is_batched else 1
         tokens = key.M // batch
@@ -271,7 +276,7 @@ class SPAttentionOpInfo(ExchangeOpInfo[HeadsShape]):
         M = max(1, shape.M // divisor // (2 * num_ranks)) * 2 * num_ranks
         return HeadsShape(M, 4, 2, max(8, shape.dim // divisor // 8 * 8))
 
-    def limits(self, shape: HeadsShape, num_ranks: int) -> tuple[int, ...]:
+    def context_sizes(self, shape: HeadsShape, num_ranks: int) -> tuple[int, ...]:
         return shape.M // num_ranks, shape.kv_heads, shape.dim
 
     def allocate(
@@ -338,7 +343,7 @@ class SPAttentionOpInfo(ExchangeOpInfo[HeadsShape]):
         ctx = SimpleNamespace(
             rank=0, num_ranks=key.num_ranks, buffer=None, max_tokens=key.M, kv_heads=key.kv_heads,
             head_dim=key.head_dim, dtype=key.dtype,
-            device=META,
+            device=META_DEVICE,
         )  # fmt: skip
         q, k, v = (
             meta(key.dtype, key.batch, key.M // key.batch, heads, key.head_dim)
