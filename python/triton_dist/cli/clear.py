@@ -91,8 +91,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _stale(records: list[StoredRecord], imports: bool) -> tuple[set[Path], dict[str, str]]:
-    """Return the paths, without suffix, of stale records, and the reason for each record that could
-    not be compared."""
+    """Return the paths of stale records, without suffix, and why records could not be compared."""
     verdicts = [verdict(record, {}, any_settings=True) for record, _ in records]
     modules: dict[str, list[int]] = {}
     for number, each in enumerate(verdicts):

@@ -156,8 +156,7 @@ def attach(rank: int, job: str | None, seconds: float) -> int:
 
 
 def _talk(connection: socket.socket, user_input: BinaryIO, user_output: BinaryIO) -> None:
-    """Forward the user's input to the rank, and the rank's output to the user, until the rank
-    continues."""
+    """Forward the user's input to the rank, and its output to the user, until it continues."""
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
         with suppress(OSError):  # epoll does not support regular files

@@ -106,8 +106,7 @@ _COUNTED_OPTIONS = ("num_warps", "num_stages")
 
 
 def diff(old: Path, new: Path, as_json: bool) -> int:
-    """Print how the kernel in ``new`` differs from the kernel in ``old``. Return exit status 1 if
-    they differ.
+    """Print how the kernel in ``new`` differs from the kernel in ``old``. Return 1 if it does.
 
     Raises:
         InvalidArgument: a folder contains no kernel, or several kernels.
@@ -186,8 +185,7 @@ def _text(description: Path, level: str) -> str:
 
 
 def _compare_sections(old: Any, new: Any) -> dict[str, Any]:
-    """Compare two sections of code: their numbers of lines, and the operations whose counts
-    differ."""
+    """Compare two sections of code: numbers of lines, and operations whose counts differ."""
     before, after = old.operations, new.operations
     changed = sorted(
         (name for name in Counter({**before, **after}) if before[name] != after[name]),

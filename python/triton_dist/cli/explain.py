@@ -171,8 +171,7 @@ def _mark_first_used(records: Sequence[_Explained]) -> Iterator[_Explained]:
 
 
 def _print(found: Sequence[_Explained], ranks: Mapping[str, str], every: bool) -> None:
-    """Print one record of each group with equal verdicts, and the size of the group. If ``every``,
-    print every record."""
+    """Print one record of each group with equal verdicts, or every record if ``every``."""
     groups: dict[object, list[_Explained]] = {}
     for number, each in enumerate(found):
         groups.setdefault(number if every else _group_key(each), []).append(each)

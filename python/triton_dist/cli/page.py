@@ -126,8 +126,7 @@ def _facts(subject: ReportedRecord) -> dict[str, str]:
 
 
 def _configs(subject: ReportedRecord) -> dict[str, Any]:
-    """Return the table of all configs: first the measured configs, fastest first, then the configs
-    that failed or were pruned."""
+    """Return the table of all configs: measured configs, fastest first, then all others."""
     analysis, default, names = subject.analysis, subject.default, subject.analysis.varying
     columns = [
         _column("#", sticky=True), _column("ms", _digits(analysis.winner.ms), sticky=True),

@@ -66,15 +66,13 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _push(store: RemoteStore, records: Iterable[TuningRecord]) -> int:
-    """Copy to the store the records that are newer than the store's records. Return their
-    number."""
+    """Copy the records that are newer than the store's records. Return their number."""
     names = ((record, entry_name(record.key, record.fingerprint)) for record in records)
     return sum(_is_newer(r, store.read(name)) and store.write(r) for r, name in names)
 
 
 def _pull(store: RemoteStore, records: Iterable[TuningRecord]) -> int:
-    """Copy to the user's cache the records that are newer than the user's records. Return their
-    number."""
+    """Copy the records that are newer than the user's records. Return their number."""
     files, pulled = FileStore(knobs.cache_dir.get()), 0
     for record in records:
         path = str(files.path(record.key))

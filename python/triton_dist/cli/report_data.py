@@ -62,8 +62,7 @@ class ReportedRecord:
 
     @cached_property
     def default(self) -> MeasuredTrial | None:
-        """The default config, which is the first config of the space; ``None`` if it is not known
-        or was not measured."""
+        """The default config (the first of the space); ``None`` if unknown or not measured."""
         record, events = self.stored.record, self._events
         digest = events[0].get("default") if events else None
         limited = {"max_seconds", "max_trials", "tries"} & record.fingerprint.policy.keys()

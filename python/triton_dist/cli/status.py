@@ -110,8 +110,7 @@ def _steps(tuning: _Tree) -> Iterator[str]:
 
 
 def _watch(function: str | None) -> int:
-    """Print the progress of running tunings until they end. Return exit status 1 if no tuning was
-    running."""
+    """Print the progress of running tunings until they end. Return 1 if no tuning was running."""
     store, running, last, any_ran = cache.user_store(), dict[str, _Tree](), time.monotonic(), False
     with suppress(KeyboardInterrupt), _display() as show:
         while running or time.monotonic() - last < _IDLE_SECONDS:
@@ -139,8 +138,7 @@ def _end(tuning: _Tree) -> str:
 
 @contextmanager
 def _display() -> Iterator[Callable[[Collection[_Tree], Collection[str]], None]]:
-    """Context manager that yields a function to print running tunings and lines about ended
-    tunings.
+    """Context manager that yields a function to print running tunings and tunings that ended.
 
     On a terminal, running tunings are redrawn in place. Otherwise, a line is printed for each
     tuning that has a new outcome.

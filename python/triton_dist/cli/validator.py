@@ -163,8 +163,7 @@ def verdicts_by_import(
 
 
 def _serve(folder: str) -> None:
-    """Write the verdicts for the request in ``folder``. Runs in the new process of
-    :func:`verdicts_by_import`."""
+    """Write the verdicts for the request in ``folder``. Runs in a process of its own."""
     path, *request = pickle.loads(Path(folder, "request").read_bytes())
     sys.path[:] = path
     _files.write(Path(folder, "answer"), json.dumps(_verdicts(*request)).encode())
@@ -308,11 +307,9 @@ def function_in(module: ModuleType, function: str) -> AutoTuner[..., Any]:
 
 
 def _from_file(path: Path) -> ModuleType:
-    """Import a ``.py`` file: a file of a package by its dotted name, a script by a name with a
-    digest.
+    """Import a file: a module of a package by its dotted name, a script by a name with a digest.
 
-    The digest distinguishes scripts with equal names, and a script ``profile.py`` from Python's
-    module ``profile``.
+    The digest distinguishes scripts with equal names, and ``profile.py`` from Python's ``profile``.
     """
     parts, root = package_path(path)
     sys.path.insert(0, str(root))

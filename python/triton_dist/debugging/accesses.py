@@ -91,8 +91,7 @@ def undo_all(undos: Sequence[Undo]) -> Undo:
 
 
 def watch(upstream: Any, observers: Sequence[Observer]) -> Undo:
-    """Report each memory operation of ``triton.runtime.interpreter`` to ``observers``. Return a
-    function that ends this."""
+    """Report all memory operations to ``observers``. Return a function that ends this."""
     builder = upstream.InterpreterBuilder
 
     def observed(access: Access, operate: Callable[[], Any]) -> Any:
@@ -178,8 +177,7 @@ def _array(mask: Any) -> Any:
 
 
 POISON_FLOAT, POISON_INTEGER = 0x7FFB, 0x7BFB
-"""Values that mark two-byte words as uninitialised: a NaN in all floating-point types, and a rare
-integer."""
+"""Poison: values of uninitialised two-byte words. ``POISON_FLOAT`` is NaN in all float types."""
 
 
 def poison_pattern(dtype: Any, floats: bool) -> Any:
@@ -189,8 +187,7 @@ def poison_pattern(dtype: Any, floats: bool) -> Any:
 
 
 def fill_with_poison(block: Any, element: Any, where: Any) -> None:
-    """Fill ``block[where]``, whose elements have the Triton type ``element``, with poison. Do
-    nothing for one-byte types."""
+    """Fill ``block[where]`` of Triton type ``element`` with poison, except for one-byte types."""
     if block.itemsize > 1:
         bits = block.view(np.dtype(f"u{block.itemsize}"))
         bits[where] = poison_pattern(bits.dtype, element.is_floating())

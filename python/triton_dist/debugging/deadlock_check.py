@@ -44,8 +44,7 @@ _OF_RANK = re.compile(r"(.*)( of rank \d+)(\[.*\])")
 
 
 def flag_name(address: int) -> str:
-    """Return ``name[index] of rank r`` for a flag in the memory of rank ``r``. The text is equal on
-    all ranks."""
+    """Return ``name[index] of rank r`` for a flag in the memory of rank r; equal on all ranks."""
     name = describe_address(address)
     return _OF_RANK.sub(r"\1\3\2", name) if " of rank " in name else f"{name} of rank {_rank()}"
 

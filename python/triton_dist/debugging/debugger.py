@@ -44,8 +44,7 @@ def socket_path(folder: Path, rank: int) -> Path:
 
 
 def stop_request_path(folder: Path, rank: int) -> Path:
-    """Return the path of the file that requests a stop of ``rank``. The rank stops in a kernel that
-    waits for a flag."""
+    """Return the path of the file that requests ``rank`` to stop when it waits in a kernel."""
     return folder / f"halt-{rank}"
 
 

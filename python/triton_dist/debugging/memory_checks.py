@@ -82,8 +82,7 @@ def origin_of_tensor(tensor: torch.Tensor) -> Origin:
 
 
 def _region_of(pointers: Any) -> Origin | None:
-    """Return the region of symmetric memory that contains all ``pointers``, or ``None`` if there is
-    no such region."""
+    """Return the region of symmetric memory that contains all ``pointers``, or ``None``."""
     regions = {addresses.region_at(int(address)) for address in np.asarray(pointers).flat}
     region = regions.pop() if len(regions) == 1 else None
     return None if region is None else Origin(*region)
@@ -122,8 +121,7 @@ def _message(at: Site, access: Access, origin: Origin, outside: Any, num_accesse
 
 
 def track_origins(upstream: Any) -> Undo:
-    """Make the interpreter store addresses with their origin. Return a function that undoes
-    this."""
+    """Make the interpreter store the origin of addresses. Return a function that undoes this."""
     builder = upstream.InterpreterBuilder
 
     def argument(original: Any, arg: Any) -> Any:

@@ -149,8 +149,7 @@ _NOT_MODES: Mapping[str, tuple[str, str]] = {
         "`triton-dist dump --diff`",
     )
 }
-"""Words that users may expect to be modes, with the reason why they are not modes, and what to use
-instead."""
+"""Words that users may expect to be modes: why they are not modes, and what to use instead."""
 
 
 def checks_of(names: Iterable[str]) -> tuple[str, ...]:
@@ -174,8 +173,7 @@ def checks_of(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def check(names: Iterable[str], environment: Environment) -> tuple[str, ...]:
-    """Check that all modes in ``names`` work in ``environment``, and return the interpreter checks
-    among them.
+    """Check that the modes in ``names`` work, and return the interpreter checks among them.
 
     Raises:
         DebugModeRefused: a name is not a mode, or the mode cannot find anything. The message has

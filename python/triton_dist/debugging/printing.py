@@ -28,8 +28,7 @@ _HEX: Any = {"int": hex}
 
 
 def dump(label: str, values: Iterable[Any]) -> None:
-    """Print ``label`` and each of ``values``, which belong to the running kernel. A matrix starts
-    on a new line."""
+    """Print ``label`` and ``values`` of the running kernel. A matrix starts on a new line."""
     _print_all(label, [describe(value) for value in values])
 
 

@@ -85,8 +85,7 @@ def shadows_of(access: Access) -> list[tuple[str, Any, Any]]:
 
 
 def _shadow_of(begin: int, name: str) -> Any:
-    """Return the shadow of the region ``name`` at ``begin``. It lies in the same allocation, after
-    the region."""
+    """Return the shadow of the region at ``begin``, which follows it in the same allocation."""
     region, of, owner = name.partition(" of rank ")
     entry = addresses.next_named(begin, f"{region}{_SHADOW}{of}{owner}")
     if entry is None:
@@ -103,8 +102,7 @@ class Clocks:
     """The vector clocks of this rank. A clock contains the last observed release of each actor.
 
     Attributes:
-        copying: file and line that queued the copy that this thread runs; line 0: the thread runs
-            no copy.
+        copying: file and line that queued the copy of this thread; line 0: there is no copy.
     """
 
     def __init__(self) -> None:
@@ -126,8 +124,7 @@ class Clocks:
         return self._clock_of(self.own)
 
     def advance(self, copying: bool = False) -> Any:
-        """Count a release of this rank's programs (``copying``: copy streams). Return the clock
-        before the release."""
+        """Count a release of this rank's programs or copy streams. Return the clock before it."""
         number = actor_number(copying)
         clock = self._clock_of(number)
         known = clock.copy()

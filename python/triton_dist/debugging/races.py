@@ -5,11 +5,11 @@ operations that set a flag (``notify``). The clock of an actor contains, for eac
 release that the actor has observed. Each element of symmetric memory has a *shadow*, which stores
 clocks and the last accesses.
 
-A release copies the actor's clock to the shadow of the flag. An acquire (``wait``) merges that
-shadow into the waiting actor's clock, by the maximum of each entry. A collective merges the clocks
-of all ranks. A copy begins with the clock at which it was queued. When programs wait for a copy
-stream, they merge its clock. An access is a race if the actor has not observed the last store to
-the element. A store is also a race if the actor has not observed the last loads of the element.
+To merge clocks, take the maximum of each entry. A release merges the actor's clock into the shadow
+of the flag. An acquire (``wait``) merges this shadow into the waiting actor's clock. A collective
+merges the clocks of all ranks. A copy begins with the clock at which it was queued. When programs
+wait for a copy stream, they merge its clock. An access is a race if the actor has not observed the
+last store to the element. A store is also a race if it has not observed the element's last loads.
 
 TMA stores are asynchronous: a release orders them only after ``publish_tile`` or the end of the
 kernel. Accesses by torch are not checked, so some races are not found. Torch's collectives count as
@@ -72,8 +72,7 @@ _expected_races: list[str] | None = None  # races of calls that race on purpose
 
 @contextmanager
 def expected() -> Iterator[list[str]]:
-    """Context manager for calls that race on purpose: it yields a list, to which this rank's races
-    are added instead of raised."""
+    """Context manager that collects this rank's races in a list, for calls that race on purpose."""
     global _expected_races
     before, _expected_races = _expected_races, []
     try:
@@ -141,26 +140,29 @@ class Races(Observer):
         if self._clocks.copying.line:
             return 0
         own, program, known = self._clocks.own, self._program(), self._order.visible_clock
-        notes = shadow[rows]
-        others = (notes[:, WRITER_PROGRAM] >> _PROGRAM_BITS == own) & (
-            notes[:, WRITER_PROGRAM] != program
+        recorded = shadow[rows]
+        others = (recorded[:, WRITER_PROGRAM] >> _PROGRAM_BITS == own) & (
+            recorded[:, WRITER_PROGRAM] != program
         )
-        unordered = others & (notes[:, WRITER] == own + 1) & (notes[:, WRITER_COUNT] > known)
+        unordered = others & (recorded[:, WRITER] == own + 1) & (recorded[:, WRITER_COUNT] > known)
         if unordered.any():
-            first = notes[unordered][0]
-            description = (
-                f"program {_number(first[WRITER_PROGRAM])} stored at line {abs(first[WRITER_LINE])}"
-            )
+            first = recorded[unordered][0]
+            number = _program_number(first[WRITER_PROGRAM])
+            description = f"program {number} stored at line {abs(first[WRITER_LINE])}"
             self._report(access, name, rows[unordered], description)
         if access.kind == "store":
-            others = (notes[:, READER_PROGRAM] >> _PROGRAM_BITS == own) & (
-                notes[:, READER_PROGRAM] != program
+            others = (recorded[:, READER_PROGRAM] >> _PROGRAM_BITS == own) & (
+                recorded[:, READER_PROGRAM] != program
             )
             unordered = (
-                others & (notes[:, READER_PROGRAM] > 0) & (notes[:, FIRST_CLOCK + own] > known)
+                others
+                & (recorded[:, READER_PROGRAM] > 0)
+                & (recorded[:, FIRST_CLOCK + own] > known)
             )
             if unordered.any():
-                description = f"program {_number(notes[unordered][0, READER_PROGRAM])} loaded"
+                description = (
+                    f"program {_program_number(recorded[unordered][0, READER_PROGRAM])} loaded"
+                )
                 self._report(access, name, rows[unordered], description)
         return program
 
@@ -168,14 +170,14 @@ class Races(Observer):
         return (self._clocks.own << _PROGRAM_BITS) + current_program_number() + 1
 
     def after(self, access: Access, values: Any) -> None:
-        own, kernel = self._clocks.own, not self._clocks.copying.line
+        own, in_program = self._clocks.own, not self._clocks.copying.line
         if access.semantic in ("acquire", "acquire_release"):
-            if kernel:
+            if in_program:
                 self._order.acquire(access.touched().tolist())
             for _, shadow, rows in shadows_of(access):
                 released = shadow[rows, FIRST_CLOCK + self._clocks.current_clock.size :]
                 self._clocks.merge(released)
-                if kernel:
+                if in_program:
                     self._order.merge(int(released[:, own].max(initial=0)))
         elif access.semantic == "volatile":
             # Volatile loads read packets, which contain data and flag. A store updates the shadow
@@ -288,7 +290,7 @@ class Races(Observer):
         _expected_races.append(message)
 
 
-def _number(recorded_program: int) -> int:
+def _program_number(recorded_program: int) -> int:
     return (recorded_program & ((1 << _PROGRAM_BITS) - 1)) - 1
 
 

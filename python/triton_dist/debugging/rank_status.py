@@ -342,8 +342,7 @@ def _memory_lines(answers: Mapping[int, Mapping[str, Any]]) -> list[str]:
                         row[peer] = epoch
     lines = []
     for (name, counter), row in seen.items():
-        # The most frequent epoch; in a tie the highest, because other ranks wait for a rank that is
-        # behind.
+        # The most frequent epoch. In a tie the highest, because other ranks wait for slower ranks.
         counted = Counter(row.values())
         common = max(counted, key=lambda epoch: (counted[epoch], epoch), default=0)
         values = "  ".join(

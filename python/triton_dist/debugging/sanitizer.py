@@ -66,8 +66,7 @@ def _candidates(environment: Mapping[str, str]) -> Iterator[Path]:
 def command(program: Path, tool: str, log: Path) -> list[str]:
     """Return the words to insert before the command of a process, to run it under ``tool``.
 
-    To save time, the tool checks only kernels whose name begins with ``kernel_``, as in this
-    package.
+    To save time, the tool checks only kernels of this package (``kernel_…``).
     """
     return [
         str(program), "--tool", tool, "--log-file", str(log),
@@ -118,8 +117,7 @@ class Report:
     """The findings of the tool in one process.
 
     Attributes:
-        count: number of errors or hazards in the tool's summary; ``None``: the report has no
-            summary.
+        count: number of errors or hazards; ``None``: the report has no summary.
         kinds: how often each finding occurs, by its text: error, kernel and line, without
             addresses.
     """

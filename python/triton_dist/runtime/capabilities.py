@@ -73,8 +73,7 @@ def _has_native_atomics(source: int, target: int) -> bool:
 
 
 def requires_p2p_native_atomic(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator for a function that needs atomics on peers' memory. A call warns if this GPU does
-    not support them."""
+    """Decorator for functions that need atomics on peers' memory. It warns if they are missing."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -94,8 +94,7 @@ os.register_at_fork(after_in_child=_replace_lock)
 
 
 class _LanguagePatches:
-    """The language modules (such as ``triton.language``) that the running launch has patched and
-    must restore."""
+    """Language modules (such as ``triton.language``) that the running launch has patched."""
 
     def __init__(self) -> None:
         self._patched: set[ModuleType] = set()
@@ -288,8 +287,7 @@ class _InterpretingDriver(HostDriver):
         def benchmark(
             kernel_call: Callable[[], Any], *, quantiles: Sequence[float] = (0.5,), **_: Any
         ) -> list[float]:
-            """Time three calls after an untimed call. Return the ``quantiles`` of the wall-clock
-            times in milliseconds."""
+            """Return ``quantiles`` of the times of three calls in ms, after an untimed call."""
             samples = []
             for _round in range(4):
                 started = time.perf_counter()

@@ -257,8 +257,7 @@ class Operators:
         return tl.tensor(handle, kind)
 
     def _constant(self, value: Any, dtype: Any) -> Any:
-        """Return ``value`` as an array of type ``dtype``, or None if upstream must choose the
-        type."""
+        """Return ``value`` as an array of type ``dtype``, or None if upstream must choose."""
         if type(value) is tl.constexpr:
             value = value.value
         if type(value) is int:

@@ -31,8 +31,7 @@ def job_folder() -> Path:
 def create_job_folder() -> Path:
     """Create the job's folder if needed, register this process as a member and return the folder.
 
-    This also removes the folders of jobs without a running process. A process that was killed could
-    not remove its folder.
+    Removes the folders of jobs without a running process, such as jobs that were killed.
     """
     folder = job_folder()
     member = folder / f"{_MEMBER}{os.getpid()}"
@@ -72,8 +71,7 @@ ENDED = ("", "Z", "X")
 
 
 def process_state(pid: int) -> tuple[str, str]:
-    """Return state letter and start time (clock ticks since boot). Both are empty if the process or
-    ``/proc`` does not exist."""
+    """Return state letter and start time (ticks since boot); empty if there is no such process."""
     try:
         # The second field, the program's name in parentheses, may contain spaces and parentheses.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

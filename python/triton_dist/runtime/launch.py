@@ -76,8 +76,7 @@ class Launch:
 
 
 class Launcher:
-    """Repeat launches with a few µs of host time each. A launch with a callable grid always goes
-    through Triton.
+    """Repeat launches with a few µs of host time each, unless their grid is callable.
 
     All launches share scratch memory for their TMA descriptors, so they must execute in order on
     the device.

@@ -20,8 +20,7 @@ import triton
 MARK_NAMES = ("wait", "load", "mma", "store", "push", "notify")
 """Names of marks. Compiled kernels store the index of the name in this tuple."""
 FLAG_AWAITED, FLAG_SET = len(MARK_NAMES), len(MARK_NAMES) + 1
-"""Indices that compiled kernels store for a flag that a wait has received, and for a flag that a
-program sets."""
+"""Indices that compiled kernels store for a received flag, and for a flag that is set."""
 MAX_MARKS = 1 << 18
 """Maximum number of stored marks; further marks are only counted."""
 HEADER_WORDS, WORDS_PER_MARK = 4, 4
@@ -30,8 +29,7 @@ it. A mark has begin, end, a packed word and an unused word. A flag has time, ad
 and its value. ``_decode`` reads the packed word."""
 _PREFIX = "triton_dist-marks-"
 _CODE_VERSION = 2
-"""Version of the code that compiled kernels run at a mark. A new version invalidates cached
-kernels."""
+"""Version of the code at a mark in compiled kernels. A new version invalidates cached kernels."""
 
 
 class Mark(NamedTuple):
@@ -116,8 +114,7 @@ class Marks:
 
 
 class _State:
-    """The active buffer of the process. All threads share it, because they share compiled
-    kernels."""
+    """The active buffer. It is the same for all threads, because they share compiled kernels."""
 
     def __init__(self) -> None:
         self.marks: Marks | None = None

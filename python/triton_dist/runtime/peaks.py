@@ -141,8 +141,7 @@ def _infiniband(folder: Path) -> list[float]:
 
 
 def _ethernet(folder: Path) -> list[float]:
-    """Return the speed of each hardware adapter in Gbit/s. A file contains the speed in Mbit/s, or
-    -1 if the adapter is down."""
+    """Return the Gbit/s of each hardware adapter. A file contains Mbit/s, or -1 for "down"."""
     adapters = (path.parent for path in folder.glob("*/device"))
     speeds = (_text(adapter / "speed") for adapter in adapters)
     return [int(speed) / 1e3 for speed in speeds if speed.isdigit()]

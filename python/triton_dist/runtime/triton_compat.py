@@ -116,8 +116,7 @@ def _settings() -> str:
 
 
 def is_interpreting() -> bool:
-    """Return True if Triton would interpret a kernel that is decorated now
-    (``TRITON_INTERPRET``)."""
+    """Return True if Triton would interpret a kernel decorated now (``TRITON_INTERPRET``)."""
     return bool(triton.knobs.runtime.interpret)
 
 
@@ -239,8 +238,7 @@ def compiles_for_hopper() -> bool:
 
 
 def gluon_tma_copies() -> tuple[Any, Any]:
-    """Return Gluon's two functions that load and store a tile by TMA. Their names in Triton 3.6
-    differ from later versions."""
+    """Return Gluon's functions that load and store a tile by TMA. Triton 3.6 has other names."""
     from triton.experimental.gluon.language.nvidia.hopper import tma
 
     if hasattr(tma, "async_load"):

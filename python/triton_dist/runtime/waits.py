@@ -121,8 +121,7 @@ class _DeferredChecks:
 
 
 class _ThreadState(threading.local):
-    """The active ``deferred_checks`` contexts of a thread. Ops on other threads check within their
-    call."""
+    """The ``deferred_checks`` contexts of a thread. Ops of other threads check in their call."""
 
     def __init__(self) -> None:
         self.contexts: list[_DeferredChecks] = []

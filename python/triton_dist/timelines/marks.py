@@ -23,8 +23,7 @@ _CLOCK = "triton_dist: clock of marks"
 _PRECISION_NS = 4
 """A trace stores times as floats in microseconds, which may round them by a few ns."""
 _NUM_READINGS = 5
-"""Number of clock readings at the start and at the end of a recording. A single reading may be
-delayed by preemption."""
+"""Clock readings at the start and end of a recording. Preemption may delay single readings."""
 
 
 @contextmanager
@@ -138,8 +137,7 @@ def _trace_events(rows: _Rows, trace_start_ns: int) -> Iterator[trace.Event]:
 def _flags_in_marks(
     flags: Iterable[Flag], rows: _Rows, trace_start_ns: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the facts from which ``trace.merge`` draws arrows, for each flag whose memory still
-    exists."""
+    """Yield the facts for the arrows of ``trace.merge``, for flags whose memory still exists."""
     numbers = {row: number for number, row in enumerate(rows)}
     begins = {row: [mark.begin_ns for mark in marks] for row, marks in rows.items()}
     for flag in flags:
@@ -148,8 +146,7 @@ def _flags_in_marks(
         earlier = reversed(rows.get(row, ())[:first])
         mark = next((each for each in earlier if each.end_ns >= flag.at_ns), None)
         if mark is not None and identity is not None:
-            # An arrow is attached to the event that contains its time. An event does not contain
-            # its end.
+            # An arrow is attached to the event that contains its time, excluding the event's end.
             at_ns = min(flag.at_ns, mark.end_ns - flag.is_set * _PRECISION_NS)
             yield {
                 "flag": identity, "is_set": flag.is_set, "value": flag.value,

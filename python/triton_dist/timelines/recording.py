@@ -29,8 +29,7 @@ TOOLS = ("torch", "proton")
 _PROTON_SUFFIX = "hatchet"
 _WRITING_SECONDS = 600.0
 _NUM_READINGS = 5
-"""Number of barriers after which ranks read their clocks. A single reading may be delayed by
-preemption."""
+"""Number of barriers after which clocks are read. Preemption may delay single readings."""
 
 
 @contextmanager
@@ -134,8 +133,7 @@ class Recording:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Context manager that records its body, and writes the recording even if the body
-        raises."""
+        """Context manager that records its body, and writes the recording even after an error."""
         self.start()
         try:
             with self.scopes.on():
@@ -150,8 +148,7 @@ class Recording:
             self._marks.read_clock()
 
     def stop(self) -> None:
-        """End and write the recording. An error sets ``failure``, because the program must
-        continue."""
+        """End and write the recording. An error only sets ``failure``: the program continues."""
         if os.getpid() == self._process:
             try:
                 device = current_device()
@@ -184,8 +181,7 @@ class Recording:
 
 
 def files_of_ranks(folder: Path, suffix: str) -> list[tuple[int, Path]]:
-    """Return rank and path of each file that a rank has written to ``folder``, sorted by rank, then
-    by time of writing."""
+    """Return rank and path of the files that ranks wrote, sorted by rank, then by time."""
     found = [(int(f.name.split(".")[0][5:]), f) for f in folder.glob(f"rank-*.{suffix}")]
     found = [each for each in found if not each[1].name.endswith(".torch.json")]
     return sorted(found, key=lambda each: (each[0], each[1].stat().st_mtime_ns))

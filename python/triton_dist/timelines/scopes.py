@@ -1,5 +1,4 @@
-"""Open a profiler scope around each call of a tuned function, and record the call's FLOPs and
-bytes."""
+"""Open a profiler scope around each call of a tuned function, with the call's FLOPs and bytes."""
 
 from __future__ import annotations
 
@@ -115,8 +114,7 @@ def _opinfos() -> dict[int, Any]:
 CallWrapper: TypeAlias = Callable[
     [AutoTuner[..., Any], tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]
 ]
-"""Function that receives a tuned function and the arguments of a call. It returns a context manager
-in which the call is made."""
+"""Function of a tuned function and a call's arguments. Returns a context manager for the call."""
 
 
 @contextmanager
@@ -146,8 +144,7 @@ def wrapped_calls(wrapper: CallWrapper) -> Iterator[None]:
 
 @contextmanager
 def proton_recording(file: Path) -> Iterator[None]:
-    """Context manager that records its body with Proton, Triton's profiler, into ``file``. Only for
-    GPUs."""
+    """Context manager that records its body into ``file`` with Proton, Triton's GPU profiler."""
     device = current_device()
     if device.name != "cuda":
         expected = "'torch' on CPU ranks: Proton only times GPU kernels"

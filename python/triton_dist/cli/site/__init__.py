@@ -10,8 +10,7 @@ from triton_dist import knobs
 
 
 def run(command: Sequence[str], variables: Mapping[str, str]) -> int:
-    """Run ``command`` with ``variables`` and with this folder first in ``PYTHONPATH``. Return its
-    exit status."""
+    """Run ``command`` with this folder first in ``PYTHONPATH``. Return its exit status."""
     environment = knobs.environment()
     package = str(Path(triton_dist.__file__).parents[1])
     paths = [str(Path(__file__).parent), environment.get("PYTHONPATH", ""), package]

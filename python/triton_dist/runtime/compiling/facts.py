@@ -92,8 +92,7 @@ def _text(value: Any) -> str:
 
 @functools.lru_cache(maxsize=256)
 def resource_usage(cubin: bytes) -> tuple[int, int]:
-    """Return the number of registers, and the bytes of local memory, per thread of the kernel in
-    ``cubin``. Takes about 5 ms."""
+    """Return registers and bytes of local memory per thread of a kernel. Takes about 5 ms."""
     report = _cuobjdump("-res-usage", cubin)
     found = re.search(r"REG:(\d+) STACK:(\d+)", report)
     if found is None:

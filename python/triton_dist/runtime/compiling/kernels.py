@@ -87,8 +87,7 @@ def kernels_to_compile(prepare: Callable[[], object]) -> dict[str, Kernel]:
 
 @contextmanager
 def _intercept_warmups(on_kernel: Callable[[Kernel], None]) -> Iterator[None]:
-    """Context manager in which ``warmup`` calls of this thread do not compile, but pass the kernel
-    to ``on_kernel``."""
+    """Context manager in which ``warmup`` calls of this thread only report to ``on_kernel``."""
     knobs, thread = triton.knobs.runtime, threading.get_ident()
 
     def skip(**details: Any) -> bool:

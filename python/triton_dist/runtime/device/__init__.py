@@ -27,6 +27,5 @@ def get_device_max_shared_memory_size(device_index: int | None = None) -> int:
 
 
 def sleep_async(milliseconds: float) -> None:
-    """Keep the current stream busy for about ``milliseconds`` without blocking the host. On the
-    CPU, sleep."""
+    """Keep the current stream busy for about ``milliseconds``. Block the host only on the CPU."""
     current_device().sleep_milliseconds(milliseconds)

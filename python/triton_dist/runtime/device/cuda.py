@@ -148,8 +148,7 @@ class CudaDevice:
         return torch.cuda.is_current_stream_capturing()
 
     def host_word(self) -> torch.Tensor:
-        """Return a zeroed int64 [1] in pinned memory, which kernels can write and the host can read
-        at any time."""
+        """Return a zeroed, pinned int64 [1] that kernels can write while the host reads it."""
         return torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
 
     @functools.cached_property
@@ -166,13 +165,11 @@ class CudaDevice:
         torch.cuda._sleep(cycles)
 
     def sleep_milliseconds(self, milliseconds: float) -> None:
-        """Keep the current stream busy for ``milliseconds`` at the maximum SM clock. At a lower
-        clock it takes longer."""
+        """Keep the current stream busy for ``milliseconds``, longer below the maximum SM clock."""
         self.sleep(int(milliseconds * self._kilohertz))
 
     def capture(self, call: Callable[[], object], seconds: float) -> Callable[[], object]:
-        """Run ``call`` once on a side stream, capture it in a CUDA graph, and return a function
-        that replays the graph.
+        """Run ``call`` once on a side stream, capture it in a CUDA graph, and return the replay.
 
         The first run performs what cannot be captured, such as loading kernels.
 
@@ -349,8 +346,7 @@ def _sharing_suffix() -> str:
 
 @functools.cache
 def _driver_version() -> str:
-    """Return the driver version; if the driver's file is missing, the CUDA version that the driver
-    supports."""
+    """Return the driver version, or else the CUDA version that it supports, or "unknown"."""
     with suppress(OSError):
         found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+\d)\s", _DRIVER_FILE.read_text())
         if found is not None:

@@ -103,8 +103,7 @@ def function(name: str) -> Function:
 
 
 def arguments(name: str, *values: Any) -> tuple[Any, ...]:
-    """Convert ``values`` to the C types of function ``name``. A call with converted arguments takes
-    half of the time."""
+    """Convert ``values`` to the C types of function ``name``, which halves the time of a call."""
     return tuple(
         value if isinstance(value, kind) else kind(value)
         for kind, value in zip(_ARGUMENTS[name], values, strict=False)
@@ -146,8 +145,7 @@ def primary_context(ordinal: int) -> int:
 
 
 def use_context(context: int) -> None:
-    """Make ``context`` current on this thread, unless the thread has a context. A new thread has
-    none."""
+    """Make ``context`` current on this thread, unless the thread already has a context."""
     current = ctypes.c_void_p()
     call("cuCtxGetCurrent", "return the current context", ctypes.byref(current))
     if current.value is None:

@@ -39,13 +39,11 @@ class RankLocation:
     """Maximum number of ranks per GPU that this process is configured for."""
     is_exclusive: bool = False
     is_mps: bool = False
-    """Whether processes use the GPU through MPS, which runs their kernels concurrently instead of
-    in time slices."""
+    """Whether processes use the GPU through MPS, which does not time-slice their kernels."""
 
     @classmethod
     def of(cls, ordinal: int) -> RankLocation:
-        """Return the location of this process, which uses the GPU with CUDA ordinal ``ordinal``.
-        Creates no CUDA context."""
+        """Return the location of this process on GPU ``ordinal``. Creates no CUDA context."""
         cuda_driver.call("cuInit", "start", 0)
         count = ctypes.c_int()
         cuda_driver.call("cuDeviceGetCount", "count GPUs", ctypes.byref(count))
