@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         choices=list(KERNELS),
         help="default: fla on GPUs if fla-core is installed, else own",
     )
-    parser.add_argument("--race", action="store_true", help="drop clear losers early")
+    parser.add_argument("--race", action="store_true", help="stop measuring slow configs early")
     parser.add_argument("--steps", type=int, default=3)
     args = parser.parse_args(argv)
     initialize_distributed()

@@ -2,7 +2,7 @@
 
     scripts/python examples/own_search.py
 
-If optuna is not installed (``pip install optuna``), the program only prints this.
+If Optuna is not installed (``pip install optuna``), the program prints a message and ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class OptunaSearch:
         sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=20)
         self._study, self._states = optuna.create_study(sampler=sampler), optuna.trial.TrialState
         self._values = {name: list(each) for name, each in values.items()}
-        # Optuna chooses an index into each list of values, because near integers are similar to it.
+        # Optuna chooses an index into each list of values. It treats near integers as similar.
         self._axes = {
             name: optuna.distributions.IntDistribution(0, len(each) - 1)
             for name, each in self._values.items()

@@ -1,9 +1,10 @@
-"""Train with FSDP2, save, resume on another mesh, and load the weights into the stock model.
+"""Train with FSDP2, save, resume on another mesh, and load the weights into a model on one rank.
 
     bash scripts/launch.sh --nproc_per_node=4 examples/save_and_resume.py
 
 Trains a small model on 2 replicas of 2 tensor-parallel ranks and saves it. Resumes on 4
-tensor-parallel ranks without replicas, and loads the gathered weights into the stock model.
+tensor-parallel ranks without replicas. Loads the gathered weights into the stock model, the same
+model without tensor parallelism.
 """
 
 from __future__ import annotations

@@ -49,9 +49,9 @@ def on_nav(nav: Any, **_: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Link to pages of source files, and remove words that only the tests of pages read.
+    """Link to pages of source files, and remove the word after the language of a code block.
 
-    Git hosts ignore words after the language of a code block; MkDocs would not find the block.
+    Tests read this word and Git hosts ignore it, but MkDocs would not recognise the block.
     """
 
     def moved(found: re.Match[str]) -> str:

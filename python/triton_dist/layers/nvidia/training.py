@@ -78,7 +78,8 @@ def clip_grad_norm_(
     size = 1 if layer is None else layer.world_size
     is_max = norm_type == math.inf
     totals: dict[tuple[dist.ProcessGroup, ...], torch.Tensor] = {}
-    """Sum of ``|gradient| ** p``, or the maximum for p = inf, by FSDP groups of the gradients."""
+    """Sum of ``|gradient| ** p``, or the maximum for p = inf, by the groups over which FSDP2 shards
+    the gradient."""
     for parameter, gradient in given:
         value = _power(local_part(gradient), norm_type)
         owner = owners.get(id(parameter))
