@@ -21,8 +21,16 @@ from triton_dist.runtime.profiling import wait_until_max_gpu_clock_or_warning
 from triton_dist.runtime.random import generate_data, init_seed, rand_tensor
 from triton_dist.testing.assertions import assert_allclose
 
+try:
+    from cuda.bindings import driver as cuda  # type: ignore[import-not-found]
+    from cuda.bindings import runtime as cudart
+except ImportError:  # Scripts import these modules, but use them on GPUs only.
+    cuda = cudart = None
+
 __all__ = [
     "assert_allclose",
+    "cuda",
+    "cudart",
     "dist_print",
     "finalize_distributed",
     "generate_data",

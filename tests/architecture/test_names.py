@@ -23,13 +23,14 @@ NAMES = {
         "generate_data has_tma is_fp8_dtype is_nvshmem_multimem_supported "
         "nvshmem_barrier_all_on_stream requires_p2p_native_atomic supports_p2p_native_atomic "
         "wait_until_max_gpu_clock_or_warning assert_allclose perf_func group_profile "
-        "init_nvshmem_by_torch_process_group get_torch_prof_ctx",
+        "init_nvshmem_by_torch_process_group get_torch_prof_ctx cuda cudart",
     "triton_dist.jit": "jit",
     "triton_dist.profiler_utils":
         "perf_func perf_func_with_l2_reset get_torch_prof_ctx group_profile "
         "benchmark_latency_memory print_benchmark_comparison",
     "triton_dist.layers.nvidia":
-        "GemmARLayer EPAll2AllLayer EPLowLatencyAllToAllLayer UlyssesSPAllToAllLayer",
+        "GemmARLayer EPAll2AllLayer EPLowLatencyAllToAllLayer UlyssesSPAllToAllLayer "
+        "SpGQAFlashDecodeAttention",
     "triton_dist.layers.nvidia.tp_mlp": "TP_MLP",
     "triton_dist.layers.nvidia.tp_attn": "TP_Attn _set_cos_sin_cache",
     "triton_dist.layers.nvidia.tp_moe": "TP_MoE",
@@ -50,7 +51,12 @@ NAMES = {
     "triton_dist.kernels.nvidia":
         "ag_gemm create_ag_gemm_context gemm_rs create_gemm_rs_context gemm_ar "
         "create_gemm_ar_context all_reduce create_allreduce_ctx create_moe_rs_context "
-        "create_all_to_all_context fast_all_to_all all_to_all_post_process",
+        "create_all_to_all_context fast_all_to_all all_to_all_post_process gqa_fwd_batch_decode "
+        "gqa_fwd_batch_decode_aot gqa_fwd_batch_decode_persistent "
+        "gqa_fwd_batch_decode_persistent_aot fused_sp_ag_attn_intra_node "
+        "create_sp_ag_attention_context_intra_node",
+    "triton_dist.kernels.nvidia.sp_ulysess_qkv_gemm_all2all": "SpUlysessQKVGemmAll2AllKernel",
+    "triton_dist.kernels.nvidia.sp_ulysess_o_all2all_gemm": "SpUlysessOAll2AllGemmKernel",
     "triton_dist.kernels.nvidia.all_to_all_vdev_2d_offset":
         "create_context all_to_all_v_offset_op all_to_all_v_offset_op_v2 all_to_all_vdev_2d "
         "all_to_all_vdev_2d_offset",

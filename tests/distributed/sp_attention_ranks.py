@@ -18,11 +18,15 @@ from triton_dist.debugging.modes import checks_of
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.nvidia import (
     create_sp_ag_attention_context,
+    create_sp_ag_attention_context_intra_node,
     create_ulysses_context,
+    fused_sp_ag_attn_intra_node,
     sp_ag_attention,
     ulysses_post_attn,
     ulysses_pre_attn,
 )
+from triton_dist.kernels.nvidia.sp_ulysess_o_all2all_gemm import SpUlysessOAll2AllGemmKernel
+from triton_dist.kernels.nvidia.sp_ulysess_qkv_gemm_all2all import SpUlysessQKVGemmAll2AllKernel
 from triton_dist.layers.nvidia import SP_Attn, UlyssesSPAllToAllLayer, sequence_parallel
 from triton_dist.layers.nvidia.sequence_parallel import ag_attention
 from triton_dist.runtime.device import current_device
@@ -148,6 +152,73 @@ def layer(exchange_ranks: int) -> None:
     heads_sent = heads // size + 2 * max(1, kv // size)
     assert names.get_comm_nbytes(*parts) == (0, rows * heads_sent, 0, rows * heads_sent)
     names.finalize()
+
+
+def script_names() -> None:
+    """Make the calls of Triton-distributed's scripts, and compare with one process."""
+    rank, size, dim, hidden = dist.get_rank(), dist.get_world_size(), 8, 12
+    heads, lengths, dtype = (4, 2, 2), [3, 1], torch.float32
+    seq_lens, tokens = torch.tensor(lengths, dtype=torch.int32), slice(3 * rank, 3 + rank)
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 4, hidden), torch.randn(sum(heads) * dim, hidden)
+    bias, out_weight = torch.randn(len(weight)), torch.randn(10, heads[0] * dim)
+    qkv = torch.nn.functional.linear(x, weight, bias).unflatten(2, (-1, dim))
+    want = [shared_heads(each, size)[rank] for each in qkv.split(heads, 2)]
+    for name, nnodes, gqa in (("nnodes", 2, 2), ("gqa", 1, 0)):
+        with pytest.raises(InvalidArgument, match=name):
+            SpUlysessQKVGemmAll2AllKernel(None, nnodes, size, 2, 8, hidden, dim, 64, gqa=gqa)
+    op = SpUlysessQKVGemmAll2AllKernel(
+        dist.group.WORLD, 1, size, 2, 8, hidden, hidden, dim, len(weight), input_dtype=dtype, gqa=2
+    )
+    outputs = [torch.empty_like(each) for each in want]
+    local = qkv[:, tokens].contiguous()
+    buffer = op.get_input_comm_buf(local, 1)
+    buffer.copy_(local)
+    op.sp_group_barrier_all_intra_node()
+    for found in (
+        op.forward(x[:, tokens], weight, seq_lens, bias, outputs), outputs,
+        op.qkv_pack_a2a(local, seq_lens, num_comm_sms=4),
+        op.qkv_pack_a2a_no_cpy(torch.empty_like(local), seq_lens, comm_buf_idx=1),
+        [op.pre_attn_a2a(each, seq_lens) for each in local.split(heads, 2)],
+    ):  # fmt: skip
+        for each, expected in zip(found, want, strict=True):
+            assert_allclose(each, expected, rtol=1e-5, atol=1e-5)
+    op.get_input_comm_buf(local[:, :, :4], 0).copy_(local[:, :, :4])
+    found = op.pre_attn_a2a_no_cpy(torch.empty_like(local[:, :, :4]), seq_lens)
+    assert_allclose(found, want[0], rtol=1e-5, atol=1e-5)
+    op.finalize()
+
+    with pytest.raises(InvalidArgument, match="a2a_only"):
+        SpUlysessOAll2AllGemmKernel(None, 1, size, 2, 4, 8, dim, 1, dtype, a2a_only=False)
+    o_op = SpUlysessOAll2AllGemmKernel(None, 1, size, 2, heads[0], 8, dim, 1, dtype)
+    o, rows = want[0].contiguous(), qkv[:, tokens, : heads[0]].flatten(2)
+    added = torch.randn(rows.shape[0] * rows.shape[1], 10)
+    product = rows @ out_weight.T + added.view(2, -1, 10)
+    assert_allclose(o_op.post_attn_a2a_no_cpy(o, seq_lens), rows, rtol=1e-5, atol=1e-5)
+    (found,) = o_op.forward(o, out_weight, seq_lens, added)
+    assert_allclose(found, product, rtol=1e-4, atol=1e-4)
+    results = torch.empty_like(product), torch.empty_like(rows)
+    o_op.forward(o, out_weight.T, seq_lens, added, *results, transpose_weight=True)
+    for each, expected in zip(results, (product, rows), strict=True):
+        assert_allclose(each, expected, rtol=1e-4, atol=1e-4)
+    o_op.finalize()
+
+    torch.manual_seed(1)
+    local = [4, 2]  # tokens of each sequence on a rank
+    whole = [torch.randn(1, size * sum(local), n, dim) for n in heads]
+    mine = tokens_of_rank([size * n for n in local], rank, size, True)
+    ctx = create_sp_ag_attention_context_intra_node(
+        2, heads[0], heads[1], 4 * size, 4, dim, dtype, dtype, rank, size, "cpu"
+    )
+    ends, shards = torch.tensor([0, 4, 6], dtype=torch.int32), [x[0, mine] for x in whole]
+    out = ctx.attn_output_buffer[: len(mine)]
+    sizes = 4, 4 * size, rank, size, True, True
+    with pytest.raises(InvalidArgument, match=r"cu_seqlens_k is \[0, 8, 13\], expected"):
+        fused_sp_ag_attn_intra_node(ctx, *shards, out, ends, torch.tensor([0, 8, 13]), *sizes)
+    fused_sp_ag_attn_intra_node(ctx, *shards, out, ends, size * ends, *sizes)
+    expected = whole_attention(*whole, [size * n for n in local], True)[0, mine]
+    assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
+    ctx.finalize()
 
 
 def replayed(rounds: int) -> int:

@@ -20,6 +20,10 @@ def test_layer_on_a_mesh(on_ranks, world_size, exchange_ranks):
     )
 
 
+def test_names_of_scripts(on_two):
+    on_two(sp_attention_ranks.script_names, env={"TRITON_DIST_AUTOTUNE": "0"})
+
+
 def test_calls_of_all_three_ops_alternate(on_two):
     assert on_two(sp_attention_ranks.replayed, 2) == [20, 20]
 

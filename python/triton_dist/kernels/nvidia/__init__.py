@@ -106,6 +106,10 @@ from triton_dist.kernels.nvidia.sp_ag_attention import (
     create_sp_ag_attention_context,
     sp_ag_attention,
 )
+from triton_dist.kernels.nvidia.sp_ag_attention_intra_node import (
+    create_sp_ag_attention_context_intra_node,
+    fused_sp_ag_attn_intra_node,
+)
 from triton_dist.kernels.nvidia.ulysses import (
     UlyssesContext,
     create_ulysses_context,
@@ -150,12 +154,14 @@ __all__ = [
     "create_moe_rs_context",
     "create_reduce_scatter_ctx",
     "create_sp_ag_attention_context",
+    "create_sp_ag_attention_context_intra_node",
     "create_ulysses_context",
     "create_sp_decode_context",
     "ep_combine",
     "ep_dispatch",
     "ep_send",
     "fast_all_to_all",
+    "fused_sp_ag_attn_intra_node",
     "gemm_ar",
     "gemm_non_persistent",
     "gemm_persistent",

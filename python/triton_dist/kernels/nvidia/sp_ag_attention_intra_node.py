@@ -1,0 +1,84 @@
+"""AllGather-attention under the names of Triton-distributed's scripts.
+
+New programs call ``sp_ag_attention``, which these functions use.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.nvidia.sp_ag_attention import (
+    create_sp_ag_attention_context,
+    sp_ag_attention,
+)
+
+
+class SPAllGatherAttentionContextIntraNode:
+    """Context of ``fused_sp_ag_attn_intra_node``. Creation is collective over the world.
+
+    Args:
+        batch_size: number of sequences.
+        q_head, kv_head, head_dim: heads of q, heads of k and v, and elements of a head.
+        max_seqlen_k: ignored; it is ``max_q_shard_len * world_size``.
+        max_q_shard_len: largest number of tokens of a sequence on a rank.
+        input_dtype: dtype of all tensors.
+        rank, world_size: this rank, and the number of ranks, all on one host.
+        output_dtype: dtype of ``attn_output_buffer``.
+        device: device of ``attn_output_buffer``.
+    """
+
+    def __init__(
+        self, batch_size: int, q_head: int, kv_head: int, max_seqlen_k: int, max_q_shard_len: int,
+        head_dim: int, input_dtype: torch.dtype, output_dtype: torch.dtype, rank: int,
+        world_size: int, device: Any,
+    ) -> None:  # fmt: skip
+        rows = batch_size * max_q_shard_len
+        self.ctx = create_sp_ag_attention_context(
+            rank, world_size, world_size, rows, kv_head, head_dim, input_dtype
+        )
+        shape = rows, q_head, head_dim
+        self.attn_output_buffer = torch.empty(shape, dtype=output_dtype, device=device)
+
+    def finalize(self) -> None:
+        """Free the memory; idempotent. Collective."""
+        self.ctx.finalize()
+
+
+create_sp_ag_attention_context_intra_node = SPAllGatherAttentionContextIntraNode
+
+
+def fused_sp_ag_attn_intra_node(
+    ctx: SPAllGatherAttentionContextIntraNode, q_shard: torch.Tensor, k_shard: torch.Tensor,
+    v_shard: torch.Tensor, output: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor, max_q_shard_len: int, max_seqlen_k: int, rank: int,
+    world_size: int, is_causal: bool = True, enable_zig_zag: bool = True,
+) -> None:  # fmt: skip
+    """Store attention of packed sequences in ``output``. Tuned; synchronises to read the lengths.
+
+    Args:
+        q_shard, output: [tokens of this rank, q_head, head_dim].
+        k_shard, v_shard: [tokens of this rank, kv_head, head_dim].
+        cu_seqlens_q: int32 [sequences + 1], ends of the sequences on this rank.
+        cu_seqlens_k: int32 [sequences + 1], ends of the sequences on all ranks: ``world_size``
+            times ``cu_seqlens_q``, because q and k have equal lengths.
+        is_causal, enable_zig_zag: see ``sp_ag_attention``.
+        max_q_shard_len, max_seqlen_k, rank, world_size: ignored.
+
+    Raises:
+        InvalidArgument: k is longer than q, which ``sp_ag_attention`` does not support; or see
+            ``sp_ag_attention``.
+    """
+    ends, k_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    expected = [end * ctx.ctx.num_ranks for end in ends]
+    if k_ends != expected:
+        function = "fused_sp_ag_attn_intra_node"
+        raise InvalidArgument(function, "cu_seqlens_k", k_ends, f"{expected}, as q has")
+    lengths = [end - begin for begin, end in pairwise(ends)]
+    out, _ = sp_ag_attention(
+        q_shard[None], k_shard[None], v_shard[None], ctx.ctx, is_causal, enable_zig_zag, lengths
+    )
+    output.copy_(out[0])

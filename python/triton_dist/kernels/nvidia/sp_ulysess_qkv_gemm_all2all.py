@@ -1,0 +1,152 @@
+"""QKV projection and the exchange before attention, under the names of Triton-distributed.
+
+The GEMM and the exchange run one after the other: a fused kernel does not exist yet. New programs
+call ``ulysses_pre_attn``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import linear
+
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.nvidia.ulysses import (
+    UlyssesContext,
+    create_ulysses_context,
+    ulysses_pre_attn,
+)
+from triton_dist.runtime.ranks import group_for
+
+
+class UlyssesKernel:
+    """Contexts of Ulysses ops for groups of ``sp_size`` ranks on one host.
+
+    The constructor and the first call with a number of heads are collective.
+    """
+
+    def __init__(
+        self, world_group: dist.ProcessGroup | None, nnodes: int, sp_size: int, max_tokens: int,
+        head_dim: int, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        if nnodes != 1:
+            raise InvalidArgument(type(self).__name__, "nnodes", nnodes, "1")
+        self.group, _ = dist.new_subgroups(sp_size, world_group)
+        self.max_tokens, self.head_dim, self.dtype = max_tokens, head_dim, dtype
+        self.contexts: dict[tuple[int, int], UlyssesContext] = {}
+
+    def context(self, q_heads: int, kv_heads: int) -> UlyssesContext:
+        key = q_heads, kv_heads
+        if key not in self.contexts:
+            ranks = group_for(self.group)
+            self.contexts[key] = create_ulysses_context(
+                ranks.rank, ranks.size, ranks.size, self.max_tokens, q_heads, kv_heads,
+                self.head_dim, self.dtype, group=self.group,
+            )  # fmt: skip
+        return self.contexts[key]
+
+    def sp_group_barrier_all_intra_node(self, stream: Any = None) -> None:
+        """Align the ranks of the group on the current stream; ``stream`` is ignored."""
+        ranks = group_for(self.group)
+        ranks.barrier("sp_group_barrier_all_intra_node")
+        ranks.align_devices()
+
+    def finalize(self) -> None:
+        """Free the memory; idempotent. Collective."""
+        for ctx in self.contexts.values():
+            ctx.finalize()
+        self.contexts.clear()
+
+
+class SpUlysessQKVGemmAll2AllKernel(UlyssesKernel):
+    """Project to q, k and v, and exchange the sequence for the heads. Tuned.
+
+    Args:
+        world_group: process group; ``None``: the world.
+        nnodes: the number of hosts, which must be 1.
+        sp_size: ranks that share a sequence.
+        max_batch_size, max_seq_len: largest batch size, and tokens of a sequence on all ranks.
+        sizes: hidden size (ignored), elements of a head, and heads of q, k and v times elements of
+            a head. Scripts may pass a second hidden size before these two.
+        input_dtype: dtype of all tensors.
+        gqa: heads of q per head of k, at least 1.
+        output_dtype, max_num_comm_buf, use_persistent: ignored.
+    """
+
+    def __init__(
+        self, world_group: dist.ProcessGroup | None, nnodes: int, sp_size: int,
+        max_batch_size: int, max_seq_len: int, *sizes: int,
+        input_dtype: torch.dtype = torch.bfloat16, output_dtype: torch.dtype = torch.bfloat16,
+        gqa: int = 1, max_num_comm_buf: int = 1, use_persistent: bool = False,
+    ) -> None:  # fmt: skip
+        *_, head_dim, features = sizes
+        kv_heads, rest = divmod(features, head_dim * (gqa + 2))
+        if gqa < 1 or rest:
+            expected = f"at least 1, so that {features // head_dim} heads are divisible by gqa + 2"
+            raise InvalidArgument("SpUlysessQKVGemmAll2AllKernel", "gqa", gqa, expected)
+        max_tokens = max_batch_size * max_seq_len
+        super().__init__(world_group, nnodes, sp_size, max_tokens, head_dim, input_dtype)
+        self.heads = gqa * kv_heads, kv_heads, kv_heads
+        self.buffers: dict[int, torch.Tensor] = {}
+
+    def get_input_comm_buf(self, tensor: torch.Tensor, comm_buf_idx: int) -> torch.Tensor:
+        """Return a tensor like ``tensor``, from which the ``_no_cpy`` methods read."""
+        self.buffers[comm_buf_idx] = torch.empty_like(tensor)
+        return self.buffers[comm_buf_idx]
+
+    def forward(
+        self, attention_input: torch.Tensor, weight: torch.Tensor,
+        seq_lens_cpu: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+        outputs: list[torch.Tensor] | None = None, num_comm_sms: int = -1, sm_margin: int = 0,
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """Return q, k and v of the whole sequence for this rank's heads.
+
+        Args:
+            attention_input: [batch, tokens of this rank, hidden].
+            weight: [features, hidden], rows of q, then of k, then of v.
+            seq_lens_cpu: int32 [sp_size], tokens of each rank; default: equal.
+            bias: [features].
+            outputs: receive the results.
+            num_comm_sms, sm_margin: ignored.
+        """
+        qkv = linear(attention_input, weight, bias).unflatten(2, (-1, self.head_dim))
+        results = self.qkv_pack_a2a(qkv, seq_lens_cpu)
+        if outputs is None:
+            return results
+        return [out.copy_(each) for out, each in zip(outputs, results, strict=True)]
+
+    def qkv_pack_a2a(
+        self, qkv: torch.Tensor, seq_lens_cpu: torch.Tensor | None = None, *_: Any, **__: Any
+    ) -> list[torch.Tensor]:
+        """Exchange q, k and v that are packed in [batch, tokens, heads of all, head_dim]."""
+        ctx = self.context(*self.heads[:2])
+        q, k, v = qkv.split(self.heads, 2)
+        return [*ulysses_pre_attn(q, k, v, ctx, lengths_of(seq_lens_cpu))]
+
+    def qkv_pack_a2a_no_cpy(
+        self, qkv: torch.Tensor, seq_lens_cpu: torch.Tensor | None = None, num_comm_sms: int = -1,
+        comm_buf_idx: int = 0,
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """Call ``qkv_pack_a2a`` with the tensor of ``get_input_comm_buf``."""
+        return self.qkv_pack_a2a(self.buffers[comm_buf_idx], seq_lens_cpu)
+
+    def pre_attn_a2a(
+        self, inputs: torch.Tensor, seq_lens_cpu: torch.Tensor | None = None, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        """Exchange one tensor [batch, tokens, heads, head_dim]."""
+        ctx = self.context(inputs.shape[2], inputs.shape[2])
+        out: torch.Tensor = ulysses_pre_attn(inputs, None, None, ctx, lengths_of(seq_lens_cpu))[0]
+        return out
+
+    def pre_attn_a2a_no_cpy(
+        self, inputs: torch.Tensor, seq_lens_cpu: torch.Tensor | None = None,
+        num_comm_sms: int = -1, comm_buf_idx: int = 0,
+    ) -> torch.Tensor:  # fmt: skip
+        """Call ``pre_attn_a2a`` with the tensor of ``get_input_comm_buf``."""
+        return self.pre_attn_a2a(self.buffers[comm_buf_idx], seq_lens_cpu)
+
+
+def lengths_of(seq_lens_cpu: torch.Tensor | None) -> list[int] | None:
+    return None if seq_lens_cpu is None else seq_lens_cpu.tolist()
