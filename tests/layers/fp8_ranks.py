@@ -20,7 +20,7 @@ from triton_dist.errors import InvalidArgument, TritonDistWarning
 from triton_dist.layers.nvidia import TP_MLP, EP_MoE, TP_Attn, TP_MoE
 from triton_dist.layers.nvidia.fp8 import E4M3
 from triton_dist.models import LLM, ModelConfig
-from triton_dist.models.llama import RotaryEmbedding
+from triton_dist.models.llama import MLP, RotaryEmbedding
 from triton_dist.testing.timing import captured
 
 
@@ -71,12 +71,20 @@ def stock_of(kind: type, recipe: str, columns: int, **sizes: Any) -> Any:
     if kind is TP_Attn and recipe == "block":
         sizes = {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4, **sizes}
     stock = model(**sizes).model.layers[0]
+    if kind is EP_MoE:
+        stock.mlp.shared_experts = MLP(hidden, columns).to(stock.mlp.gate.weight.device)
+        stock.mlp.register_forward_hook(add_shared)
     if kind is TP_Attn:
         bias = drawn(4, stock.self_attn.q_proj.out_features)
         for name in "qkv":
             linear = getattr(stock.self_attn, f"{name}_proj")
             linear.bias = torch.nn.Parameter(bias[: linear.out_features])
     return in_fp8(stock.self_attn if kind is TP_Attn else stock.mlp, recipe)
+
+
+def add_shared(stock: Any, args: Any, out: Any) -> torch.Tensor:
+    y = out[0] if isinstance(out, tuple) else out
+    return y + stock.shared_experts(args[0])
 
 
 @mock.patch.dict("os.environ", TRITON_DIST_AUTOTUNE="0")  # tests of the ops try all configs

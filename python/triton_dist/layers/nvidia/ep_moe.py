@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 
 from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS, blocks
 from triton_dist.layers.nvidia.expert_parallel import ep_experts, ep_experts_fp8
-from triton_dist.layers.nvidia.fp8 import INPUT_SCALES, SCALES, WeightScales, is_silu
-from triton_dist.layers.nvidia.stock_weights import E4M3, StockWeight
+from triton_dist.layers.nvidia.fp8 import INPUT_SCALES, SCALES, is_silu, with_fp8_linears
+from triton_dist.layers.nvidia.stock_weights import StockWeight
 from triton_dist.layers.nvidia.tensor_parallel import Collectives, TensorParallel
 from triton_dist.layers.nvidia.tp_moe import SHARED, TP_MoE
 from triton_dist.runtime.device import current_device
@@ -99,9 +99,8 @@ class EP_MoE(TP_MoE):
             module = getattr(source, name, None)
             if module is None:
                 continue
-            if any(WeightScales.of(each) is not None for each in module.modules()):
-                raise self._invalid(f"{name}.weight.dtype", E4M3, "weights that are not fp8")
-            setattr(self, name, copy.deepcopy(module).to(self.torch_ranks.device))
+            module = copy.deepcopy(module).to(self.torch_ranks.device)
+            setattr(self, name, with_fp8_linears(module))
             if name in SHARED:
                 self._shared_name = name
 

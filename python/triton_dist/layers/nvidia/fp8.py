@@ -17,6 +17,7 @@ import torch
 
 from triton_dist.kernels.common.gemm.quantise import quantisation
 from triton_dist.kernels.common.gemm.scales import blocks
+from triton_dist.kernels.nvidia import matmul
 from triton_dist.layers.nvidia.stock_weights import E4M3
 from triton_dist.layers.nvidia.tensor_parallel import ranks_by_name
 
@@ -137,3 +138,60 @@ def _(function: str, operands: Any, routing: Any, out_dtype: Any, ranks_name: st
     if function.endswith("_rs"):
         rows = rows // num_ranks
     return A.new_empty(rows, N, dtype=out_dtype)
+
+
+@torch.library.custom_op("triton_dist::fp8_linear", mutates_args=())
+def fp8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    is_block: bool,
+    static_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return ``x @ weight.T`` for x [rows, K], on this rank alone.
+
+    Args:
+        weight, scale: [N, K] and its scales, as in a checkpoint.
+        is_block, static_scale: see ``quantise``.
+    """
+    if not len(x):
+        return x.new_empty(0, len(weight))
+    A, A_scale = quantise(x, is_block, False, static_scale)
+    out: torch.Tensor = matmul(A, weight.mT, A_scale=A_scale, B_scale=scale, out_dtype=x.dtype)
+    return out
+
+
+@fp8_linear.register_fake
+def _(x: Any, weight: Any, scale: Any, is_block: bool, static_scale: Any) -> Any:
+    return x.new_empty(len(x), len(weight))
+
+
+class Fp8Linear(torch.nn.Module):
+    """A linear layer with the parameters and buffers of an fp8 module. It has no backward."""
+
+    def __init__(self, source: torch.nn.Module, scales: WeightScales) -> None:
+        super().__init__()
+        self._scales = scales
+        for name, parameter in source.named_parameters(recurse=False):
+            parameter.requires_grad_(name == "bias" and parameter.requires_grad)
+            self.register_parameter(name, parameter)
+        for name, buffer in source.named_buffers(recurse=False):
+            self.register_buffer(name, buffer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale, static = getattr(self, self._scales.name), getattr(self, _INPUT_SCALE, None)
+        is_block, rows = self._scales.is_block, x.flatten(0, -2)
+        y: torch.Tensor = fp8_linear(rows, self.weight, scale, is_block, static)
+        bias = getattr(self, "bias", None)
+        y = y if bias is None else y + bias
+        return y.view(*x.shape[:-1], y.shape[1])
+
+
+def with_fp8_linears(module: torch.nn.Module) -> torch.nn.Module:
+    """Return ``module``, whose fp8 modules are replaced by ``Fp8Linear``."""
+    scales = WeightScales.of(module)
+    if scales is not None:
+        return Fp8Linear(module, scales)
+    for name, child in module.named_children():
+        setattr(module, name, with_fp8_linears(child))
+    return module
