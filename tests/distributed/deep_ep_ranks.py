@@ -137,6 +137,10 @@ def few_tokens() -> None:
         batches.append((rows, ids, weights, x, topk_idx, stats, call))
     with pytest.raises(InvalidArgument, match="a context with a pending send"):
         buffer.low_latency_dispatch(x, topk_idx, most, EXPERTS)
+    with pytest.raises(
+        InvalidArgument, match="handle is 'a pending send', expected a handle whose"
+    ):
+        buffer.low_latency_combine(call[0][0], topk_idx, topk_idx.float(), call[2])
     for rows, ids, weights, x, topk_idx, stats, call in batches[::-1]:  # noqa: B007  # x: below
         (out, scales), counts, handle, _, hook = call
         hook()

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from tests.distributed import ep_names_ranks, ep_ranks
+from tests.distributed import deep_ep_ranks, ep_names_ranks, ep_ranks
 from tests.distributed.test_ep import (  # noqa: F401
     test_different_arguments_are_an_error_on_every_rank,
     test_every_rank_raises_what_one_did_wrong,
@@ -81,3 +81,5 @@ def test_names_that_scripts_import(on_ranks):
         run(ep_names_ranks.low_latency_layer, flag)
     run(ep_names_ranks.splits_in_2d, torch.int8)
     run(ep_names_ranks.own_script, True)
+    run(deep_ep_ranks.many_tokens)
+    run(deep_ep_ranks.few_tokens)

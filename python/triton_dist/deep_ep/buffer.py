@@ -289,13 +289,13 @@ class Buffer(LowLatencyCalls):
         prefix = table[:, 1 : 1 + ranks].cumsum(0, dtype=torch.int32)
         if num_worst_tokens:
             return _Sizes(-(-num_worst_tokens // ranks), num_worst_tokens, [], prefix)
-        host = table.tolist()
-        sums = [sum(each) for each in zip(*host, strict=True)]
+        host = table.cpu()
+        sums, most = host.sum(0).tolist(), int(host[:, 0].max())
         local = len(per_expert) // ranks
         first = 1 + ranks + self.rank * local
         counts = [-(-each // alignment) * alignment for each in sums[first : first + local]]
         # Powers of two, because ops are tuned for each limit.
-        limit = triton.next_power_of_2(max(1, *(row[0] for row in host)))
+        limit = triton.next_power_of_2(max(1, most))
         return _Sizes(limit, sums[1 + self.rank], counts, prefix)
 
     def _rank_ids(self, is_token_in_rank: torch.Tensor, num_experts: int) -> torch.Tensor:

@@ -172,10 +172,16 @@ class LowLatencyCalls(Calls):
 
         Returns:
             bf16 [tokens, hidden]; the event; and the function, or ``None``.
+
+        Raises:
+            InvalidArgument: the function of the dispatch has not been called.
         """
         _check_hook("low_latency_combine", async_finish, return_recv_hook)
         limit, kind = handle.num_max_dispatch_tokens_per_rank, f"slot {handle.slot}"
         ctx = self._context(kind, limit, handle.hidden, handle.num_experts)
+        if ctx.pending is not None:
+            expected = "a handle whose dispatch has been received: call its function first"
+            raise InvalidArgument("low_latency_combine", "handle", "a pending send", expected)
         y = (self._products[handle.slot] if zero_copy else x).flatten(0, 1)
 
         def work() -> torch.Tensor:
