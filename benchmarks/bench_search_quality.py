@@ -1,8 +1,8 @@
 """Measure the quality of the searches' winners, and the cost of a search, on recorded spaces.
 
-    scripts/python benchmarks/bench_search_quality.py [racing|few|warm-start|matmul] [options]
+    scripts/python benchmarks/bench_search_quality.py [racing|few|warm-start|prior|matmul] [options]
 
-Without the name of a table, the three tables that need no GPU are printed.
+Without the name of a table, the four tables that need no GPU are printed.
 
 - ``racing``: compares ``search="racing"``, the usual "5 + 10" (every config 5 times untimed and 10
   times timed, lowest mean wins) and an oracle, on a simulated device whose clocks change during the
@@ -10,6 +10,8 @@ Without the name of a table, the three tables that need no GPU are printed.
 - ``few``: searches that try 200 of many configs: random, ``search="surrogate"``, and
   ``search="optuna"`` if Optuna is installed.
 - ``warm-start``: tunings of a size for which near sizes are tuned, compared with full races.
+- ``prior``: races with and without the predicted times of the op (``prior_fn``), races with these
+  times in reversed order, and ``search="prior"``.
 - ``matmul``: tunings of ``matmul`` with empty caches on one GPU: surrogate (and Optuna, if
   installed) over thousands of configs, and racing over the op's list of configs.
 
@@ -339,8 +341,8 @@ class SizedSpace:
     """A file of ``record_spaces.py``: run times of an op's configs at many sizes."""
 
     def __init__(self, path: Path) -> None:
-        tree = json.loads(gzip.decompress(path.read_bytes()))
-        configs = [Config({"config": text}) for text in tree["configs"]]
+        self.tree = tree = json.loads(gzip.decompress(path.read_bytes()))
+        self.configs = configs = [Config({"config": text}) for text in tree["configs"]]
         self.name = f"{tree['op']} {tree['largest']}, {tree['ranks']} GPU"
         self.runs: dict[int, dict[Config, list[float]]] = {
             int(M): {configs[int(i)]: each for i, each in runs.items() if isinstance(each, list)}
@@ -424,20 +426,59 @@ def warm_start_table(options: argparse.Namespace) -> list[dict[str, Any]]:
         print(f"{space.name}, {len(found['full race'])} tunings")
         full = [spent for _, _, spent in found["full race"]]
         for name, each in found.items():
-            regrets = sorted(regret for regret, _, _ in each)
-            row = {
-                "space": space.name,
-                "tuned by": name,
-                "near": statistics.fmean(near for _, near, _ in each),
-                "regret p95": regrets[int(0.95 * (len(regrets) - 1))],
-                "cost": statistics.fmean(e[2] / f for e, f in zip(each, full, strict=True)),
-            }
-            rows.append(row)
-            print(
-                f"  {name:>16}: near {row['near']:.0%}, regret p95 {row['regret p95']:.1%}, "
-                f"cost {row['cost']:.2f}",
-                flush=True,
-            )
+            rows.append(_sized_row(space.name, name, each, full))
+    return rows
+
+
+def _sized_row(
+    space: str, name: str, each: Sequence[tuple[float, bool, float]], full: Sequence[float]
+) -> dict[str, Any]:
+    """Print and return a row: ``each`` tuning has a regret, whether it is near, and a time."""
+    regrets = sorted(regret for regret, _, _ in each)
+    row = {
+        "space": space,
+        "tuned by": name,
+        "near": statistics.fmean(near for _, near, _ in each),
+        "regret p95": regrets[int(0.95 * (len(regrets) - 1))],
+        "cost": statistics.fmean(e[2] / f for e, f in zip(each, full, strict=True)),
+    }
+    print(
+        f"  {name:>16}: near {row['near']:.0%}, regret p95 {row['regret p95']:.1%}, "
+        f"cost {row['cost']:.2f}",
+        flush=True,
+    )
+    return row
+
+
+# ---- prior: predicted times
+
+PRIOR = Policy.on("cuda", timing="events", search="prior")
+
+
+def prior_table(options: argparse.Namespace) -> list[dict[str, Any]]:
+    import bench_prior  # next to this file
+
+    rows = []
+    for path in sorted(options.folder.glob("*_sizes.json.gz")):
+        space = SizedSpace(path)
+        found: dict[str, list[tuple[float, bool, float]]] = defaultdict(list)
+        for M, by_index in bench_prior.predictions(space.tree):
+            configs = list(space.runs[int(M)])
+            ms = {space.configs[i]: predicted for i, predicted in by_index.items()}
+            reverse = {config: 1 / predicted for config, predicted in ms.items()}
+            searches: dict[str, tuple[Policy, Mapping[Config, float]]] = {
+                "race": (RACING, {}), "with predictions": (RACING, ms),
+                "reversed": (RACING, reverse), 'search="prior"': (PRIOR, ms),
+            }  # fmt: skip
+            for number in range(options.draws):
+                for name, (policy, predicted) in searches.items():
+                    search = search_for(configs, policy, None, predicted)
+                    record, spent = space.tuned(int(M), search, random.Random(number))
+                    found[name].append((*space.regret(int(M), record), spent))
+        print(f"{space.name}, {len(found['race'])} tunings")
+        full = [spent for _, _, spent in found["race"]]
+        for name, each in found.items():
+            rows.append(_sized_row(space.name, name, each, full))
     return rows
 
 
@@ -549,6 +590,7 @@ TABLES = {
     "racing": racing_table,
     "few": few_table,
     "warm-start": warm_start_table,
+    "prior": prior_table,
     "matmul": matmul_table,
 }
 

@@ -5,8 +5,8 @@
 
 At each M, every config that is not pruned is run ``--runs`` times: interleaved, cold L2, ranks
 aligned, slowest rank of each sample. ``bench_search_quality.py`` replays the file. For each M, the
-file has the times or the failure of each config (by its index in ``configs``), and the number of
-waves of its grid.
+file has the times or the failure of each config (by its index in ``configs``), the number of waves
+of its grid, and the key of the call.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from overlap.results import software
 from overlap.shapes import LAYERS, layers_of, parse_numbers
 
+from triton_dist._tuning.values import codec
 from triton_dist.kernels.nvidia.gemm import matmul
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
@@ -95,8 +96,9 @@ class Recorder:
 
     def record(self) -> dict[str, Any]:
         """Return the content of the file: the runs and waves of all configs, by M."""
-        sizes, waves = {}, {}
+        sizes, waves, keys = {}, {}, {}
         for M, (args, kwargs) in self._calls():
+            keys[str(M)] = codec.encode(self.op.key_fn(*args, **kwargs))
             sizes[str(M)] = self._runs(M, args, kwargs)
             waves[str(M)] = self._waves(args, kwargs)
         fallback = [index for index, each in enumerate(self.configs) if self.op.fallback_fn(each)]
@@ -104,7 +106,7 @@ class Recorder:
             "op": self.options.op, "largest": str(self._shape(max(self.options.M))),
             "ranks": dist.get_world_size(), "hardware": dict(current_device().facts()),
             "software": software(), "configs": [str(each) for each in self.configs],
-            "fallback": fallback, "waves": waves, "sizes": sizes,
+            "fallback": fallback, "waves": waves, "keys": keys, "sizes": sizes,
         }  # fmt: skip
 
     def _shape(self, M: int) -> Any:

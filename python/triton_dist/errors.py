@@ -204,6 +204,22 @@ class NoValidConfig(TritonDistError, RuntimeError):
         super().__init__(f"{function}: no valid config for key {key}:{detail}")
 
 
+class PriorFailed(TritonDistError, RuntimeError):
+    """``prior_fn`` raised, or returned no positive number. Raised on every rank.
+
+    Attributes:
+        rank: global rank whose ``prior_fn`` failed.
+        config: the config as text.
+    """
+
+    def __init__(self, function: str, key: object, rank: int, config: str, cause: str) -> None:
+        self.rank, self.config, self.cause = rank, config, cause
+        super().__init__(
+            f"{function}, key {key}: prior_fn failed on rank {rank} for config {config}: {cause}. "
+            "It must return the predicted milliseconds of every config; inf means unknown."
+        )
+
+
 class TuningAborted(TritonDistError, RuntimeError):
     """A config failed, and some rank could not be reset to try another config.
 

@@ -100,6 +100,10 @@ def _flag(raw: str) -> bool:
     return _checked(_word, (_YES | _NO).__contains__)(raw) in _YES
 
 
+def _flag_or_prior(raw: str) -> bool | str:
+    return "prior" if _word(raw) == "prior" else _flag(raw)
+
+
 def _one_of(*choices: str) -> Callable[[str], str]:
     return _checked(_word, choices.__contains__)
 
@@ -180,11 +184,15 @@ autotune_always_tune = flag(
     "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE",
     "Tune again even if a record exists, and replace the record.",
 )
-autotune = flag(
+autotune: Knob[bool | str] = Knob(
     "TRITON_DIST_AUTOTUNE",
-    "0: use the first config of every space, without tuning or reading records; "
-    "TRITON_DIST_AUTOTUNE_FROZEN then has no effect.",
-    default=True,
+    True,
+    _flag_or_prior,
+    "0, 1 or prior",
+    "0: use the first config of every space, without tuning or reading records. prior: a call "
+    "whose key has no record uses the config that prior_fn predicts to be the fastest, without "
+    "measuring; set on one rank, it applies to all ranks. With 0 and prior, "
+    "TRITON_DIST_AUTOTUNE_FROZEN has no effect on calls.",
 )
 autotune_frozen = flag(
     "TRITON_DIST_AUTOTUNE_FROZEN",

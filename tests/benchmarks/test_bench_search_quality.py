@@ -142,3 +142,17 @@ def test_the_space_for_a_gpu_is_large(monkeypatch):
 def test_a_folder_without_spaces_is_refused(tmp_path):
     with pytest.raises(SystemExit, match=r"no \*_T4.json.gz"):
         quality.main(["racing", "--folder", str(tmp_path)])
+
+
+def test_predictions_make_races_cheaper_and_wrong_ones_do_no_harm(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(quality.HERE)
+    name = "matmul_4096_14336_sizes.json.gz"
+    tree = json.loads(gzip.decompress((quality.DATA / name).read_bytes()))
+    tree["sizes"] = {M: tree["sizes"][M] for M in ("128", "2048")}
+    (tmp_path / name).write_bytes(gzip.compress(json.dumps(tree).encode()))
+    rows = quality.main(["prior", "--folder", str(tmp_path), "--draws", "2"])["prior"]
+    cost = {row["tuned by"]: row["cost"] for row in rows}
+    assert cost['search="prior"'] < cost["with predictions"] < 0.75
+    assert cost["race"] == 1
+    assert cost["reversed"] > 0.9
+    assert [row["near"] for row in rows] == [1.0] * 4

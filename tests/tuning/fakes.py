@@ -160,6 +160,7 @@ class Rank:
     fingerprint: Fingerprint | None = None
     always_tune: bool = False
     frozen: bool = False
+    by_prior: bool = False
     strict: bool = False
     verbose: bool = False
     name: str = "run"
@@ -173,6 +174,7 @@ class Rank:
     check_search: Callable[[], Any] = lambda: None
     sizes: Sizes | None = None
     fallback_fn: Callable[[Any], object] = lambda config: False
+    prior_fn: Callable[..., float] | None = None
     warm_start_ms: float = 30.0
     max_cached_keys: int = 4096
     deferred_checks: Callable[[], Any] = lambda: contextlib.nullcontext(lambda: None)
@@ -202,6 +204,7 @@ class Rank:
             ),
             sizes=self.sizes,
             fallback_fn=self.fallback_fn,
+            prior_fn=self.prior_fn,
         )
 
     def parts(self, memory: MemoryStore) -> Parts:
@@ -210,6 +213,7 @@ class Rank:
                 policy=self.policy,
                 always_tune=self.always_tune,
                 frozen=self.frozen,
+                by_prior=self.by_prior,
                 strict=self.strict,
                 verbose=self.verbose,
                 seconds=SECONDS,
@@ -221,7 +225,7 @@ class Rank:
             ranks=self.ranks,
             store=LayeredStore([memory, self.disk]),
             memory_store=memory,
-            search=self.search,
+            search=lambda *about: self.search(*about if about[-1] else about[:-1]),
             check_search=self.check_search,
             warm_start_search=ShortRace,
             fingerprint=lambda function, space: self.fingerprint or fingerprint(),

@@ -74,6 +74,7 @@ def autotune(
     sizes: Sequence[str] | Mapping[str, Callable[[int], int]] = (),
     fallback_fn: Callable[[Config], object] | None = None,
     waves_fn: Callable[[Any, Config], float | None] | None = None,
+    prior_fn: Callable[..., float] | None = None,
     input_variants_fn: Callable[..., Iterable[Mapping[str, Any]]] | None = None,
     worst_input: bool = False,
 ) -> Decorator[K]:
@@ -116,6 +117,8 @@ def autotune(
             Optuna's TPE sampler selects them; needs the extra ``optuna`` on all ranks. ``"auto"``:
             racing for few candidates, else surrogate. Or a callable that takes the values of each
             parameter by name and returns an object with ``ask`` and ``tell`` (``tune.Search``).
+            ``"prior"``: race the ``max_trials`` configs (default: 8) that ``prior_fn`` predicts to
+            be the fastest; without ``prior_fn``, the first configs of the space.
         effort: ``"quick"``, ``"normal"`` or ``"max"``: try 50, 200 or 1000 candidates of a space
             that is too large to try completely. ``"quick"`` limits every search to 50 candidates.
             ``max_trials`` overrides it.
@@ -146,6 +149,11 @@ def autotune(
             ``key_fn``. The tuner assumes that equal wave counts, rounded up, take equal time, and
             uses this to select configs for a size from measurements of neighbouring sizes.
             ``None``: the time grows with the sizes. Requires ``sizes``.
+        prior_fn: ``prior_fn(config, *args, **kwargs)`` returns the predicted milliseconds of a
+            config, without measuring; ``inf`` or NaN if unknown. Configs with small predictions are
+            tried first. Racing skips a config if the measured times of others show that its
+            prediction is too large for a winner. With ``TRITON_DIST_AUTOTUNE=prior``, predictions
+            replace measurements. Only the leader's result is used.
         input_variants_fn: ``input_variants_fn(*args, **kwargs)`` returns mappings from argument
             names to other, equally likely values, the same number on each rank. It is for functions
             whose time depends on the values in their tensors. Each sample is the mean over the call
@@ -180,6 +188,7 @@ def autotune(
         "agree_fn": agree_fn,
         "fallback_fn": fallback_fn,
         "waves_fn": waves_fn,
+        "prior_fn": prior_fn,
         "input_variants_fn": input_variants_fn,
     }
     for name, function in {**functions, "reset_fn": reset_fn, "check_fn": check_fn}.items():
@@ -198,6 +207,9 @@ def autotune(
     if isinstance(config_space, Product) and not config_space.is_listed and search in FULL_SEARCHES:
         wanted = f'"surrogate", "optuna" or "auto" for {len(config_space)} combinations'
         raise InvalidArgument("autotune", "search", search, wanted)
+    if isinstance(config_space, Product) and not config_space.is_listed and prior_fn is not None:
+        wanted = f"None: it would be called for {len(config_space)} combinations"
+        raise InvalidArgument("autotune", "prior_fn", prior_fn, wanted)
     if not callable(config_space) and not isinstance(config_space, Product):
         try:
             configs = iter(config_space)
@@ -242,7 +254,8 @@ def autotune(
             return type(fn)(decorate(fn.__func__))
         check_tunable(fn, "autotune", restore)
         keys, key_sizes = sized_key(fn, key_fn, rounding, waves_fn)
-        deciding = (prune_fn, check_fn, input_variants_fn, reset_fn)
+        deciding = [prune_fn, check_fn, input_variants_fn, reset_fn]
+        deciding += [prior_fn] if search == "prior" else []
         validators = tuple(each for each in deciding if each is not None)
         composer = _Composer(
             scope,
@@ -271,6 +284,7 @@ def autotune(
             origin_of,
             key_sizes,
             fallback_fn or (lambda config: False),
+            prior_fn,
         )
         _tuned.add(tuned)
         return tuned

@@ -43,7 +43,7 @@ _regions: set[object] = set()
 def autotuning() -> Iterator[None]:
     """Context manager in which calls may tune although the environment forbids it.
 
-    Inside it, ``TRITON_DIST_AUTOTUNE=0`` and ``TRITON_DIST_AUTOTUNE_FROZEN=1`` have no effect.
+    Inside it, ``TRITON_DIST_AUTOTUNE`` and ``TRITON_DIST_AUTOTUNE_FROZEN`` have no effect.
     ``autotune=False`` of a call keeps its effect. The region applies to all threads of the process,
     because autograd runs backward passes on other threads. All ranks that tune together must be
     inside. Configs that were chosen inside stay in use after the region.
@@ -59,6 +59,11 @@ def autotuning() -> Iterator[None]:
 def is_off() -> bool:
     """Return whether tuning and look-ups are disabled, so that default configs are used."""
     return not (_regions or knobs.autotune.get())
+
+
+def is_by_prior() -> bool:
+    """Return whether predictions replace measurements (``TRITON_DIST_AUTOTUNE=prior``)."""
+    return not _regions and knobs.autotune.get() == "prior"
 
 
 # A trial may wait for a backward pass on another thread. If that thread tunes, it must pause the
@@ -105,6 +110,7 @@ def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store
             policy=policy,
             always_tune=knobs.autotune_always_tune.get(),
             frozen=not _regions and knobs.autotune_frozen.get(),
+            by_prior=is_by_prior(),
             strict=knobs.autotune_version_check.get(),
             verbose=verbose or knobs.autotune_print.get(),
             seconds=seconds,

@@ -93,6 +93,8 @@ class Proposal:
     """Tuning is forbidden on this rank."""
     capturing: bool
     """Nothing can be measured now, because of a CUDA-graph capture or a trace."""
+    by_prior: bool = False
+    """Predictions replace measurements on this rank."""
     kept: Sequence[str] = ()
     """Digests of the configs that pruning keeps, if pruning has already run. The list of rank 0 is
     used."""
@@ -111,6 +113,7 @@ class Agreement:
             ranks.
         leader: the proposal of rank 0.
         capturing: some rank cannot measure now.
+        by_prior: on some rank, predictions replace measurements.
         frozen: global ranks on which tuning is forbidden. One such rank forbids it for all ranks.
         all_have_record: all ranks have the same record, or no rank has one.
         will_run: every rank runs the function with the chosen config immediately.
@@ -142,6 +145,7 @@ class Agreement:
         self.all_have_record = len({verdict.record for verdict in verdicts}) == 1
         self.leader = proposals[0]
         self.capturing = any(proposal.capturing for proposal in proposals)
+        self.by_prior = any(proposal.by_prior for proposal in proposals)
         self.frozen = [
             ranks.global_rank(r) for r, proposal in enumerate(proposals) if proposal.frozen
         ]
@@ -156,7 +160,7 @@ class Agreement:
         }
         holders = [rank for rank, verdict in valid.items() if not verdict.shipped] or list(valid)
         # If nothing can be measured, a record is used although ALWAYS_TUNE is set.
-        cannot_tune = self.capturing or bool(self.frozen)
+        cannot_tune = self.capturing or bool(self.frozen) or self.by_prior
         usable = bool(holders) and (cannot_tune or not self.leader.always_tune)
         # Choose the lowest rank with a record.
         self.holder = holders[0] if usable else None

@@ -7,8 +7,9 @@ already tuned, they are the few configs that are near the best at those sizes
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ from triton_dist._tuning.values import (
     validity,
 )
 from triton_dist._tuning.values.show import error_text
-from triton_dist.errors import NoValidConfig, RankDisagreement
+from triton_dist.errors import NoValidConfig, PriorFailed, RankDisagreement
 
 
 class PruneResult(NamedTuple):
@@ -73,6 +74,8 @@ class _LeaderResult:
     failure: str | None = None
     failed_hook: str = "prune_fn"
     """Name of the user's function that failed."""
+    failed_prediction: tuple[str, str] | None = None
+    """The config for which ``prior_fn`` failed, and the reason."""
 
 
 class CandidateSet:
@@ -82,6 +85,8 @@ class CandidateSet:
         candidates: all candidates. If the space is not listed, only the leader's are pruned.
         pruned: the configs that were dropped; empty if the space is not listed.
         warm_started_from: the neighbours that chose the candidates; empty if none did.
+        predicted_ms: on the leader, the predictions of ``prior_fn``; ``inf``: unknown. Empty
+            without ``prior_fn``.
     """
 
     def __init__(
@@ -90,8 +95,10 @@ class CandidateSet:
         candidates: Candidates,
         pruned: Sequence[Pruned] = (),
         warm_started_from: str = "",
+        predicted_ms: Mapping[Config, float] | None = None,
     ) -> None:
         self._space, self.candidates = space, candidates
+        self.predicted_ms = predicted_ms or {}
         self.pruned, self.warm_started_from = pruned, warm_started_from
         listed = () if isinstance(candidates, Unlisted) else candidates
         self._labels = {
@@ -172,18 +179,28 @@ class Selection:
         """Drop the errors. They refer to frames that refer to this object."""
         self.cause = self._prune_result = None
 
-    def candidate_set(self, warm: bool = True) -> CandidateSet:
+    def most_promising(self) -> Config:
+        """Return the config to use without any measurement. Raise like :meth:`candidate_set`."""
+        candidates = self.candidate_set(warm=False, only_best=True).candidates
+        if isinstance(candidates, Unlisted):
+            return self._subject.space.default
+        return candidates[0]
+
+    def candidate_set(self, warm: bool = True, only_best: bool = False) -> CandidateSet:
         """Return the configs that may be tried. Only the leader calls ``prune_fn``.
 
         Args:
             warm: use only the configs that neighbours choose, if there are neighbours.
+            only_best: use only the most promising config of a listed space.
 
         Raises:
             NoValidConfig: ``prune_fn`` kept no config; raised on every rank.
+            PriorFailed: the leader's ``prior_fn`` failed; raised on every rank.
             RankDisagreement: the leader's ``prune_fn``, ``fallback_fn`` or ``waves_fn`` raised. The
                 leader raises the original exception.
         """
         ranks, space, plan = self._ranks, self._subject.space, _LeaderResult()
+        predicted: Mapping[Config, float] = {}
         result = self.prune_result if ranks.is_leader else PruneResult()
         failure = result.failure
         if failure is not None:
@@ -194,10 +211,18 @@ class Selection:
             try:
                 # Broadcast places instead of configs, because the spaces are equal on all ranks.
                 few, origin = self._warm_started(result.kept) if warm else (result.kept, "")
+                predicted = {} if origin else self._predicted_ms(few)
+                if only_best and few:
+                    fallback = self._subject.fallback_fn
+                    best = min(few, key=lambda c: predicted[c] if predicted else not fallback(c))
+                    few = [best]
                 dropped = tuple(
                     (space.index_of(each.config), each.reason) for each in result.dropped
                 )
                 plan = _LeaderResult(tuple(map(space.index_of, few)), dropped, origin)
+            except PriorFailed as error:
+                failure = error
+                plan = _LeaderResult(failed_prediction=(error.config, error.cause))
             except Exception as error:  # raised by the user's fallback_fn or waves_fn
                 failure = error
                 plan = _LeaderResult(
@@ -209,6 +234,9 @@ class Selection:
                 raise failure
             finally:
                 del result, failure  # the error refers to this frame
+        if decided.failed_prediction is not None:
+            where = self._subject.name, self.key, ranks.global_rank(0)
+            raise PriorFailed(*where, *decided.failed_prediction)
         if decided.failure is not None:
             raised = {ranks.global_rank(0): decided.failure}
             raise RankDisagreement(f"{decided.failed_hook} of {self._subject.name}", raised)
@@ -221,7 +249,31 @@ class Selection:
         if not candidates:
             causes = {str(each.config): each.reason for each in pruned}
             raise NoValidConfig(self._subject.name, self.key, causes)
-        return CandidateSet(space, candidates, pruned, decided.warm_started_from)
+        return CandidateSet(space, candidates, pruned, decided.warm_started_from, predicted)
+
+    def _predicted_ms(self, configs: Sequence[Config]) -> dict[Config, float]:
+        """Return the prediction of ``prior_fn`` for each config; empty without ``prior_fn``.
+
+        Predictions that are not finite count as unknown: infinite.
+
+        Raises:
+            PriorFailed: ``prior_fn`` raised, or returned no positive number.
+        """
+        prior_fn, call, predicted = self._subject.prior_fn, self._call, {}
+        if prior_fn is None:
+            return {}
+        with self._ranks.user_code(Step("prior_fn")):
+            for config in configs:
+                try:
+                    ms = float(prior_fn(config, *call.args, **call.kwargs))
+                    if ms <= 0:
+                        raise ValueError(f"it returned {ms}")
+                except Exception as error:
+                    rank, cause = self._ranks.global_rank(0), error_text(error)
+                    name, key = self._subject.name, self.key
+                    raise PriorFailed(name, key, rank, str(config), cause) from error
+                predicted[config] = ms if ms < math.inf else math.inf  # also for NaN
+        return predicted
 
     def _warm_started(self, kept: Sequence[Config]) -> tuple[Sequence[Config], str]:
         """Return the configs of ``kept`` that neighbours choose, and a text about the neighbours.

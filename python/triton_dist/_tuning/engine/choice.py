@@ -126,7 +126,7 @@ class Choice:
 
     config: Config
     record: TuningRecord | None
-    """``None``: nothing could be tuned. The config is the default, for this call only."""
+    """``None``: nothing was measured. The config was predicted, or is the default."""
     is_reusable: bool = True
     """Later calls use the choice too."""
     size_table: SizeTable | None = None

@@ -74,6 +74,7 @@ class AutoTuner(Decorated[P, R_co]):
         prune_fn: the ``prune_fn`` of the decorator.
         sizes: the sizes in the function's keys; ``None`` if there are none.
         fallback_fn: the ``fallback_fn`` of the decorator, or a function that returns ``False``.
+        prior_fn: the ``prior_fn`` of the decorator, or ``None``.
         tuning_count: number of tunings in this process. Records that were found do not count.
         overwritten: names of arguments that each call overwrites completely, such as an output
             buffer. No warning is given if trials change them.
@@ -99,6 +100,7 @@ class AutoTuner(Decorated[P, R_co]):
         origin_of: Callable[[Callable[..., Any], Iterable[str]], Origin] = Origin.of,
         sizes: Sizes | None = None,
         fallback_fn: Callable[[Config], object] = lambda config: False,
+        prior_fn: Callable[..., float] | None = None,
     ) -> None:
         super().__init__(fn)
         self.config_space = config_space
@@ -110,7 +112,7 @@ class AutoTuner(Decorated[P, R_co]):
         self._process = process
         self._hooks, self._origin_of = hooks, origin_of
         self._parts_for, self._forget = parts_for, forget
-        self.sizes, self.fallback_fn = sizes, fallback_fn
+        self.sizes, self.fallback_fn, self.prior_fn = sizes, fallback_fn, prior_fn
         self._untraced_slow_path = self._process.untraced(self._slow_path)
         self._default_group = self._process.default_group
         self._is_compiled = self._process.is_compiled
@@ -228,7 +230,7 @@ class AutoTuner(Decorated[P, R_co]):
         """
         self._count_call()
         options = (autotune_pg, autotune_verbose, autotune_allow_arg_overwrite)
-        record = self._choose(args, kwargs, *options).record
+        record = self._choose(args, kwargs, *options, must_measure=True).record
         if record is None:
             why = "has no record of this key. Tuning is impossible while the call is traced"
             is_traced = self._process.is_traced((args, kwargs))
@@ -371,6 +373,7 @@ class AutoTuner(Decorated[P, R_co]):
         allow_overwrite: bool,
         will_run: bool = False,
         winner_failure: str = "",
+        must_measure: bool = False,
     ) -> Choice:
         """Return the choice for these arguments.
 
@@ -380,8 +383,14 @@ class AutoTuner(Decorated[P, R_co]):
             will_run: the caller runs the function with the choice immediately.
             winner_failure: why the winner of the record failed in this call. If not empty, tune
                 again.
+            must_measure: a choice that was predicted without measuring does not suffice.
         """
         choices = self._choices
+
+        def known_choice() -> Choice | None:
+            found = None if winner_failure else choices.by_ranks.get((ranks, key))
+            return None if found and must_measure and found.record is None else found
+
         with self._reporting(process_group):
             ranks = self._process.ranks(process_group)
             fixed = self._tunables_set_by_caller(kwargs, allow_overwrite)
@@ -399,7 +408,7 @@ class AutoTuner(Decorated[P, R_co]):
             exact_key = key_of(self._name, self.key_fn, args, kwargs, fixed)
             key = exact_key if self.sizes is None else self.sizes.range_of(exact_key)
             sizes = () if self.sizes is None else self.sizes.values(exact_key)
-            choice = None if winner_failure else choices.by_ranks.get((ranks, key))
+            choice = known_choice()
             if choice is not None:
                 choice = choice.for_sizes(sizes)
                 if not fixed:  # the exact key is not cached yet, or was evicted
@@ -416,12 +425,13 @@ class AutoTuner(Decorated[P, R_co]):
                 self._hooks,
                 self.sizes and self.sizes.with_fixed(fixed) if fixed else self.sizes,
                 on_complete_configs(self.fallback_fn, fixed) if fixed else self.fallback_fn,
+                self.prior_fn and on_complete_configs(self.prior_fn, fixed),
             )
         # If this call is made in a trial of another tuned function, the time of this tuning does
         # not count for the time limit of that trial.
         with watchdog.paused(), parts.tuning_lock():
             # Another thread may have tuned the key while this thread waited for the lock.
-            choice = None if winner_failure else choices.by_ranks.get((ranks, key))
+            choice = known_choice()
             if choice is None:
                 traced = self._process.is_traced((args, kwargs))
                 agreed_keys = tuple(key for group, key in choices.by_ranks if group == ranks)
@@ -437,10 +447,15 @@ class AutoTuner(Decorated[P, R_co]):
                     will_run,
                     winner_failure,
                     agreed_keys,
+                    must_measure,
                 )
                 choice = self._resolve(subject, parts, call)
                 self._calls = 0
-            if choice.record is not None and choice.is_reusable:
+            if choice.is_reusable:
+                replaced = choices.by_ranks.get((ranks, key))
+                if replaced is not None and replaced.record is None:
+                    for table in (choices.hits, choices.group_hits, choices.ranges):
+                        table.clear()  # some entries belong to the prediction
                 kept = choices.by_ranks[ranks, key] = replace(choice, first_use=None)
                 if not fixed:
                     choices.max_cached_keys = self._process.max_cached_keys()
@@ -456,7 +471,7 @@ class AutoTuner(Decorated[P, R_co]):
     def _resolve(self, subject: TunedFunction, parts: Parts, call: Call) -> Choice:
         choice = resolve(subject, parts, call)
         self.tuning_count += choice.tuned
-        if choice.record is None and parts.ranks.is_leader:
+        if not choice.is_reusable and choice.record is None and parts.ranks.is_leader:
             when = "while it is traced" if call.traced else "during CUDA-graph capture"
             self._warn_untuned(when, call.key)
         if choice.advice:

@@ -108,6 +108,8 @@ class TunedFunction:
     """Returns ``True``, or a name, for a config that is never much slower than the best, such as a
     library's algorithm. If candidates are chosen from neighbouring sizes, one config per name is
     added to them."""
+    prior_fn: Callable[..., Any] | None = None
+    """``prior_fn(config, *args, **kwargs)`` returns the predicted milliseconds of a config."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,8 @@ class Settings:
     """Tune although there is a record (``TRITON_DIST_AUTOTUNE_ALWAYS_TUNE``)."""
     frozen: bool
     """Tuning is forbidden (``TRITON_DIST_AUTOTUNE_FROZEN``)."""
+    by_prior: bool
+    """Predictions replace measurements (``TRITON_DIST_AUTOTUNE=prior``)."""
     strict: bool
     """A record is invalid if a software version differs, even if only the patch level differs."""
     verbose: bool
@@ -173,9 +177,9 @@ class Parts(CommonParts):
     memory_store: Store
     """Records in the memory of this process. Ranks other than the leader write new records to it
     only."""
-    search: Callable[[Candidates, Policy, Config | None], Search]
-    """Returns the search for the candidates. The last argument is the winner of an earlier tuning,
-    or ``None``."""
+    search: Callable[[Candidates, Policy, Config | None, Mapping[Config, float]], Search]
+    """Returns the search for the candidates. The last two arguments are the winner of an earlier
+    tuning, or ``None``, and the predicted milliseconds of the candidates; empty if unknown."""
     check_search: Callable[[], object] = lambda: None
     """Raises if the search needs a missing package. Every rank calls it before a tuning, so that
     all ranks raise the same error, although only the leader searches."""
@@ -212,3 +216,5 @@ class Call:
     agreed_keys: tuple[object, ...] = ()
     """Keys that these ranks have already tuned or looked up together. A call with one of these keys
     sends no message."""
+    must_measure: bool = False
+    """The caller is ``tune``, whose result a prediction cannot replace."""

@@ -61,6 +61,10 @@ class Report:
             f"{self._title}: using the {kind} from {where}{note}: {_ms(best.outcome)} {best}"
         )
 
+    def predicted(self, config: Config) -> None:
+        """Report a config that was chosen without a measurement."""
+        self._show(f"{self._title}: using {config}, which was predicted and not measured")
+
     @contextmanager
     def begin(self, candidate_set: CandidateSet, reason: str, default: Config) -> Iterator[None]:
         ranks, policy = self._parts.ranks, self._parts.settings.policy

@@ -70,11 +70,14 @@ def resolve(subject: TunedFunction, parts: Parts, call: Call) -> Choice:
        that has one. A shipped record is used only if no rank has its own.
     2. A valid record in the leader's remote store. If another job tunes the key now, the leader may
        wait for its record.
-    3. If tuning is forbidden, or during CUDA-graph capture: the prediction from the leader's
-       records of neighbouring sizes. Raise if its ``prune_fn`` raises.
-    4. If tuning is forbidden: raise, also during capture, because a graph would keep the default.
-    5. During CUDA-graph capture: the default, which is the first config.
-    6. The winner of a tuning by all ranks, which the leader records. The candidates are the few
+    3. If predictions replace measurements, if tuning is forbidden, or during CUDA-graph capture:
+       the prediction from the leader's records of neighbouring sizes. Raise if its ``prune_fn``
+       raises.
+    4. If predictions replace measurements: the config that the leader's ``prior_fn`` predicts to be
+       the fastest. Without ``prior_fn``, the first fallback config or the first config.
+    5. If tuning is forbidden: raise, also during capture, because a graph would keep the default.
+    6. During CUDA-graph capture: the default, which is the first config.
+    7. The winner of a tuning by all ranks, which the leader records. The candidates are the few
        configs that are near the best at neighbouring sizes, if there are any, else all configs.
 
     Raises:
@@ -83,6 +86,7 @@ def resolve(subject: TunedFunction, parts: Parts, call: Call) -> Choice:
             a capture; raised on every rank.
         RankDisagreement: functions, keys, config spaces or fingerprints differ between ranks.
         TuningTimeout: a rank did not reach a step; raised on every rank that reached it.
+        PriorFailed: the leader's ``prior_fn`` raised; raised on every rank.
         NoValidConfig: ``prune_fn`` kept no config, or every config failed; raised on every rank.
     """
     # Trials and hooks draw random numbers that later calls do not draw. A program must compute the
@@ -148,7 +152,7 @@ class _FirstCall:
 
         # Rule 1 of ``resolve``: a rank holds a valid record. Rule 2: the remote store has one.
         found: StoredRecord | None = None
-        cannot_tune = bool(agreement.frozen) or agreement.capturing
+        cannot_tune = bool(agreement.frozen) or agreement.capturing or agreement.by_prior
         if agreement.holder is not None:
             record = self._shared_record(agreement, own.record)
             holder = ranks.global_rank(agreement.holder)
@@ -176,9 +180,16 @@ class _FirstCall:
                 config, record, size_table=selection.size_table(record, config), first_use=first_use
             )
 
-        # Rules 3 to 5: nothing may be measured.
+        # Rules 3 to 6: nothing may be measured.
         if cannot_tune:
             predicted, failure = selection.predicted()
+            if agreement.by_prior:
+                # Without a record: it is a guess, which ``tune`` replaces.
+                if predicted is not None:
+                    return Choice(self._winner(predicted), None)
+                config = selection.most_promising()
+                report.predicted(config)
+                return Choice(config, None)
             if predicted is not None:
                 report.cached(predicted, "records of other sizes", "")
                 return Choice(
@@ -186,9 +197,9 @@ class _FirstCall:
                 )
             if failure or agreement.frozen:
                 raise self._refusal(agreement, own.location_or_reason, failure)
-            return Choice(subject.space.default, None)
+            return Choice(subject.space.default, None, is_reusable=False)
 
-        # Rule 6: tune.
+        # Rule 7: tune.
         try:
             parts.check_search()
             record, where = self._tune(own, report)
@@ -328,6 +339,7 @@ class _FirstCall:
             always_tune=self._parts.settings.always_tune or bool(call.winner_failure),
             frozen=self._parts.settings.frozen,
             capturing=call.traced or self._parts.device.is_capturing(),
+            by_prior=self._parts.settings.by_prior and not call.must_measure,
             will_run=call.will_run,
             remote_seconds=remote.max_find_seconds(may_wait=True) if remote else None,
         )
@@ -434,7 +446,9 @@ class _FirstCall:
                 candidate_set.candidates, policy, parts.settings.warm_start_ms
             )
         elif ranks.is_leader:
-            search = parts.search(candidate_set.candidates, policy, self._incumbent)
+            search = parts.search(
+                candidate_set.candidates, policy, self._incumbent, candidate_set.predicted_ms
+            )
         prepared = prepare and (lambda c: prepare(*call.args, **call.kwargs, **c.arguments()))
         ahead = CompileAhead(prepared, parts.compiler, parts.settings.compile_seconds, ranks)
         with parts.deferred_checks() as run_checks, closing(ahead), ExitStack() as scope:

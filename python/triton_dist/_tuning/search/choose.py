@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from triton_dist._tuning import protocols
+from triton_dist._tuning.search.prior import PredictedRacing, by_promise
 from triton_dist._tuning.search.racing import IteratorSearch, Racing
 from triton_dist._tuning.values import (
     Candidates,
@@ -220,6 +221,7 @@ def search_for(
     candidates: Candidates,
     policy: Policy,
     incumbent: Config | None = None,
+    predicted_ms: Mapping[Config, float] | None = None,
     *,
     user_search: Factory | None = None,
     compiles_ahead: bool = False,
@@ -227,6 +229,7 @@ def search_for(
     """Return the search for ``candidates``.
 
     Args:
+        predicted_ms: the predicted time of each candidate; empty if unknown.
         user_search: creates the search of the user, if any.
         compiles_ahead: whether other processes compile candidates before their trials.
 
@@ -247,8 +250,12 @@ def search_for(
 
         return ProposalSearch(Surrogate(candidates, batch_size), candidates, policy, incumbent)
     assert not isinstance(candidates, Unlisted)  # the decorator refuses it
-    kind = Exhaustive if policy.search == "exhaustive" else Racing
-    return kind(candidates, policy, incumbent)
+    ordered = by_promise(candidates, policy, predicted_ms or {})
+    if policy.search == "exhaustive":
+        return Exhaustive(ordered, policy, incumbent)
+    if predicted_ms:
+        return PredictedRacing(ordered, policy, incumbent, predicted_ms)
+    return Racing(candidates, policy, incumbent)
 
 
 def check_search(policy: Policy) -> None:

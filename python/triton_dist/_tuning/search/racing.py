@@ -204,13 +204,17 @@ class Racing(IteratorSearch):
 
     def _race(self) -> Iterator[Request]:
         """Yield the requests. The next request depends on the outcomes received so far."""
-        yield from self._sample(self._candidates, self._policy.rounds[0])
         while True:
+            yield from self._first_samples()
             num_valid = len(self._samples)
             yield from self._run_stages()
             if len(self._samples) == num_valid:
                 return
             # A config that failed may have eliminated others: repeat without it.
+
+    def _first_samples(self) -> Iterator[Request]:
+        """Run stage 1, again without effect after a failure."""
+        return self._sample(self._candidates, self._policy.rounds[0])
 
     def _run_stages(self) -> Iterator[Request]:
         """Yield the requests of all stages. Samples that a candidate has are not taken again."""

@@ -10,8 +10,10 @@ from triton_dist._tuning.values.product import Candidates, Unlisted
 TRIES_BY_EFFORT = {"quick": 50, "normal": 200, "max": 1000}
 """Number of candidates that a model of the measured times selects to try, by ``effort``. The number
 of ``quick`` also limits the searches without a model."""
-FULL_SEARCHES = ("racing", "exhaustive")
+FULL_SEARCHES = ("racing", "exhaustive", "prior")
 """Searches that try the first ``max_trials`` candidates, or all."""
+PRIOR_TRIALS = 8
+"""Default of ``max_trials`` for ``search="prior"``."""
 MODEL_SEARCHES = ("surrogate", "optuna")
 """Searches that try the ``tries`` candidates that a model selects."""
 _MAX_RACED_PER_TRY = 1.5
@@ -104,6 +106,8 @@ class Policy:
         timing = "events" if few_runs else timing
         warmup = (1 if few_runs else 3) if search == "exhaustive" else 0
         is_full = search in FULL_SEARCHES
+        if search == "prior" and max_trials is None:
+            max_trials = PRIOR_TRIALS
         if effort == "quick" and is_full and max_trials is None:
             max_trials = TRIES_BY_EFFORT[effort]
         return cls(

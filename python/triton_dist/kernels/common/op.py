@@ -181,6 +181,7 @@ def op(
     sizes: Callable[..., Any] | None = None,
     key_sizes: Sequence[str] = (),
     agree_fn: Callable[..., object] = lambda *_, **__: "",
+    predict: Callable[[Mapping[str, Any], Any], float] | None = None,
     **settings: Any,
 ) -> Callable[[Callable[P, R]], tune.AutoTuner[P, R]]:
     """Decorate the function of an op's ``op.py``, whose parameters are the fields of ``call``.
@@ -196,6 +197,7 @@ def op(
         sizes: converts the op's arguments to the argument ``sizes`` of ``Algorithm.fits``; default:
             ``key_fn``. All calls of a key must have equal sizes, because they share one winner.
         key_sizes: argument ``sizes`` of ``tune.autotune``.
+        predict: returns the predicted milliseconds of a config, from the result of ``sizes``.
         agree_fn, settings: arguments of ``tune.autotune``.
     """
     key_of = key_fn or (lambda *args, **kwargs: call(*args, **kwargs).key)
@@ -244,6 +246,7 @@ def op(
             key_fn=key_of,
             prune_fn=prune,
             prepare_fn=prepare,
+            prior_fn=predict and (lambda c, /, *args, **kw: predict(c, sizes_of(*args, **kw))),
             agree_fn=agree,
             recover_fn=recover if "ctx" in signature.parameters else None,
             # Measure in CUDA graphs, as in serving. Host time then does not hide the overlap.

@@ -29,6 +29,7 @@ from triton_dist.kernels.common.gemm.launch import (
     sharded_gemm,
     split_k_tiles,
 )
+from triton_dist.kernels.common.gemm.prior import TransferCost, op_ms
 from triton_dist.kernels.common.gemm.scales import (
     FP8,
     NO_SCALING,
@@ -520,3 +521,19 @@ ALGORITHMS = Algorithms(
         AsyncTP(),
     ),
 )
+
+_COSTS = {
+    AllGatherMethod.FULL_MESH_PUSH.value: TransferCost(7, 1.04, overlaps=True),
+    AllGatherMethod.RING_PUSH_1D.value: TransferCost(20, 1.04, overlaps=True),
+    FusedPush.name: TransferCost(22, 1.02, overlaps=True),
+    Serial.name: TransferCost(14, 0.98),
+    Collective.name: TransferCost(24, 1.02),
+    AsyncTP.name: TransferCost(60, 0.98, overlaps=True),
+}
+
+
+def predict(config: Mapping[str, Any], sizes: Sizes) -> float:
+    """Return the predicted milliseconds of a call."""
+    (rows, K), ranks, dtype = sizes.A.shape, sizes.num_ranks, sizes.A.dtype
+    received, cost = sizes.A.nbytes * (ranks - 1), _COSTS[config["algorithm"]]
+    return op_ms(config, cost, rows * ranks, sizes.B.shape[1], K, dtype, received, ranks)

@@ -41,7 +41,7 @@ from triton_dist.kernels.common.libraries import LibraryAlgorithm
 from triton_dist.kernels.common.op import op
 from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.kernels.common.slots.gathered import AllGatherMethod
-from triton_dist.kernels.nvidia.allgather_gemm.algorithms import ALGORITHMS, Call, Sizes
+from triton_dist.kernels.nvidia.allgather_gemm.algorithms import ALGORITHMS, Call, Sizes, predict
 from triton_dist.kernels.nvidia.allgather_gemm.context import (
     AllGatherGEMMTensorParallelContext,
     check_operands,
@@ -71,6 +71,7 @@ def key_fn(
     sizes=Sizes.of,
     key_fn=key_fn,
     key_sizes=("M",),
+    predict=predict,
     agree_fn=lambda A, *_, **__: f"A of {A.shape[0]} rows",
     version="2",  # change when the shipped results (records/) must no longer be used
 )

@@ -11,6 +11,7 @@ import triton
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.context import DTYPES, raise_first_error
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
+from triton_dist.kernels.common.gemm.prior import gemm_ms, library_ms
 from triton_dist.kernels.common.gemm.scales import (
     FP8,
     NO_SCALING,
@@ -85,6 +86,13 @@ def _waves(key: GEMMKey, config: Mapping[str, Any]) -> float:
     return float(tiles / current_device().num_sms)
 
 
+def _predict(
+    config: Mapping[str, Any], /, A: torch.Tensor, B: torch.Tensor, *_: Any, **__: Any
+) -> float:
+    tiles, sizes = config["gemm_config"], (A.shape[0], B.shape[1], A.shape[1], A.dtype)
+    return library_ms(*sizes) if tiles is None else gemm_ms(tiles, *sizes, config["persistent"])
+
+
 def fits_matmul(
     config: Mapping[str, Any], /, A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any
 ) -> bool:
@@ -157,6 +165,7 @@ def _prepare(persistent: bool) -> Callable[..., None]:
     key_fn=_key,
     prune_fn=fits_matmul,
     prepare_fn=_prepare(True),
+    prior_fn=_predict,
     scope="rank",
     sizes=("M",),
     waves_fn=_waves,

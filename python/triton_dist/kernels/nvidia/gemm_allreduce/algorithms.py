@@ -24,6 +24,7 @@ from triton_dist.kernels.common.exchange.sums import (
     max_two_shot_packet_bytes,
 )
 from triton_dist.kernels.common.gemm import spaces
+from triton_dist.kernels.common.gemm.prior import TransferCost, op_ms
 from triton_dist.kernels.common.gemm.scales import library_matmul
 from triton_dist.kernels.common.op import Algorithm, Algorithms
 from triton_dist.kernels.common.scatter.algorithms import (
@@ -338,3 +339,23 @@ ALGORITHMS = Algorithms(
         SymmetricCollective(),
     ),
 )
+
+_COSTS = {
+    OneShot.name: TransferCost(13, 1.0),
+    OneShotInPackets.name: TransferCost(11, 1.02),
+    TwoShot.name: TransferCost(29, 1.1, overlaps=True),
+    TwoShotInOneLaunch.name: TransferCost(18, 0.91),
+    Serial.name: TransferCost(10, 0.99),
+    Collective.name: TransferCost(27, 1.02),
+    SymmetricCollective.name: TransferCost(22, 1.01),
+}
+
+
+def predict(config: Mapping[str, Any], sizes: SummingSizes) -> float:
+    """Return the predicted milliseconds of a call."""
+    (M, K), N, ranks = sizes.A.shape, sizes.B.shape[1], sizes.num_ranks
+    exchange = config.get("reduction") or config["algorithm"]
+    shots = ranks if exchange.startswith(ONE_SHOT) else 2
+    words = 2 if exchange.endswith("packets") else 1  # half of the words in a packet are flags
+    received = M * N * sizes.item_bytes * (ranks - 1) / ranks * shots * words
+    return op_ms(config, _COSTS[config["algorithm"]], M, N, K, sizes.A.dtype, received)

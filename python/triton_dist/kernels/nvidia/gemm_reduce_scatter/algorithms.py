@@ -21,6 +21,7 @@ from triton_dist.kernels.common.exchange.buffer import (
     reduce_scatter_exchange,
 )
 from triton_dist.kernels.common.gemm import spaces
+from triton_dist.kernels.common.gemm.prior import TransferCost, op_ms
 from triton_dist.kernels.common.gemm.scales import (
     FP8,
     fits_async_tp,
@@ -369,3 +370,20 @@ class AsyncTP(Collective):
 ALGORITHMS = Algorithms(
     "gemm_rs", (Fused(), OneLaunch(), CopyEngine(), RowBlocks(), Serial(), Collective(), AsyncTP())
 )
+
+_COSTS = {
+    Fused.name: TransferCost(16, 1.07, overlaps=True),
+    OneLaunch.name: TransferCost(14, 0.95),
+    CopyEngine.name: TransferCost(14, 1.04, overlaps=True),
+    RowBlocks.name: TransferCost(35, 1.02, overlaps=True),
+    Serial.name: TransferCost(15, 0.99),
+    Collective.name: TransferCost(21, 1.02),
+    AsyncTP.name: TransferCost(6, 1.11, overlaps=True),
+}
+
+
+def predict(config: Mapping[str, Any], sizes: SummingSizes) -> float:
+    """Return the predicted milliseconds of a call."""
+    (M, K), N, ranks = sizes.A.shape, sizes.B.shape[1], sizes.num_ranks
+    received = M * N * sizes.item_bytes * (ranks - 1) / ranks
+    return op_ms(config, _COSTS[config["algorithm"]], M, N, K, sizes.A.dtype, received)

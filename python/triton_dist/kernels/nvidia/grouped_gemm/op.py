@@ -35,7 +35,12 @@ from triton_dist.kernels.common.moe.positions import Positions
 from triton_dist.kernels.common.moe.skew import SkewedKey
 from triton_dist.kernels.common.moe.spaces import other_batches
 from triton_dist.kernels.common.op import op
-from triton_dist.kernels.nvidia.grouped_gemm.algorithms import ALGORITHMS, Call, GroupedKey
+from triton_dist.kernels.nvidia.grouped_gemm.algorithms import (
+    ALGORITHMS,
+    Call,
+    GroupedKey,
+    predict,
+)
 
 
 def key_fn(*operands: Any, routing_skew: str | None = None, **options: Any) -> Any:
@@ -48,6 +53,7 @@ def key_fn(*operands: Any, routing_skew: str | None = None, **options: Any) -> A
     sizes=GroupedKey.of,
     key_fn=key_fn,
     key_sizes=("M",),
+    predict=predict,
     input_variants_fn=lambda A, B, topk_ids, *, routing_skew=None, **_: [
         {"topk_ids": ids}
         for ids in (

@@ -1,0 +1,68 @@
+"""Use predicted times (``prior_fn``): sample promising configs first, and skip hopeless configs.
+
+A skip needs evidence from the race itself: the ratios of measured to predicted times must be so
+equal that the config is slower than the fastest even with a ratio four standard deviations below
+the mean. With bad predictions the ratios differ widely, and nothing is skipped.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+
+from triton_dist._tuning.search.racing import Racing
+from triton_dist._tuning.values import Config, Policy, Request
+
+_MIN_SAMPLED = 8
+"""Number of candidates that are sampled before a candidate may be skipped."""
+_STANDARD_DEVIATIONS = 4.0
+
+
+def by_promise(
+    candidates: Sequence[Config], policy: Policy, predicted_ms: Mapping[Config, float]
+) -> list[Config]:
+    """Return the candidates, fastest prediction first, unknown predictions last.
+
+    The default stays first, except with ``search="prior"``, which may omit it.
+    """
+    ranked = sorted(candidates, key=lambda config: predicted_ms.get(config, math.inf))
+    default = [] if policy.search == "prior" else candidates[:1]
+    return list(dict.fromkeys([*default, *ranked]))
+
+
+class PredictedRacing(Racing):
+    """Race in the order of :func:`by_promise`, without hopeless candidates.
+
+    Args:
+        predicted_ms: the predicted milliseconds of each candidate; ``inf``: unknown.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[Config],
+        policy: Policy,
+        incumbent: Config | None,
+        predicted_ms: Mapping[Config, float],
+    ) -> None:
+        super().__init__(candidates, policy, incumbent)
+        self._all, self._predicted_ms = self._candidates, predicted_ms
+
+    def _first_samples(self) -> Iterator[Request]:
+        """Run stage 1. After a failure, run it for candidates that are no longer hopeless."""
+        self._candidates = []
+        for config in self._all:
+            sampled = self._samples.get(config.digest)
+            if sampled or config.digest in self._protected or not self._is_hopeless(config):
+                yield from self._sample([config], self._policy.rounds[0])
+                self._candidates.append(config)
+
+    def _is_hopeless(self, config: Config) -> bool:
+        ranked, predicted = self._ranked(self._candidates), self._predicted_ms
+        known = [each for each in ranked if predicted[each] < math.inf]
+        if len(known) < _MIN_SAMPLED or predicted[config] == math.inf:
+            return False
+        ratios = (max(self._optimistic_ms(each), 1e-9) / predicted[each] for each in known)
+        logs = list(map(math.log, ratios))
+        lowest = statistics.fmean(logs) - _STANDARD_DEVIATIONS * statistics.stdev(logs)
+        return predicted[config] * math.exp(lowest) > self._optimistic_ms(ranked[0])
