@@ -50,7 +50,7 @@ def bounded_waits(seconds: float) -> Iterator[None]:
     """Context manager in which waits in kernels give up after ``seconds``.
 
     If a wait of an op gave up, the op raises ``WaitTimeout`` in its call or in
-    ``deferred_checks``. A candidate that deadlocks therefore fails, and the GPU stays usable.
+    ``deferred_checks``. If a config deadlocks in a tuning, only this config fails.
     """
     _limits.append(seconds)
     try:
@@ -114,7 +114,7 @@ class _DeferredChecks:
         if not self.checks:
             return
         self._device.synchronize(seconds)
-        # Run all checks, so that no error is attributed to the next candidate.
+        # Run all checks, so that no error is attributed to the next config that is measured.
         overdue = [error for check in list(self.checks) if (error := check()) is not None]
         if overdue:
             raise overdue[0]

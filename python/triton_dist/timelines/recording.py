@@ -120,7 +120,7 @@ class Recording:
     Args:
         file: file to write.
         clock_ns: offset from this host's clock to the clock of rank 0, in nanoseconds.
-        marks: record marks inside kernels.
+        marks: record marks, which are time spans inside kernels.
     """
 
     def __init__(self, file: Path, clock_ns: int = 0, marks: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Record the kernels that a process compiles or loads, one pack file per kernel.
+"""Record the kernels that a process compiles or loads, in a pack (``.tdpack`` file) per kernel.
 
 With separate files, nothing is lost if the process is killed, and several ranks can write to one
 folder. ``triton-dist pack`` merges the files.

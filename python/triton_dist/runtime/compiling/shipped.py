@@ -1,4 +1,4 @@
-"""Serve kernels from packs through Triton's compilation cache.
+"""Load kernels from packs (``.tdpack`` files of records and kernels) through Triton's cache.
 
 Triton looks up compiled files by the kernel's digest, in a cache manager whose class is set in
 ``triton.knobs``. :class:`ShippedCache` queries the previous cache manager first, then the packs. It
@@ -201,7 +201,8 @@ def _start_thread(job: Callable[[], object]) -> None:
 
 
 def _not_shipped(filename: str, reason: str = "") -> KernelNotShipped:
-    """Return the error for a kernel or native module that frozen mode refuses to compile."""
+    """Return the error for a kernel or native module that must be compiled, although
+    ``TRITON_DIST_COMPILE_FROZEN`` is set. It names the most similar kernel in a pack."""
     is_module = filename.endswith(MODULE_SUFFIX)
     if is_module:
         name, here = filename.removesuffix(MODULE_SUFFIX), module_facts()

@@ -133,12 +133,12 @@ class StoreRanks:
     def abort(self, reason: str, refused: bool = False) -> None:
         """Leave the channel, and report the reason to the ranks that wait for this rank. Does not
         block. ``refused``: the call's arguments were invalid, so this rank sent no message."""
-        last = LeaveNotice(self.rank, self._function, self._call, reason, refused)
+        own_notice = LeaveNotice(self.rank, self._function, self._call, reason, refused)
         with self._reporting_lost_store(f"leaving ({reason})"):
-            while not self._mailbox.put_first(f"{self._channel_prefix}left", last):
-                left = self._mailbox.find(f"{self._channel_prefix}left")
+            while not self._mailbox.put_first(f"{self._channel_prefix}left", own_notice):
+                notice = self._mailbox.find(f"{self._channel_prefix}left")
                 # Keep the notice of the first rank that left: its reason is the original cause.
-                if self._step or self._is_of_this_call(left):
+                if self._step or self._refuses_this_call(notice):
                     return
                 self._next_channel()  # the channel that the remaining ranks join
             self._written_names.append(f"{self._channel_prefix}left")
@@ -167,8 +167,8 @@ class StoreRanks:
         while True:
             absent = MissingRanks([], None, {}, 0.0)
             with self._reporting_lost_store(phase):
-                left: LeaveNotice | None = self._mailbox.find(f"{self._channel_prefix}left")
-            if left is None:
+                notice: LeaveNotice | None = self._mailbox.find(f"{self._channel_prefix}left")
+            if notice is None:
                 if self._step == 0:
                     self._put(self._next_step(), phase, value)
                 try:
@@ -177,21 +177,21 @@ class StoreRanks:
                     )
                     return self._checked_values(1, phase, entries, num_earlier)
                 except MissingRanks as error:
-                    absent, left = error, error.notice
-                if left is None and left_ranks and left_ranks.keys().isdisjoint(absent.missing):
+                    absent, notice = error, error.notice
+                if notice is None and left_ranks and left_ranks.keys().isdisjoint(absent.missing):
                     # The ranks that left have returned; other ranks are late.
                     left_ranks, return_deadline = {}, end
                     if not absent.reasons and time.monotonic() < end:
                         continue
-            is_same_function = left is not None and left.function == self._function
+            is_same_function = notice is not None and notice.function == self._function
             has_returned = left_ranks and is_same_function and absent.missing
-            if left is None or self._is_of_this_call(left) or has_returned:
+            if notice is None or self._refuses_this_call(notice) or has_returned:
                 self._step = 1
-                missing = absent.missing or ([left.rank] if left else [])
-                absent = MissingRanks(missing, left, absent.reasons, time.monotonic() - begin)
+                missing = absent.missing or ([notice.rank] if notice else [])
+                absent = MissingRanks(missing, notice, absent.reasons, time.monotonic() - begin)
                 raise self._timeout(phase, absent, left_ranks)
             if is_same_function:
-                left_ranks[left.rank] = left
+                left_ranks[notice.rank] = notice
                 return_deadline = min(end, time.monotonic() + _RETURN_SECONDS)
             self._next_channel()
 
@@ -249,9 +249,9 @@ class StoreRanks:
         del self._written_names[:num_earlier]
         return [value for _, value in entries]
 
-    def _is_of_this_call(self, left: LeaveNotice) -> bool:
-        """Return whether ``left`` reports that a rank refused this call."""
-        return left.refused and (left.function, left.call) == (self._function, self._call)
+    def _refuses_this_call(self, notice: LeaveNotice) -> bool:
+        """Return whether ``notice`` reports that a rank refused this call."""
+        return notice.refused and (notice.function, notice.call) == (self._function, self._call)
 
     def _next_channel(self) -> None:
         self._channel_prefix, self._step = f"channel {next(self._numbers)}/", 0
@@ -315,10 +315,10 @@ class StoreRanks:
         """Build the error of this rank, with the known reasons why ranks are missing."""
         notices = dict(left_ranks or {})
         if absent.notice is not None:
-            if self._is_of_this_call(absent.notice):
+            if self._refuses_this_call(absent.notice):
                 notices.clear()  # the other notices are about earlier calls
             notices[absent.notice.rank] = absent.notice
-        known = {rank: f"left: {left.reason}" for rank, left in notices.items()}
+        known = {rank: f"left: {notice.reason}" for rank, notice in notices.items()}
         # The reason why a rank left is more useful than the fact that its process ended.
         because = {self.global_rank(r): text for r, text in {**absent.reasons, **known}.items()}
         if not because:
@@ -331,7 +331,9 @@ class StoreRanks:
             seconds=absent.seconds,
             because=because,
             refusals={
-                self.global_rank(r): left.reason for r, left in notices.items() if left.refused
+                self.global_rank(r): notice.reason
+                for r, notice in notices.items()
+                if notice.refused
             },
         )
 

@@ -1,7 +1,7 @@
 """Symmetric memory of ranks that share GPUs: each rank maps the memory of all ranks by CUDA IPC.
 
 torch's symmetric memory rejects two ranks on one GPU. CUDA IPC works on one GPU, and between GPUs
-with peer access.
+with peer access. A lease shows a rank when no other process maps its memory any more.
 """
 
 from __future__ import annotations
