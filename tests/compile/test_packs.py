@@ -20,7 +20,7 @@ from tests.compile import packed
 from triton_dist import _archive, packs, runner
 from triton_dist._archive import Contents, Pack, PackedKernel
 from triton_dist._tuning import compose
-from triton_dist._tuning.store.packs import merged
+from triton_dist._tuning.store.packs import merge_packs
 from triton_dist.errors import CacheWarning, KernelNotShipped
 from triton_dist.runtime.compiling import recorder, shipped
 from triton_dist.testing.compile_only import compile_only
@@ -216,7 +216,7 @@ def test_a_process_that_is_told_to_records_what_it_loads(pack, elsewhere, monkey
     assert sorted(each.name for part in parts for each in part.kernels.values()) == [
         "hello", "scale",
     ]  # fmt: skip
-    whole = merged(parts)
+    whole = merge_packs(parts)
     assert whole.kernels.items() <= Pack(pack).contents().kernels.items()  # compiled alike
     assert elsewhere == [False]
 

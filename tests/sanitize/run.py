@@ -168,7 +168,7 @@ def main() -> int:
         parser.error(f"{', '.join(unknown)}: expected tools of {reports.TOOLS}, ops of {OPS}")
     program = reports.find()
     if program is None:
-        print(reports.missing(), file=sys.stderr)
+        print(reports.not_found_message(), file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ranks are ended on the way out
     print(f"using {program}", flush=True)
