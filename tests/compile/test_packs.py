@@ -256,7 +256,7 @@ def test_packs_in_the_users_folder_are_found_without_a_word(pack, elsewhere):
 
 
 def test_a_kernel_that_cannot_be_recorded_does_not_end_the_program(tmp_path, monkeypatch):
-    monkeypatch.setattr(recorder.triton_compat, "compilation", object)
+    monkeypatch.setattr(recorder.triton_compat, "running_compilation", object)
     monkeypatch.setattr(recorder, "compilation_facts", lambda compilation: 1 / 0)
     with pytest.warns(CacheWarning, match="kernel scale is not recorded: ZeroDivisionError"):
         recorder.Recorder(tmp_path)(metadata={"name": "scale"}, metadata_group={})
