@@ -84,8 +84,8 @@ class Buffer(LowLatencyCalls):
 
     Args:
         group: process group of one host; default: the world.
-        num_nvl_bytes, num_rdma_bytes, low_latency_mode, num_qps_per_rank, allow_mnnvl, use_fabric,
-            explicitly_destroy: no effect. ``destroy`` frees the memory.
+        num_nvl_bytes, num_rdma_bytes, low_latency_mode, num_qps_per_rank: no effect.
+        allow_mnnvl, use_fabric, explicitly_destroy: no effect. ``destroy`` frees the memory.
         allow_nvlink_for_low_latency_mode: must be ``True``.
         enable_shrink: must be ``False``.
         comm: must be ``None``.
