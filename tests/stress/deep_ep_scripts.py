@@ -1,15 +1,16 @@
-"""Run DeepEP's own tests on CPU ranks, from a folder that has its ``tests`` of V1.
+"""Run DeepEP's own tests of V1, from a folder that has them, on GPUs or on CPU ranks.
 
     TRITON_INTERPRET=1 TRITON_DIST_DEVICE=cpu TRITON_DIST_AUTOTUNE=0 \\
         python -m tests.stress.deep_ep_scripts FOLDER intranode --num-tokens 12 --hidden 256
 
-Only the device is replaced: ``cuda`` in arguments of torch, streams and events, NCCL, and the two
-functions that measure times. The sources are not changed.
+The sources are not changed. ``bench_kineto``, which looks for DeepEP's kernels, is replaced.
+Without a GPU, ``cuda`` in arguments of torch, events, NCCL and ``bench`` are also replaced.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import sys
 import time
@@ -79,10 +80,13 @@ def bench_kineto(function: Any, kernel_names: Any, **options: Any) -> Any:
 def run(local_rank: int, folder: str, name: str, args: argparse.Namespace) -> None:
     sys.path.insert(0, folder)
     sys.modules["deep_ep"] = triton_dist.deep_ep
-    replace_cuda()
     utils = importlib.import_module("utils")
-    utils.bench, utils.bench_kineto = bench, bench_kineto
-    with OnCPU():
+    utils.bench_kineto = bench_kineto
+    on_device: Any = contextlib.nullcontext()
+    if not torch.cuda.is_available():
+        replace_cuda()
+        utils.bench, on_device = bench, OnCPU()
+    with on_device:
         importlib.import_module(f"test_{name}").test_loop(local_rank, args.num_processes, args)
 
 
