@@ -1,4 +1,4 @@
-"""Build an :class:`AutoTuner` from its parts: device, ranks, stores, search and hooks.
+"""Define ``tune.autotune``: build its tuner from device, ranks, stores, search and hooks.
 
 The engine depends on protocols only. This module selects the implementations.
 """
@@ -80,10 +80,10 @@ def autotune(
 ) -> Decorator[K]:
     """Return a decorator that chooses a function's tunable arguments by measuring, once per key.
 
-    At the first call of a key, all ranks of the group measure the candidates together. The winner
-    is the config whose slowest rank is fastest: the lowest median, and within 1 % of it the
-    earliest config of the space. The winner is used from then on and recorded in
-    ``~/.triton_dist/autotune/<function>/``. Later calls and later processes look it up.
+    At the first call of a key, all ranks of the group measure the candidates together. The time of
+    a config is its time on the slowest rank. The config with the lowest time wins. Of configs that
+    noise hides within 1 % of the lowest time, the first in the space wins. The winner is recorded
+    in ``~/.triton_dist/autotune/<function>/``. Later calls and later processes use it.
 
     Args:
         config_space: dicts of keyword arguments of the function, or a callable that returns them,
@@ -92,79 +92,81 @@ def autotune(
         key_fn: called with the arguments of the function; returns a hashable key. Each key is tuned
             once.
         prune_fn: ``prune_fn(config, *args, **kwargs)`` returns a true value to keep the config.
-            Only the leader's result is used.
-        scope: ``"world"``: tune together with the ranks of ``autotune_pg``, by default all ranks.
-            ``"rank"``: tune on this rank alone.
+            Only the result of rank 0 of the group is used.
+        scope: with ``"world"``, tune together with the ranks of ``autotune_pg``, by default all
+            ranks. With ``"rank"``, tune on this rank alone.
         prepare_fn: ``prepare_fn(*args, **kwargs, **config)`` compiles a config and checks its
-            resources, without a launch. An exception on any rank drops the config before any rank
-            launches it. On GPUs it also runs once per config at the start, with Triton's
-            compilation disabled (``warmup`` returns ``None``, exceptions are ignored), to list the
-            kernels that other processes compile while candidates are measured.
-        recover_fn: ``recover_fn(*args, **kwargs)`` resets the state on all ranks after a failed
-            config that some rank may have launched.
-        reset_fn: ``reset_fn(*args, **kwargs)`` runs before each run of the tuning, untimed, and
-            after the last run.
+            resources, without a launch. If it raises on any rank, the config is dropped before any
+            rank launches it. On GPUs, it also runs once per config at the start, with Triton's
+            compilation disabled (``warmup`` returns ``None``, exceptions are ignored). This lists
+            the kernels that other processes compile while candidates are measured.
+        recover_fn: ``recover_fn(*args, **kwargs)`` resets the state of each rank after a config
+            failed, because some rank may have launched it.
+        reset_fn: ``reset_fn(*args, **kwargs)`` undoes side effects of the function. It runs before
+            each run of the tuning, untimed, and after the last run.
         check_fn: ``check_fn(output, reference)`` returns ``False`` or raises to reject a config.
             The reference is the output of the first config that ran.
-        timing: ``"events"``: time each run with the device's timer. ``"graph"``: time replays of
-            the run, captured in a CUDA graph, for functions that production code captures. CPU
-            ranks have no graphs, so both are equal there.
+        timing: with ``"events"``, time each run with the device's timer. With ``"graph"``, capture
+            the run in a CUDA graph and time its replays, for functions that production code
+            captures. CPU ranks have no graphs and always use ``"events"``.
         max_seconds: start no new config after this time. The first config is always measured.
         max_trials: maximum number of configs to try.
-        search: ``"racing"``: sample in rounds and drop clear losers early. ``"exhaustive"``: take
-            all samples of each config in turn. ``"surrogate"``, for spaces too large to try: a
-            model of the measurements selects configs, and the fastest of them race. ``"optuna"``:
-            Optuna's TPE sampler selects them; needs the extra ``optuna`` on all ranks. ``"auto"``:
-            racing for few candidates, else surrogate. Or a callable that takes the values of each
-            parameter by name and returns an object with ``ask`` and ``tell`` (``tune.Search``).
-            ``"prior"``: race the ``max_trials`` configs (default: 8) that ``prior_fn`` predicts to
-            be the fastest; without ``prior_fn``, the first configs of the space.
+        search: which configs are tried, in what order. ``"racing"``: sample all in rounds and drop
+            clear losers early. ``"exhaustive"``: take all samples of one config after another.
+            ``"surrogate"``, for spaces too large to try completely: a model of the measured times
+            selects configs, and the fastest of them race. ``"optuna"``: Optuna's TPE sampler
+            selects the configs; this needs the extra ``optuna`` on all ranks. ``"auto"``: racing
+            for few candidates, else surrogate. Or a callable that takes a dict from parameter name
+            to its values and returns an object with ``ask`` and ``tell`` (``tune.Search``). ``"prior"``:
+            race the ``max_trials`` configs (by default 8) that ``prior_fn`` predicts to be the
+            fastest; without ``prior_fn``, the first configs of the space.
         effort: ``"quick"``, ``"normal"`` or ``"max"``: try 50, 200 or 1000 candidates of a space
             that is too large to try completely. ``"quick"`` limits every search to 50 candidates.
-            ``max_trials`` overrides it.
-        version: the author's version of the function. Records of other versions are not used.
-            Shipped records are matched by the version instead of by the source code, and need one.
+            ``max_trials`` overrides these numbers.
+        version: version of the function, chosen by its author. Records of other versions are not
+            used. A shipped record needs a version, which is compared instead of the source code.
         agree_fn: ``agree_fn(*args, **kwargs)`` returns values that must be equal on all ranks in
-            addition to the key, such as the exact size of a bucketed size. They are compared as
-            text at the first call of a key. If they differ, all ranks raise instead of hanging.
+            addition to the key, such as a size that ``key_fn`` rounds. They are compared as text at
+            the first call of a key. If they differ, all ranks raise instead of hanging.
         restore: names of arguments that the function changes (tensors, or tuples, lists and dicts
-            of tensors). During tuning they are restored before each run, untimed, and before the
-            call that follows. The copies need as much memory as the tensors.
-        ignore: names of constants that records do not depend on, such as ``"RANK"``: globals,
-            closure cells, arguments and attributes that the function, its hooks or their helpers
-            read or bind.
+            of tensors). During tuning they are restored before each run, untimed. After the tuning
+            they are restored before the user's call runs. The copies need as much memory as the
+            tensors.
+        ignore: names of constants that records do not depend on, such as ``"RANK"``. Constants are
+            globals, closure cells, default arguments and attributes that the function, its hooks
+            or their helpers read.
         sizes: names of int arguments of the function, or of int fields of a named tuple that
-            ``key_fn`` returns, with too many values to tune each, such as a number of tokens. One
-            tuning serves a range of each size, rounded by ``fine_bucket``; a mapping sets another
-            rounding by name. Arguments are added to the result of ``key_fn``, which may omit them.
-            Keys that differ only in sizes warm-start each other: at the first call in a new range,
-            the best configs of neighbouring ranges race for ``TRITON_DIST_AUTOTUNE_WARM_START_MS``
-            milliseconds. If nothing can be measured, the neighbours' records decide.
-        fallback_fn: ``fallback_fn(config)`` returns true for configs that are nowhere much slower
-            than the best, such as a library's algorithm. One of them races at every size, and wins
-            when the measurements do not decide. If it returns names, one config per name races,
-            four at most.
-        waves_fn: ``waves_fn(key, config)`` returns how often a call fills the device: its tiles
-            divided by the tiles that run concurrently, not rounded; ``key`` is the result of
-            ``key_fn``. The tuner assumes that equal wave counts, rounded up, take equal time, and
-            uses this to select configs for a size from measurements of neighbouring sizes.
-            ``None``: the time grows with the sizes. Requires ``sizes``.
+            ``key_fn`` returns, such as a number of tokens, with too many values to tune each. Each
+            size is rounded up by ``fine_bucket``, so one tuning serves a range. A mapping from name
+            to function sets another rounding. The arguments are added to the result of ``key_fn``,
+            which may omit them. At the first call in a new range, only the best configs of
+            neighbouring ranges race, for ``TRITON_DIST_AUTOTUNE_WARM_START_MS`` milliseconds. If
+            nothing can be measured, the config is chosen from the records of these ranges.
+        fallback_fn: ``fallback_fn(config)`` returns true for configs that are never much slower
+            than the best, such as a library's algorithm. One of them races at every size. It wins
+            if the measured times do not decide. If the function returns names, one config per name
+            races, at most four.
+        waves_fn: ``waves_fn(key, config)`` returns the number of waves of a call: its tiles divided
+            by the tiles that run concurrently, not rounded. ``key`` is the result of ``key_fn``.
+            The tuner assumes that calls with equal numbers of waves, rounded up, take equal time.
+            It uses this to select configs for a size from times at neighbouring sizes. For
+            ``None``, it assumes that the time grows with the sizes. Requires ``sizes``.
         prior_fn: ``prior_fn(config, *args, **kwargs)`` returns the predicted milliseconds of a
             config, without measuring; ``inf`` or NaN if unknown. Configs with small predictions are
-            tried first. Racing skips a config if the measured times of others show that its
+            tried first. Racing skips a config if the measured times of other configs show that its
             prediction is too large for a winner. With ``TRITON_DIST_AUTOTUNE=prior``, predictions
-            replace measurements. Only the leader's result is used.
+            replace measurements. Only the result of rank 0 of the group is used.
         input_variants_fn: ``input_variants_fn(*args, **kwargs)`` returns mappings from argument
-            names to other, equally likely values, the same number on each rank. It is for functions
-            whose time depends on the values in their tensors. Each sample is the mean over the call
-            and one call per mapping. Excludes ``restore`` and ``reset_fn``, because nothing is
-            restored between these calls.
+            names to other, equally likely values. The number of mappings must be equal on all
+            ranks. It is for functions whose time depends on the values in their tensors. Each
+            sample is the mean over the call and one call per mapping. It cannot be combined with
+            ``restore`` and ``reset_fn``, because nothing is restored between these calls.
         worst_input: each sample is the time of the slowest of these calls, not their mean.
 
-    Call keywords of the decorated function: ``autotune=True``, ``autotune_verbose=False``,
-    ``autotune_pg=None``, ``autotune_allow_arg_overwrite=False``. If the last one is ``True``, the
-    caller may set a tunable argument by keyword. The remaining tunable arguments are tuned for this
-    value, and each value has its own key.
+    The decorated function accepts these further keywords: ``autotune=True``,
+    ``autotune_verbose=False``, ``autotune_pg=None``, ``autotune_allow_arg_overwrite=False``. With
+    ``autotune_allow_arg_overwrite=True``, the caller may set a tunable argument by keyword. The
+    remaining tunable arguments are then tuned for this value, and each value has its own key.
 
     Raises:
         InvalidArgument: an argument has an unsupported value.
@@ -268,7 +270,7 @@ def autotune(
             tuple(restore),
             worst_input,
             ignore,
-            # Records depend on constants as they were at decoration.
+            # Records depend on the values that constants have at decoration, now.
             Snapshot([fn, *validators]),
             MemoryStore(),
         )
@@ -296,10 +298,10 @@ _tuned: weakref.WeakSet[AutoTuner[..., Any]] = weakref.WeakSet()
 
 
 def _read_sources() -> None:
-    """Parse the sources of the functions whose records are in packs with kernels.
+    """Parse the sources of tuned functions that have records in packs.
 
-    Parsing takes 0.5 s of a first call. It runs while kernels are loaded, so the first call finds
-    the result.
+    Parsing takes 0.5 s. It runs in the background while kernels are loaded from packs, so the first
+    call of the function does not wait for it.
     """
     keys = [each.key for packed in packs_in(pack_places()) for each in records_of(packed)]
     names = {(key.module, key.function) for key in keys}
@@ -318,7 +320,7 @@ def _is_positive(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Composer:
-    """Parts of one tuned function that do not depend on the call."""
+    """Builder of the parts for the calls of one tuned function."""
 
     scope: str
     policy: Callable[..., Policy]
@@ -360,7 +362,7 @@ class _Composer:
         source, validators = sources_of(
             [function, *space.functions], self.validators, self.ignore, self.snapshot, space.classes
         )
-        # Without these arguments the digest is the same as before they existed.
+        # Without these arguments, the digest equals that of versions without the arguments.
         others: list[object] = [list(self.restore)] if self.restore else []
         others += ["worst_input"] if self.worst_input else []
         digest = codec.digest(space.digest, validators.digests, *others)
@@ -368,11 +370,13 @@ class _Composer:
 
 
 @contextmanager
-def _without_gradients(bounded: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """Context manager for trials: disable gradients and bound the waits in kernels.
+def _without_gradients(
+    trial_context: Callable[[], AbstractContextManager[object]],
+) -> Iterator[None]:
+    """Context manager for trials: disable gradients and limit the time of waits in kernels.
 
-    A candidate that deadlocks in a kernel then fails, and all ranks drop it. No
-    process has to be ended.
+    A candidate that deadlocks in a wait then fails, and all ranks drop it. No process has to be
+    ended.
     """
-    with torch.no_grad(), bounded():
+    with torch.no_grad(), trial_context():
         yield

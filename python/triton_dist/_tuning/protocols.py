@@ -1,7 +1,7 @@
-"""Interfaces between the tuning engine and its parts.
+"""Define the interfaces between the tuning engine and its parts, such as device, ranks and store.
 
-The engine depends on these protocols only; ``compose`` selects the implementations. The
-implementations in ``runtime`` do not import this module.
+The engine depends on these protocols only. ``compose`` selects the implementations. Implementations
+in ``runtime`` do not import this module.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Device(Protocol):
 
     def timer(self) -> Timer: ...
     def delay_stream(self, queueing: float = 0.0) -> None:
-        """Keep the device busy until the host has queued a call after this one.
+        """Keep the device busy until the host has queued the call that follows.
 
-        ``queueing`` is the longest time in seconds that the host needed for this call before.
+        ``queueing`` is the time in seconds that the host needed to queue this call recently.
         """
 
     def capture(self, call: Callable[[], Any], seconds: float) -> Callable[[], Any]:
@@ -60,14 +60,14 @@ class Device(Protocol):
 
         Raises:
             TimeoutError: the run did not finish within ``seconds``.
-            Exception: raised by ``call``, or because it cannot be captured.
+            Exception: ``call`` raised it, or ``call`` cannot be captured.
         """
 
     def flush_cache(self) -> None:
         """Queue an eviction of the last-level cache: each sample starts with a cold cache."""
 
     def facts(self) -> Mapping[str, str]:
-        """Return hardware and driver of this rank, as text for the fingerprint."""
+        """Return hardware and driver of this rank, as text, for the fingerprint of a record."""
 
     def shared_memory_bytes(self) -> int: ...
     def is_capturing(self) -> bool: ...
@@ -77,9 +77,9 @@ class RankGroup(Protocol):
     """The ranks that tune together.
 
     All ranks must call ``first_all_gather``, ``broadcast`` and ``all_gather`` in the same order.
-    ``phase`` names the step. If a rank does not arrive within ``seconds``, or is known to have
-    failed, the others raise ``RankTimeout`` with this name. Ranks that are in different phases at a
-    step raise ``RankDisagreement``.
+    ``phase`` is the name of the step that ends with the call. If a rank does not make the call
+    within ``seconds``, or is known to have failed, the other ranks raise ``RankTimeout`` with this
+    name. If ranks pass different names, they raise ``RankDisagreement``.
     """
 
     @property
@@ -89,10 +89,13 @@ class RankGroup(Protocol):
     @property
     def is_leader(self) -> bool: ...
     def facts(self) -> Mapping[str, str]:
-        """Return size and placement of the group, as text for the fingerprint."""
+        """Return size and placement of the group, as text, for the fingerprint of a record."""
 
     def global_rank(self, rank: int) -> int:
-        """Return the global rank of ``rank``. Its text includes the host if that is needed."""
+        """Return the global rank of ``rank`` of the group.
+
+        If ranks are on several hosts, the text of the result includes the host.
+        """
 
     def channel(
         self, function: str = "", key: str = "", call: int = 0, hint: str = ""
@@ -102,8 +105,8 @@ class RankGroup(Protocol):
         Args:
             function: the tuned function, for error messages.
             key: the key that is tuned, for error messages.
-            call: number of the call of the function since the last common call. It shows whether an
-                error of another rank belongs to this call.
+            call: number of calls of the function since the ranks last exchanged messages about it.
+                It shows whether an error that another rank reported belongs to this call.
             hint: possible reason for missing ranks, for error messages.
         """
 
@@ -111,17 +114,19 @@ class RankGroup(Protocol):
         """Return ``True`` until the group is destroyed."""
 
     def abort(self, reason: str, refused: bool = False) -> None:
-        """Report, without waiting, that this rank leaves, or (``refused``) that its call is
-        invalid."""
+        """Report, without waiting, that this rank sends no more messages, for this ``reason``.
+
+        With ``refused``, the reason is that its call of the function is invalid.
+        """
 
     def note(self, function: str, text: str) -> None:
-        """Publish, once per text, a possible reason why this rank does not join other ranks."""
+        """Publish, once per text, why this rank may be missing when other ranks tune."""
 
     def first_all_gather(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
         """Gather ``value`` from all ranks as the first message of a channel.
 
-        By default it waits as long as a collective of the group. It raises ``RankTimeout`` as soon
-        as a rank is known not to join.
+        By default, wait as long as a collective of the group. Raise ``RankTimeout`` as soon as it
+        is known that a rank will not send this message.
         """
 
     def broadcast(self, phase: str, value: T | None, seconds: float | None = None) -> T:
@@ -131,23 +136,25 @@ class RankGroup(Protocol):
         """Return the values of all ranks, ordered by rank, on every rank."""
 
     def pending_values(self) -> tuple[Mapping[int, object], Mapping[int, str]]:
-        """Return the state of the other ranks at the next message, without sending it.
+        """Return which ranks have sent the next message, without sending it. Any thread may call
+        this method.
 
-        Any thread may call this. The first result has the values of ranks that have already sent
-        it. The second one has the reasons why other ranks cannot send it.
+        The first result has the values of the ranks that have sent the message. The second result
+        has, by rank, the reason why the rank cannot send it, if this is known.
         """
 
     def align_devices(self) -> None:
         """Make the devices of all ranks start the next queued work together.
 
-        Requires a completed ``all_gather``. Does not block the host. Devices first finish
-        the work that keeps them busy (``delay_stream``). A spin of 0.5 ms ends at times that
-        differ by 10 us or more, because the clocks of GPUs differ by a few percent.
+        It requires a completed ``all_gather`` and does not block the host. Devices first finish the
+        work that keeps them busy (``delay_stream``). Without the alignment, such a spin of 0.5 ms
+        would end at times that differ by 10 us or more: clocks of GPUs differ by a few percent.
         """
 
 
 class ThreadValue(Protocol):
-    """A value of the running thread, which threads that work for it may inherit."""
+    """A value per thread. A thread that works for another thread, such as an autograd thread, may
+    inherit the value of that thread."""
 
     def get(self) -> Any:
         """Return the value, or ``None``."""
@@ -157,10 +164,10 @@ class ThreadValue(Protocol):
 
 
 class Search(Protocol):
-    """Strategy that chooses the next measurement. It runs on the leader only.
+    """Strategy that chooses the next measurement. It runs on the leader (rank 0 of the group) only.
 
-    A search must be deterministic: equal outcomes lead to equal requests. An interrupted tuning is
-    resumed by passing the known outcomes to a new search.
+    A search must be deterministic: equal outcomes lead to equal requests. To resume an interrupted
+    tuning, the outcomes in the journal are passed to a new search.
     """
 
     @property
@@ -168,12 +175,13 @@ class Search(Protocol):
         """True if ``ask`` runs user code, such as ``prune_fn``, which may be slow."""
 
     def ask(self) -> Request | None:
-        """Return the next request, or ``None`` at the end. Requests may repeat a config."""
+        """Return the next request, or ``None`` at the end. Several requests may be for one config."""
 
     def upcoming_configs(self) -> Sequence[Config]:
-        """Return configs that :meth:`ask` may return next and that were not returned here before.
+        """Return the configs that :meth:`ask` may return next, so that they can be compiled.
 
-        They include the config that ``ask`` just returned. They are compiled in advance.
+        The config that :meth:`ask` returned last is included. Configs that this method returned
+        before are not.
         """
 
     def tell(self, request: Request, outcome: Outcome) -> None:
@@ -181,56 +189,68 @@ class Search(Protocol):
 
 
 class Store(Protocol):
-    """Storage of tuning records. A damaged entry is a miss with a warning, never an exception."""
+    """Storage of tuning records. A damaged record is skipped with a warning, without an exception."""
 
     def find(self, key: Key) -> Iterator[StoredRecord]:
-        """Yield the records of ``key`` lazily, with the most likely usable record first."""
+        """Yield the records of ``key``, read one by one, the record that is most likely valid
+        first."""
 
     def put(self, record: TuningRecord) -> str:
-        """Replace earlier records of the key. Return the location, or an empty text on failure."""
+        """Store ``record`` in place of an earlier record of the key and function.
+
+        Return the location, or an empty text if it cannot be stored.
+        """
 
     def records(self, function: str | None = None) -> Iterator[StoredRecord]:
         """Yield all records, or the records of functions with the bare name ``function``."""
 
 
 class RemoteStore(Protocol):
-    """Records that machines share. No method raises, and the time of each request is bounded."""
+    """Records that machines share. No method raises, and each request has a time limit."""
 
     def find(
         self, key: Key, fingerprint: Fingerprint,
         is_valid: Callable[[TuningRecord], bool], may_wait: bool,
     ) -> StoredRecord | None:  # fmt: skip
-        """Return a valid record; with ``may_wait``, wait while another job tunes the key."""
+        """Return the record of ``key`` if ``is_valid(record)`` is true, else ``None``.
+
+        With ``may_wait``, wait while another job tunes the key.
+        """
 
     def max_find_seconds(self, may_wait: bool) -> float:
         """Return the maximum duration of ``find`` in seconds."""
 
     def publish(self, record: TuningRecord) -> None: ...
     def release(self, key: Key, fingerprint: Fingerprint) -> None:
-        """Let other jobs tune the key, after the tuning that follows :meth:`find`."""
+        """Let other jobs tune the key. Call it after the tuning that follows :meth:`find`."""
 
 
 class Journal(Protocol):
-    """State of an unfinished tuning of one key, on disk. No method raises."""
+    """State of an unfinished tuning of one key, on disk. No method raises.
+
+    ``head`` is a tree that identifies the tuning. ``config`` is the digest of a config.
+    """
 
     def quarantined(self, head: Tree) -> Mapping[str, Failure]:
-        """Return the excluded configs by digest: a rank got stuck in them or failed to recover."""
+        """Return, by digest, the configs that are excluded because a rank hung or crashed in them,
+        or could not be reset after them."""
 
     def quarantine(self, head: Tree, config: str, failure: Failure) -> bool:
-        """Exclude a config, from any rank or thread. Return whether the entry was written."""
+        """Exclude a config. Return whether the entry was written. Any rank and any thread may call
+        this method."""
 
     def begin(self, head: Tree, record: str | None) -> Sequence[JournalEntry]:
         """On the leader, return the outcomes of an interrupted tuning with an equal ``head``.
 
-        Everything else in the journal is removed: entries with another head, and entries of the
+        Other entries in the journal are removed: entries with another head, and entries of the
         finished tuning whose record has the digest ``record``.
         """
 
     def trying(self, config: str) -> None:
-        """On the leader, note that a config is about to run. It may end the process."""
+        """On the leader, note that a config is about to run and may crash the process."""
 
     def ended_otherwise(self, config: str) -> None:
-        """On the leader, note that tuning ends early for a reason other than the config."""
+        """On the leader, note that the run of a config ended early for another reason."""
 
     def append(self, entry: JournalEntry) -> None:
         """On the leader, write ``entry`` in a way that survives the end of the process."""
@@ -248,7 +268,7 @@ class Journal(Protocol):
 class Log(Protocol):
     """Events of the tunings of one key. No method raises."""
 
-    def event(self, name: str, **facts: Any) -> None:
+    def event(self, name: str, **fields: Any) -> None:
         """On the leader, write a machine-readable event."""
 
     def line(self, text: str) -> None:
@@ -261,14 +281,14 @@ class RandomState(Protocol):
     """States of the random number generators, saved when this object is created."""
 
     def rewind(self, numpy: bool = True) -> None:
-        """Restore the saved states. Without ``numpy``, skip NumPy's generator, which is slowest."""
+        """Restore the saved states. With ``numpy=False``, skip NumPy's generator, the slowest."""
 
     def has_moved(self) -> bool:
-        """Return whether the states of torch's generators have changed."""
+        """Return whether the states of torch's generators have changed since they were saved."""
 
 
 class Fingerprinter(Protocol):
-    """Function that returns what the result of this rank depends on, besides the key."""
+    """Function that returns what a tuning result depends on, besides the key."""
 
     def __call__(self, function: Callable[..., Any], space: Sequence[Config]) -> Fingerprint: ...
 
@@ -281,13 +301,16 @@ class Compiler(Protocol):
         """Identifies the cache. Ranks with equal values share their compiled kernels."""
 
     def collect(self, prepare: Callable[[], object]) -> list[str]:
-        """Return the names of the kernels that ``prepare`` would compile. Compile nothing."""
+        """Return the names of the kernels that ``prepare`` would compile, without compiling."""
 
     def begin(self, kernels: Sequence[str], sharers: int) -> None:
-        """Start to compile ``kernels`` in order, on ``1 / sharers`` of the host's cores."""
+        """Start to compile ``kernels`` in order, on ``1 / sharers`` of the host's cores.
+
+        ``sharers`` is the number of ranks that share the cache.
+        """
 
     def wait(self, kernel: str) -> None:
-        """Wait until ``kernel``, if started here, is in the cache. Raise the error if it fails."""
+        """Wait until ``kernel`` is compiled, if :meth:`begin` started it here. Raise its error."""
 
     def close(self) -> None:
         """Stop all running compilations."""

@@ -1,4 +1,4 @@
-"""Parts and state that ``tune.autotune`` and ``contextual_autotune`` share in a process."""
+"""Provide what ``tune.autotune`` and ``contextual_autotune`` share: parts, locks, fingerprints."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from triton_dist.runtime.triton_compat import software_versions
 from triton_dist.runtime.waits import bounded_waits, deferred_checks
 
 _regions: set[object] = set()
-"""An object for each ``autotuning`` region that this process is in."""
+"""One object for each ``autotuning`` block that is active in this process."""
 
 
 @contextmanager
 def autotuning() -> Iterator[None]:
     """Context manager in which calls may tune although the environment forbids it.
 
-    Inside it, ``TRITON_DIST_AUTOTUNE`` and ``TRITON_DIST_AUTOTUNE_FROZEN`` have no effect.
-    ``autotune=False`` of a call keeps its effect. The region applies to all threads of the process,
-    because autograd runs backward passes on other threads. All ranks that tune together must be
-    inside. Configs that were chosen inside stay in use after the region.
+    Inside it, ``TRITON_DIST_AUTOTUNE`` and ``TRITON_DIST_AUTOTUNE_FROZEN`` have no effect. The
+    keyword ``autotune=False`` of a call keeps its effect. The context manager applies to all
+    threads of the process, because autograd runs backward passes on other threads. All ranks that
+    tune together must be inside. Configs that were chosen inside are also used afterwards.
     """
     region = object()
     _regions.add(region)
@@ -66,8 +66,8 @@ def is_by_prior() -> bool:
     return not _regions and knobs.autotune.get() == "prior"
 
 
-# A trial may wait for a backward pass on another thread. If that thread tunes, it must pause the
-# watch of the trial.
+# A trial may wait for a backward pass on another thread. If the other thread tunes a function, it
+# must pause the time limit (the watch) of the trial.
 watchdog.enclosing_watches = InheritedValue("triton_dist.watches")
 _tuning_locks: weakref.WeakKeyDictionary[Any, TuningLock] = weakref.WeakKeyDictionary()
 """Tuning locks by group of ranks."""
@@ -76,7 +76,7 @@ _tuning_locks: weakref.WeakKeyDictionary[Any, TuningLock] = weakref.WeakKeyDicti
 def hardware_of(device: Device, ranks: RankGroup) -> str:
     """Return the part of a key that names the hardware.
 
-    Records of different hardware are kept next to each other; they do not replace each other.
+    Records of different hardware thus have different keys and do not replace each other.
     """
     group = [f"{name} {value}" for name, value in sorted(ranks.facts().items())]
     return ", ".join([device.name, device.facts().get("gpu", "no gpu"), *group])
@@ -95,15 +95,16 @@ def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store
     """Return the parts that both tuners use, from the current environment variables.
 
     Args:
-        stores: stores to search in addition to the user's files and the read-only folders. The
-            first of ``stores`` is searched first, the others last.
+        verbose: print tunings to standard error.
+        stores: further stores. The first is searched before the user's files and the read-only
+            folders, the rest after them.
     """
     shipped.install()
     device: Device = current_device()
     seconds = knobs.autotune_timeout.get()
     files = file_store(knobs.cache_dir.get())
     folders = map(read_only_store, knobs.autotune_readonly_dirs.get())
-    # All groups that consist of this rank alone share a lock, because they share its device.
+    # All groups that consist of this rank alone share a lock, because they share the device.
     lock_key = ranks if ranks.size > 1 else TuningLock
     return CommonParts(
         settings=Settings(
@@ -123,7 +124,7 @@ def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store
         hardware=hardware_of(device, ranks),
         store=LayeredStore([*stores[:1], files, *folders, *stores[1:]]),
         journal=lambda key: FileJournal(files.path(key).with_suffix(".journal"), key.module),
-        # Other ranks wait for ``seconds``. A wait in a kernel must end earlier.
+        # Other ranks wait for ``seconds`` for this rank. A wait in a kernel must end earlier.
         trial_context=functools.partial(_bounded_trials, device, ranks, seconds / 2),
         deferred_checks=functools.partial(deferred_checks, device, seconds),
         tuning_lock=_tuning_locks.setdefault(lock_key, TuningLock()).hold,
@@ -161,14 +162,14 @@ def fingerprint_of(
     space: str,
     version: str = "",
 ) -> Fingerprint:
-    """Return everything that a new record depends on.
+    """Return everything that a new record depends on, besides its key.
 
     Args:
-        source: source of the tuned function.
-        validators: source of the user's functions that decide which configs can win and what is
-            timed, such as ``prune_fn``.
-        space: digest of the config space and of the validators.
-        version: the version that the author declared.
+        source: statements and constants that the tuned function depends on.
+        validators: statements and constants that the user's functions depend on, such as
+            ``prune_fn``, which decide which configs can win and what is timed.
+        space: digest of the config space and the validators.
+        version: the version that the author of the function declared.
     """
     return Fingerprint(
         hardware=current_device().facts(),
@@ -185,10 +186,10 @@ def fingerprint_of(
 
 
 def _additional_constants(constants: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
-    """Return the ``constants`` of validators to record in addition to ``known``.
+    """Return the ``constants`` of validators, with "(pruning)" appended to their names.
 
-    ``known`` are the constants of the function. Omit each constant that has an equal value there.
-    Append "(pruning)" to the names.
+    ``known`` are the constants of the tuned function. Constants that have an equal value there are
+    left out.
     """
     return {
         f"{name} (pruning)": text for name, text in constants.items() if known.get(name) != text
@@ -197,18 +198,19 @@ def _additional_constants(constants: Mapping[str, str], known: Mapping[str, str]
 
 Holders: TypeAlias = "Mapping[TuningLock, tuple[int, AbstractContextManager[object]]]"
 _lock_holders = InheritedValue("triton_dist.tuning")
-"""For each tuning lock that this thread may enter: the id of the holder, and an inner lock.
+"""For each tuning lock that this thread may enter: the id of the thread that holds it, and an inner
+lock.
 
 A thread of autograd inherits the value from the thread that called ``backward``. Threads for which
-the holder waits take the inner lock, one at a time."""
+the holding thread waits take the inner lock, one at a time."""
 
 
 class TuningLock:
     """A re-entrant lock that lets one thread tune at a time.
 
     A tuned function may call a tuned function, also in a backward pass. On GPUs, the backward pass
-    runs on a thread of autograd, and the caller waits in ``backward``. A thread for which the
-    holder waits may therefore enter too.
+    runs on a thread of autograd, and the caller waits in ``backward``. If the thread that holds the
+    lock waits for another thread, that thread may therefore enter too.
 
     Limit: torch has one autograd thread per GPU. If this thread waits for the lock in the backward
     pass of another caller, it cannot run the backward pass of the holder.
@@ -219,7 +221,7 @@ class TuningLock:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Context manager that holds the lock. A thread for which the holder waits enters too."""
+        """Context manager that holds the lock, as described for the class."""
         this = threading.get_ident()
         holders: Holders = _lock_holders.get() or {}
         holder_id, lock = holders.get(self, (None, self._lock))
@@ -227,7 +229,7 @@ class TuningLock:
         if holder_id == this:
             yield
             return
-        # Threads for which this thread waits take the new inner lock, one after another.
+        # Threads for which this thread waits will take the new inner lock, one after another.
         with lock:
             before = _lock_holders.put({**holders, self: (this, threading.RLock())})
             try:

@@ -1,7 +1,7 @@
-"""Select the candidates of one tuning, equal on all ranks.
+"""Select the candidates of one tuning. They are equal on all ranks.
 
-The candidates are the configs that ``prune_fn`` keeps. If keys that differ only in sizes are
-already tuned, they are the few configs that are near the best at those sizes
+Candidates are configs that ``prune_fn`` keeps. If keys that differ only in sizes (*neighbours*) are
+tuned, the candidates are only those few configs that are near the best at the neighbours
 (:mod:`~triton_dist._tuning.sizes.neighbours`).
 """
 
@@ -38,16 +38,16 @@ from triton_dist.errors import NoValidConfig, PriorFailed, RankDisagreement
 
 
 class PruneResult(NamedTuple):
-    """The configs that ``prune_fn`` keeps and drops; empty if it failed."""
+    """The configs that ``prune_fn`` keeps and drops. Both are empty if ``prune_fn`` failed."""
 
     kept: Candidates = ()
     dropped: Sequence[Pruned] = ()
     failure: Exception | None = None
-    """The exception of ``prune_fn``, or a ``TimeoutError``."""
+    """The exception of ``prune_fn``, or a ``TimeoutError`` if it took too long."""
 
     @property
     def listed(self) -> Sequence[Config]:
-        """The kept configs of a function with sizes. Its space is always listed."""
+        """The kept configs as a list. Only for a function with sizes: its space can be listed."""
         assert not isinstance(self.kept, Unlisted)
         return self.kept
 
@@ -59,19 +59,23 @@ class PruneResult(NamedTuple):
 
 
 MAX_LISTED = 1000
-"""Maximum number of pruned configs that a record lists. If there are more, it has counts."""
+"""Maximum number of pruned configs that a record lists. If there are more, the record has only
+their number by reason."""
 
 
 @dataclass(frozen=True)
 class _LeaderResult:
-    """The leader's result of ``prune_fn``, with configs given by their place in the space."""
+    """The leader's selection, as it is broadcast. Configs are given by their index in the space."""
 
     kept: tuple[int, ...] | None = ()
-    """``None``: too many to list."""
+    """The candidates. ``None``: there are too many to list."""
     pruned: tuple[tuple[int, str], ...] = ()
+    """The pruned configs with reasons."""
     warm_started_from: str = ""
-    """The neighbours that chose the candidates; empty if none did."""
+    """Text that names the neighbours from which the candidates were chosen. Empty if there are
+    none."""
     failure: str | None = None
+    """Failure of one of the user's functions."""
     failed_hook: str = "prune_fn"
     """Name of the user's function that failed."""
     failed_prediction: tuple[str, str] | None = None
@@ -82,9 +86,11 @@ class CandidateSet:
     """The configs that may be tried.
 
     Attributes:
-        candidates: all candidates. If the space is not listed, only the leader's are pruned.
-        pruned: the configs that were dropped; empty if the space is not listed.
-        warm_started_from: the neighbours that chose the candidates; empty if none did.
+        candidates: all candidates. If the space is too large to list, only the leader's
+            candidates are pruned.
+        pruned: the configs that were pruned; empty if the space is too large to list.
+        warm_started_from: text that names the neighbours from which the candidates were chosen.
+            Empty if there are none.
         predicted_ms: on the leader, the predictions of ``prior_fn``; ``inf``: unknown. Empty
             without ``prior_fn``.
     """
@@ -102,7 +108,8 @@ class CandidateSet:
         self.pruned, self.warm_started_from = pruned, warm_started_from
         listed = () if isinstance(candidates, Unlisted) else candidates
         self._labels = {
-            config.digest: f"{place}/{len(listed)}" for place, config in enumerate(listed, start=1)
+            config.digest: f"{number}/{len(listed)}"
+            for number, config in enumerate(listed, start=1)
         }
 
     def label(self, config: Config, policy: Policy) -> str:
@@ -110,10 +117,10 @@ class CandidateSet:
 
         If the candidates are not listed, return its position among the tried configs.
         """
-        place = f"{len(self._labels) + 1}/{policy.max_tried(len(self.candidates))}"
-        return self._labels.setdefault(config.digest, place)
+        label = f"{len(self._labels) + 1}/{policy.max_tried(len(self.candidates))}"
+        return self._labels.setdefault(config.digest, label)
 
-    def shown(self, policy: Policy) -> str:
+    def count_text(self, policy: Policy) -> str:
         """Return the number of candidates as text."""
         number = len(self.candidates)
         if isinstance(self.candidates, Unlisted):
@@ -122,28 +129,30 @@ class CandidateSet:
 
     @property
     def head(self) -> codec.Tree:
-        """Identifies these candidates in a journal."""
+        """Short JSON tree that identifies these candidates in a journal."""
         if isinstance(self.candidates, Unlisted):
             return {"number": len(self.candidates), "digest": self._space.digest}
         return head_of(self.candidates)
 
     def pruned_trials(self) -> list[Trial]:
-        """Return a trial for each pruned config; empty if there are too many."""
-        few = self.pruned if len(self.pruned) <= MAX_LISTED else []
-        return [Trial.of(each.config, Failure("pruned", each.reason)) for each in few]
+        """Return a trial for each pruned config; an empty list if there are too many."""
+        listed = self.pruned if len(self.pruned) <= MAX_LISTED else []
+        return [Trial.of(each.config, Failure("pruned", each.reason)) for each in listed]
 
     def dropped(self) -> dict[str, int]:
-        """On the leader, return counts by reason of the pruned configs that are not listed."""
+        """On the leader, return the number of pruned configs that the record does not list, by
+        reason."""
         if isinstance(self.candidates, Unlisted):
             return dict(self.candidates.dropped)
-        many = self.pruned if len(self.pruned) > MAX_LISTED else []
-        return dict(Counter(each.reason for each in many))
+        unlisted = self.pruned if len(self.pruned) > MAX_LISTED else []
+        return dict(Counter(each.reason for each in unlisted))
 
 
 class Selection:
-    """Selects the candidates of one call, and predicts configs from records of other sizes.
+    """Selection of the candidates for one call, and prediction from records of other sizes.
 
-    All ranks call every method except ``prune_result``. Only the leader's records are used.
+    All ranks must call each method together, except ``prune_result``. Only the leader's records are
+    used.
 
     Attributes:
         cause: the error of a prediction on this rank.
@@ -163,7 +172,8 @@ class Selection:
     def prune_result(self) -> PruneResult:
         """The result of ``prune_fn`` on this rank, computed at first use.
 
-        Do not store it in a local variable: its failure refers to the frame of the first caller.
+        Do not store it in a local variable. Its failure refers to the frame of the first caller,
+        which would refer back to the failure.
         """
         if self._prune_result is None:
             subject, call = self._subject, self._call
@@ -176,7 +186,7 @@ class Selection:
         return self._prune_result
 
     def forget(self) -> None:
-        """Drop the errors. They refer to frames that refer to this object."""
+        """Drop the stored errors, because they refer to frames that refer to this object."""
         self.cause = self._prune_result = None
 
     def most_promising(self) -> Config:
@@ -190,74 +200,74 @@ class Selection:
         """Return the configs that may be tried. Only the leader calls ``prune_fn``.
 
         Args:
-            warm: use only the configs that neighbours choose, if there are neighbours.
-            only_best: use only the most promising config of a listed space.
+            warm: if there are neighbours, return only configs that are near the best at them.
+            only_best: return only the most promising config. Requires a space that can be listed.
 
         Raises:
             NoValidConfig: ``prune_fn`` kept no config; raised on every rank.
             PriorFailed: the leader's ``prior_fn`` failed; raised on every rank.
             RankDisagreement: the leader's ``prune_fn``, ``fallback_fn`` or ``waves_fn`` raised. The
-                leader raises the original exception.
+                leader raises the original exception instead.
         """
-        ranks, space, plan = self._ranks, self._subject.space, _LeaderResult()
+        ranks, space, selected = self._ranks, self._subject.space, _LeaderResult()
         predicted: Mapping[Config, float] = {}
         result = self.prune_result if ranks.is_leader else PruneResult()
         failure = result.failure
         if failure is not None:
-            plan = _LeaderResult(failure=result.failure_text)
+            selected = _LeaderResult(failure=result.failure_text)
         elif isinstance(result.kept, Unlisted):
-            plan = _LeaderResult(kept=None)
+            selected = _LeaderResult(kept=None)
         elif ranks.is_leader:
             try:
-                # Broadcast places instead of configs, because the spaces are equal on all ranks.
-                few, origin = self._warm_started(result.kept) if warm else (result.kept, "")
-                predicted = {} if origin else self._predicted_ms(few)
-                if only_best and few:
+                # Broadcast indices instead of configs, because the spaces are equal on all ranks.
+                kept, origin = self._warm_started(result.kept) if warm else (result.kept, "")
+                predicted = {} if origin else self._predicted_ms(kept)
+                if only_best and kept:
                     fallback = self._subject.fallback_fn
-                    best = min(few, key=lambda c: predicted[c] if predicted else not fallback(c))
-                    few = [best]
+                    best = min(kept, key=lambda c: predicted[c] if predicted else not fallback(c))
+                    kept = [best]
                 dropped = tuple(
                     (space.index_of(each.config), each.reason) for each in result.dropped
                 )
-                plan = _LeaderResult(tuple(map(space.index_of, few)), dropped, origin)
+                selected = _LeaderResult(tuple(map(space.index_of, kept)), dropped, origin)
             except PriorFailed as error:
                 failure = error
-                plan = _LeaderResult(failed_prediction=(error.config, error.cause))
+                selected = _LeaderResult(failed_prediction=(error.config, error.cause))
             except Exception as error:  # raised by the user's fallback_fn or waves_fn
                 failure = error
-                plan = _LeaderResult(
+                selected = _LeaderResult(
                     failure=f"{HOOK_NAMES} raised {error_text(error)}", failed_hook=HOOK_NAMES
                 )
-        decided = ranks.broadcast(Step("prune_fn"), plan, self._parts.settings.seconds)
+        selected = ranks.broadcast(Step("prune_fn"), selected, self._parts.settings.seconds)
         if failure is not None:
             try:
                 raise failure
             finally:
                 del result, failure  # the error refers to this frame
-        if decided.failed_prediction is not None:
+        if selected.failed_prediction is not None:
             where = self._subject.name, self.key, ranks.global_rank(0)
-            raise PriorFailed(*where, *decided.failed_prediction)
-        if decided.failure is not None:
-            raised = {ranks.global_rank(0): decided.failure}
-            raise RankDisagreement(f"{decided.failed_hook} of {self._subject.name}", raised)
+            raise PriorFailed(*where, *selected.failed_prediction)
+        if selected.failure is not None:
+            raised = {ranks.global_rank(0): selected.failure}
+            raise RankDisagreement(f"{selected.failed_hook} of {self._subject.name}", raised)
         # The kept configs are too many to send, and only the leader's search needs them.
-        if decided.kept is None:
-            own = result.kept if ranks.is_leader else space.prune(None, (), {})[0]
-            return CandidateSet(space, own)
-        candidates = [space[place] for place in decided.kept]
-        pruned = [Pruned(space[place], reason) for place, reason in decided.pruned]
+        if selected.kept is None:
+            unlisted = result.kept if ranks.is_leader else space.prune(None, (), {})[0]
+            return CandidateSet(space, unlisted)
+        candidates = [space[index] for index in selected.kept]
+        pruned = [Pruned(space[index], reason) for index, reason in selected.pruned]
         if not candidates:
             causes = {str(each.config): each.reason for each in pruned}
             raise NoValidConfig(self._subject.name, self.key, causes)
-        return CandidateSet(space, candidates, pruned, decided.warm_started_from, predicted)
+        return CandidateSet(space, candidates, pruned, selected.warm_started_from, predicted)
 
     def _predicted_ms(self, configs: Sequence[Config]) -> dict[Config, float]:
         """Return the prediction of ``prior_fn`` for each config; empty without ``prior_fn``.
 
-        Predictions that are not finite count as unknown: infinite.
+        A prediction that is not finite means that the time is unknown, and is returned as ``inf``.
 
         Raises:
-            PriorFailed: ``prior_fn`` raised, or returned no positive number.
+            PriorFailed: ``prior_fn`` raised, or returned something other than a positive number.
         """
         prior_fn, call, predicted = self._subject.prior_fn, self._call, {}
         if prior_fn is None:
@@ -276,32 +286,35 @@ class Selection:
         return predicted
 
     def _warm_started(self, kept: Sequence[Config]) -> tuple[Sequence[Config], str]:
-        """Return the configs of ``kept`` that neighbours choose, and a text about the neighbours.
+        """Return the configs of ``kept`` that are near the best at the neighbours.
 
-        Return all of ``kept`` if there are no neighbours.
+        The second value is a text that names the neighbours. Without neighbours, return ``kept``
+        and an empty text.
         """
         settings, failure = self._parts.settings, self._call.winner_failure
         if settings.warm_start_ms > 0 and not (settings.always_tune or failure):
-            near = self._neighbours()
-            if near is not None and near.tried_all_kinds(kept):
-                few = near.candidates(kept, settings.warm_start_ms)
-                return (few, f"warm-started from {near}") if few else (kept, "")
+            neighbours = self._neighbours()
+            if neighbours is not None and neighbours.tried_all_kinds(kept):
+                candidates = neighbours.candidates(kept, settings.warm_start_ms)
+                if candidates:
+                    return candidates, f"warm-started from {neighbours}"
         return kept, ""
 
     def predicted(self) -> tuple[TuningRecord | None, str]:
-        """Return the record that neighbours predict without measuring, or ``None``.
+        """Return a record predicted from the neighbours without measuring, or ``None``.
 
-        The second value is the failure of a user's function as text, empty if there is none.
+        The second value is the failure of one of the user's functions, as text. It is empty if
+        there is none.
         """
         if self._subject.sizes is None:
             return None, ""
         record, failure = None, ""
-        near = self._neighbours()
-        if near is not None and near.all:
+        neighbours = self._neighbours()
+        if neighbours is not None and neighbours.all:
             self.cause, failure = self.prune_result.failure, self.prune_result.failure_text
             if self.cause is None:
                 try:
-                    record = near.predict(self.key, self.prune_result.listed, timestamp())
+                    record = neighbours.predict(self.key, self.prune_result.listed, timestamp())
                 except Exception as error:  # raised by the user's fallback_fn or waves_fn
                     self.cause, failure = error, f"{HOOK_NAMES} raised {error_text(error)}"
         failure = failure and f"{failure} on rank {self._ranks.global_rank(0)}"
@@ -309,30 +322,31 @@ class Selection:
         return self._ranks.broadcast(Step("predict"), (record, failure), seconds)
 
     def size_table(self, record: TuningRecord, winner: Config) -> SizeTable | None:
-        """Return the configs by exact size, if the function has exactly one size.
+        """Return the configs by exact size; ``None`` unless the function has exactly one size.
 
-        Configs of an own record passed ``prune_fn`` when they were measured. Configs of a shipped
-        record, except the winner, must pass ``prune_fn`` here.
+        The measured configs of a record passed ``prune_fn`` before they were measured. Only for a
+        shipped record, ``prune_fn`` is called here, except for the winner.
         """
         space = self._subject.space
         # A latency curve exists over one size only.
         if self._subject.sizes is None or len(self._call.sizes) != 1:
             return None
-        near, times = self._neighbours(), None
-        if near is not None:
-            is_special = near.family.are_single_sizes
-            # Exclude neighbours of the other kind: a multiple of the tile size may run another
-            # kernel than a size between two multiples.
-            special = is_special(near.family.sizes)
-            others = [each for each in near.all if is_special(each.sizes) == special]
+        neighbours, times = self._neighbours(), None
+        if neighbours is not None:
+            is_single = neighbours.family.are_single_sizes
+            # A range of a single size is a multiple of the tile size, for which a library may run
+            # another kernel. Use only neighbours that are also single sizes, or also are not.
+            ours = is_single(neighbours.family.sizes)
+            others = [each for each in neighbours.all if is_single(each.sizes) == ours]
             kept = self.prune_result.listed if record.shipped else space
             usable = [*kept] if winner in kept else [winner, *kept]
-            times = near.times(record, usable, others)
+            times = neighbours.times(record, usable, others)
         (times,) = self._ranks.broadcast(Step("sizes"), (times,), self._parts.settings.seconds)
         return None if times is None else SizeTable.of(times, space)
 
     def _neighbours(self) -> Neighbours | None:
-        """On the leader, return the neighbours of the key; ``None`` without sizes."""
+        """On the leader, return the neighbours of the key. Return ``None`` on other ranks, and for
+        a function without sizes."""
         parts, subject, strict = self._parts, self._subject, self._parts.settings.strict
         if subject.sizes is None or not self._ranks.is_leader:
             return None

@@ -1,8 +1,9 @@
-"""Compile candidates while others are measured, each kernel once per host.
+"""Compile the kernels of candidates in other processes while earlier candidates are measured.
 
-The ranks exchange the kernels that each candidate needs and the cache that each rank uses. From
-these lists every rank derives, without further messages, which rank compiles which kernel and which
-candidates must wait.
+Ranks that share a kernel cache, such as the ranks of a host, compile each kernel once. The ranks
+exchange the kernels that each candidate needs, and the name of the cache of each rank. From these
+lists, every rank derives without further messages which rank compiles which kernel, and which
+candidates must wait for a kernel.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from triton_dist._tuning.values import Config
 
 @dataclass(frozen=True)
 class MissingKernels:
-    """The kernels that one rank lacks."""
+    """The kernels that are not in the cache of one rank."""
 
     cache: str
+    """Identifies the cache. Ranks with equal values share their compiled kernels."""
     kernels: Mapping[str, Sequence[str]]
     """For each candidate, by digest: the kernels that are not in the cache, in order of use."""
 
@@ -31,8 +33,8 @@ class CompileAhead:
 
     Args:
         prepare: compiles a candidate without launching it. ``None``: this object does nothing.
-        compiler: returns the compiler. ``None``: nothing is compiled on this device.
-        seconds: time limit for one kernel.
+        compiler: returns the compiler. ``None``: this object does nothing.
+        seconds: time limit to list the kernels of the candidates.
     """
 
     def __init__(
@@ -45,14 +47,14 @@ class CompileAhead:
         self._prepare, self._seconds, self._ranks = prepare, seconds, ranks
         self._compiler = None if compiler is None else compiler()
         self._needed: dict[str, list[str]] = {}
-        """Kernels that some rank lacks, by the digest of the candidate."""
+        """By digest of the candidate: kernels that are not in the cache of some rank."""
         self._done: set[str] = set()
 
     def begin(self, candidates: Sequence[Config]) -> None:
         """Start to compile this rank's share of the kernels. All ranks call this.
 
-        Candidates of earlier calls are skipped. ``prepare`` runs once per candidate, with
-        compilation disabled, to list its kernels.
+        Candidates that were passed before are skipped. ``prepare`` runs once per candidate, with
+        compilation disabled, to list the kernels.
         """
         prepare, compiler = self._prepare, self._compiler
         if compiler is None or prepare is None:
@@ -61,16 +63,16 @@ class CompileAhead:
         new = [config for config in candidates if config.digest not in self._needed]
         with self._ranks.user_code(step, self._seconds):
             kernels = {c.digest: compiler.collect(functools.partial(prepare, c)) for c in new}
-        own = MissingKernels(compiler.cache, kernels)
-        everyone = self._ranks.all_gather(step, own, self._seconds)
+        missing = MissingKernels(compiler.cache, kernels)
+        by_rank = self._ranks.all_gather(step, missing, self._seconds)
         for digest in kernels:
-            missed = (needs.kernels.get(digest, ()) for needs in everyone)
-            self._needed[digest] = list(dict.fromkeys(itertools.chain.from_iterable(missed)))
-        sharers = sum(needs.cache == own.cache for needs in everyone)
-        compiler.begin(kernels_to_compile(everyone, self._ranks.rank), sharers)
+            names = (each.kernels.get(digest, ()) for each in by_rank)
+            self._needed[digest] = list(dict.fromkeys(itertools.chain.from_iterable(names)))
+        num_sharing = sum(each.cache == missing.cache for each in by_rank)
+        compiler.begin(kernels_to_compile(by_rank, self._ranks.rank), num_sharing)
 
     def is_needed(self, config: Config) -> bool:
-        """Return whether some rank lacks a kernel of ``config``; equal on all ranks."""
+        """Return, equally on all ranks, whether a kernel of ``config`` is still to be compiled."""
         return not self._done.issuperset(self._kernels(config))
 
     def wait(self, config: Config) -> None:
@@ -87,7 +89,7 @@ class CompileAhead:
         self._done.update(self._kernels(config))
 
     def _kernels(self, config: Config) -> list[str]:
-        """Return the kernels that some rank lacks for ``config``."""
+        """Return the kernels of ``config`` that were missing in the cache of some rank."""
         return self._needed.get(config.digest, [])
 
     def close(self) -> None:
@@ -97,23 +99,23 @@ class CompileAhead:
             self._compiler.close()
 
 
-def kernels_to_compile(everyone: Sequence[MissingKernels], rank: int) -> list[str]:
+def kernels_to_compile(by_rank: Sequence[MissingKernels], rank: int) -> list[str]:
     """Return the kernels that ``rank`` compiles, in the order in which candidates need them.
 
-    Ranks that share a cache compile each kernel once. Of the ranks that lack the kernel, the rank
-    with the fewest kernels compiles it.
+    Ranks that share a cache compile each kernel once. It is compiled by one of the ranks that need
+    it: the rank to which the fewest kernels are assigned so far.
     """
-    sharers = [other for other, needs in enumerate(everyone) if needs.cache == everyone[rank].cache]
-    shares: dict[int, list[str]] = {other: [] for other in sharers}
-    assigned: set[str] = set()
-    for config in everyone[rank].kernels:
-        missed_by: dict[str, list[int]] = {}
-        for other in sharers:
-            for kernel in everyone[other].kernels.get(config, ()):
-                missed_by.setdefault(kernel, []).append(other)
-        for kernel, ranks in missed_by.items():
-            if kernel not in assigned:
-                assigned.add(kernel)
-                # The rank with the fewest kernels so far; the lowest of these.
-                shares[min(ranks, key=lambda other: (len(shares[other]), other))].append(kernel)
-    return shares[rank]
+    sharing = [other for other, each in enumerate(by_rank) if each.cache == by_rank[rank].cache]
+    assigned: dict[int, list[str]] = {other: [] for other in sharing}
+    all_assigned: set[str] = set()
+    for config in by_rank[rank].kernels:
+        needed_by: dict[str, list[int]] = {}
+        for other in sharing:
+            for kernel in by_rank[other].kernels.get(config, ()):
+                needed_by.setdefault(kernel, []).append(other)
+        for kernel, ranks in needed_by.items():
+            if kernel not in all_assigned:
+                all_assigned.add(kernel)
+                fewest = min(ranks, key=lambda other: (len(assigned[other]), other))
+                assigned[fewest].append(kernel)
+    return assigned[rank]

@@ -1,4 +1,4 @@
-"""Inputs of the runs of a tuning: arguments that are restored, or varied between runs."""
+"""Prepare the arguments of the runs of a tuning: restore changed tensors, and vary inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from triton_dist.errors import InvalidArgument, RankDisagreement
 
 
 class Restorer:
-    """Copies of the tensors in some arguments of a call and of the random state, to restore them.
+    """Saved tensors of some arguments of a call, and the random state, to restore before each run.
 
     Args:
         function: the tuned function. Its signature maps values to argument names.
@@ -40,19 +40,19 @@ class Restorer:
         """Tensors of the other arguments, each with the name of the argument."""
         self._versions: list[int | None] = []
         for name, value in _arguments_by_name(function, args, kwargs).items():
-            found = list(_tensors(value))
-            # ``changed`` checks the tensors that ``restore`` does not cover.
+            tensors = list(_tensors(value))
+            # ``changed`` checks the tensors that are not restored.
             if name not in names:
-                self._others += [(name, tensor) for tensor in found]
-            elif not found and value is not None:
+                self._others += [(name, tensor) for tensor in tensors]
+            elif not tensors and value is not None:
                 raise InvalidArgument(
                     "autotune", f"restore: argument {name}", value, "a tensor, or tensors"
                 )
             else:
-                self._tensors += found
+                self._tensors += tensors
 
     def keep(self) -> None:
-        """Copy the tensors, and note the version counters of the other arguments."""
+        """Copy the tensors to restore, and store the version counters of the other tensors."""
         self._copies = [without_expanded_dimensions(tensor).clone() for tensor in self._tensors]
         self._versions = [_version(tensor) for _, tensor in self._others]
 
@@ -63,9 +63,11 @@ class Restorer:
             without_expanded_dimensions(tensor).copy_(copy)
 
     def changed(self) -> list[str]:
-        """Return the names of other arguments that were changed in place since ``keep``.
+        """Return the names of arguments that were changed in place since ``keep`` and that are not
+        restored.
 
-        PyTorch counts its own in-place operations. Writes of Triton kernels are not counted.
+        PyTorch's version counters count its own in-place operations, but no writes of Triton
+        kernels.
         """
         pairs = zip(self._others, self._versions, strict=True)
         return list(dict.fromkeys(name for (name, each), old in pairs if _version(each) != old))
@@ -80,11 +82,11 @@ def without_expanded_dimensions(tensor: Any) -> Any:
     """
     if str(getattr(tensor, "layout", "")) != "torch.strided":
         return tensor  # writes to ``data`` of a sparse tensor do not change the tensor
-    found = tensor.data
-    for dimension, stride in enumerate(found.stride()):
-        if stride == 0 and found.shape[dimension] > 1:
-            found = found.narrow(dimension, 0, 1)
-    return found
+    view = tensor.data
+    for dimension, stride in enumerate(view.stride()):
+        if stride == 0 and view.shape[dimension] > 1:
+            view = view.narrow(dimension, 0, 1)
+    return view
 
 
 def _arguments_by_name(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
@@ -124,14 +126,15 @@ Arguments: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]
 def calls_per_sample(
     subject: TunedFunction, call: Call, ranks: Channel, seconds: float
 ) -> Sequence[Arguments]:
-    """Return the calls that one sample averages over, the same number on each rank.
+    """Return the calls that are run for one sample. Their number is equal on all ranks.
 
-    The first call is ``call``; ``input_variants_fn`` returns the others in at most ``seconds``. All
-    ranks call this function.
+    The first is ``call``. For each further call, ``input_variants_fn`` returns other arguments. It
+    may take ``seconds``. All ranks must call this function.
 
     Raises:
         InvalidArgument: ``input_variants_fn`` returned something other than arguments of the call.
-        RankDisagreement: other ranks have another number of calls, or the function raised there.
+        RankDisagreement: another rank has another number of calls, or ``input_variants_fn`` raised
+            there.
     """
     step, failure, input_variants = Step("input_variants_fn"), None, subject.hooks.input_variants
     calls: list[Arguments] = [(call.args, call.kwargs)]
@@ -140,26 +143,27 @@ def calls_per_sample(
     try:
         with ranks.user_code(step, seconds):
             signature = inspect.signature(subject.function)
-            given = signature.bind_partial(*call.args, **call.kwargs).arguments
+            arguments = signature.bind_partial(*call.args, **call.kwargs).arguments
             variants: object = input_variants(*call.args, **call.kwargs)
             if not isinstance(variants, Iterable):
                 expected = "mappings, one per additional call"
                 raise InvalidArgument(
                     "autotune", "the result of input_variants_fn", variants, expected
                 )
-            for others in variants:
-                if not isinstance(others, Mapping) or not others.keys() <= given.keys():
-                    expected = f"mappings from names of arguments of the call: {', '.join(given)}"
+            for variant in variants:
+                if not isinstance(variant, Mapping) or not variant.keys() <= arguments.keys():
+                    names = ", ".join(arguments)
+                    expected = f"mappings from names of arguments of the call: {names}"
                     raise InvalidArgument(
-                        "autotune", "the result of input_variants_fn", others, expected
+                        "autotune", "the result of input_variants_fn", variant, expected
                     )
                 # Order the arguments like the parameters.
-                bound = inspect.BoundArguments(signature, {**given, **others})
+                bound = inspect.BoundArguments(signature, {**arguments, **variant})
                 calls.append((bound.args, bound.kwargs))
     except Exception as error:
         failure = error
-    own = f"{len(calls)} calls" if failure is None else f"{type(failure).__name__}: {failure}"
-    results = ranks.all_gather(step, own, seconds)
+    result = f"{len(calls)} calls" if failure is None else f"{type(failure).__name__}: {failure}"
+    results = ranks.all_gather(step, result, seconds)
     if failure is not None:
         try:
             raise failure

@@ -1,4 +1,4 @@
-"""Outcomes of the candidates, from this start of the program and from an interrupted one."""
+"""Collect the outcomes of a tuning, including outcomes of an interrupted tuning in the journal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from triton_dist.errors import RankTimeout
 
 
 def journal_head(key: Key, fingerprint: Fingerprint, candidates: codec.Tree) -> codec.Tree:
-    """Return the data that must be equal to resume an interrupted tuning."""
+    """Return the data that identifies a tuning. An interrupted tuning is resumed if it is equal."""
     return {
         "function": key.function,
         "key": key.text,
@@ -42,31 +42,31 @@ def head_of(candidates: Sequence[Config]) -> codec.Tree:
 
 
 class Progress:
-    """Outcomes by config, and the journal that keeps them for the next start.
+    """The outcomes of one tuning, and the journal that stores them for the next start.
 
-    The search is deterministic, so a resumed search repeats the requests of the interrupted one.
-    While the journal has the outcome of a request, nothing is measured.
+    The search is deterministic, so a resumed search repeats the requests of the interrupted search.
+    If the journal has the outcome of a request, nothing is measured.
 
     Args:
-        head: the data that must match to resume; a journal with another head is discarded.
-        own: this rank's record that the tuning replaces, if there is one.
+        head: the data that identifies the tuning. A journal with another head is discarded.
+        old: the record of this rank that the new record will replace, if any.
 
     Attributes:
         requests: number of answered requests.
     """
 
     def __init__(
-        self, journal: Journal, head: codec.Tree, own: TuningRecord | None, ranks: Channel
+        self, journal: Journal, head: codec.Tree, old: TuningRecord | None, ranks: Channel
     ) -> None:
         self._journal, self._ranks = journal, ranks
         self._head = head
-        # Ranks on other hosts may have their own cache folders.
-        self._stuck: dict[str, Failure] = {}
-        for stuck in ranks.all_gather(Step("quarantine"), dict(journal.quarantined(head))):
-            self._stuck = {**stuck, **self._stuck}
+        # Merge the journals of all ranks: ranks may have separate cache folders.
+        self._quarantined: dict[str, Failure] = {}
+        for quarantined in ranks.all_gather(Step("quarantine"), dict(journal.quarantined(head))):
+            self._quarantined = {**quarantined, **self._quarantined}
         self._entries: list[JournalEntry] = []
         if ranks.is_leader:
-            self._entries = list(journal.begin(head, own.digest if own is not None else None))
+            self._entries = list(journal.begin(head, old.digest if old is not None else None))
         self.requests = 0
         self._outcomes: dict[Config, Outcome] = {}
         self._by_rank: dict[str, list[list[float]]] = {}
@@ -82,28 +82,31 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Duration of the tuning in seconds, including earlier starts."""
+        """Duration of the tuning in seconds, including earlier starts of the program."""
         return self._seconds + time.monotonic() - self._begin
 
     def known(self, request: Request) -> Outcome | None:
-        """On the leader, return the outcome of ``request`` if it is already known."""
+        """On the leader, return the outcome of ``request`` if the journal has it.
+
+        For a quarantined config, return its failure.
+        """
         digest = request.config.digest
         if self.requests < len(self._entries):
             entry = self._entries[self.requests]
             if (entry.config, entry.samples) == (digest, request.samples):
                 self._seconds, self._begin = entry.seconds, time.monotonic()
                 return entry.outcome
-            # The search differs from the interrupted one: discard the remaining entries.
+            # The search differs from the interrupted search: discard the remaining entries.
             del self._entries[self.requests :]
-        return self._stuck.get(digest)
+        return self._quarantined.get(digest)
 
     def quarantine(self, config: Config, failure: Failure) -> None:
-        """Exclude ``config`` from the next start. Any rank and any thread may call this."""
+        """Exclude ``config`` at the next start. Any rank and any thread may call this method."""
         self._journal.quarantine(self._head, config.digest, failure)
 
     @contextmanager
     def trying(self, config: Config) -> Iterator[None]:
-        """Context manager in which ``config`` may end the process of any rank."""
+        """Context manager in which ``config`` runs and may crash the process of any rank."""
         if not self._ranks.is_leader or self.has(config):
             yield
             return
@@ -119,15 +122,15 @@ class Progress:
     def learn(
         self, request: Request, outcome: Outcome, by_rank: Sequence[Sequence[float]] = ()
     ) -> Outcome:
-        """Write the outcome to the journal, before the next request is broadcast.
+        """Store the outcome of ``request``, and write it to the journal.
 
-        Return the merged outcome of all requests for the config. ``by_rank`` has each rank's
-        samples.
+        Return the merged outcome of all requests for the config. ``by_rank`` has the samples of
+        each rank.
         """
         config, digest, n = request.config, request.config.digest, self.requests
-        own = self._by_rank.setdefault(digest, [[] for _ in by_rank]) if by_rank else []
-        for known, new in zip(own, by_rank, strict=True):
-            known += new
+        earlier = self._by_rank.setdefault(digest, [[] for _ in by_rank]) if by_rank else []
+        for samples, new_samples in zip(earlier, by_rank, strict=True):
+            samples += new_samples
         if self._ranks.is_leader and n >= len(self._entries):
             self._journal.append(JournalEntry(n, digest, request.samples, outcome, self.seconds))
         self.requests += 1
@@ -135,18 +138,19 @@ class Progress:
         return self._outcomes[config]
 
     def by_rank(self) -> dict[str, TimesByRank]:
-        """Return the times of each rank, if there are several ranks.
+        """Return the times of each rank, by digest of the config; empty if there is one rank.
 
-        Configs that lost the race early, with fewer than half of the most samples, are left out.
+        Configs with fewer than half as many samples as the config with the most are left out.
         """
-        several = {digest: own for digest, own in self._by_rank.items() if len(own) > 1}
-        most = max((len(own[0]) for own in several.values()), default=0)
+        by_rank = {digest: each for digest, each in self._by_rank.items() if len(each) > 1}
+        max_samples = max((len(each[0]) for each in by_rank.values()), default=0)
         return {
-            digest: TimesByRank.of(own)
-            for digest, own in several.items()
-            if 2 * len(own[0]) >= most > 0
+            digest: TimesByRank.of(each)
+            for digest, each in by_rank.items()
+            if 2 * len(each[0]) >= max_samples > 0
         }
 
-    def trials(self, place: Callable[[Config], int]) -> list[Trial]:
-        """Return the trials in the order of the space, independent of the search."""
-        return [Trial.of(each, self._outcomes[each]) for each in sorted(self._outcomes, key=place)]
+    def trials(self, index_of: Callable[[Config], int]) -> list[Trial]:
+        """Return the trials in the order of the config space, whatever the order of requests."""
+        configs = sorted(self._outcomes, key=index_of)
+        return [Trial.of(config, self._outcomes[config]) for config in configs]

@@ -1,4 +1,4 @@
-"""Reports of a tuning: log lines and a progress bar while it runs, and a table at the end."""
+"""Report a tuning: log lines and a progress bar while it runs, and a table at the end."""
 
 from __future__ import annotations
 
@@ -29,14 +29,12 @@ from triton_dist.errors import TuningWarning
 
 _logger = logging.getLogger("triton_dist.tuning")
 _NOTICEABLE_SECONDS = 0.05
-"""Lines show tenths of a second, so shorter times are not shown."""
+"""Shorter times are not reported, because reports have tenths of a second."""
 
 
 class Report:
-    """Output of one tuning: logs on every rank, and lines on the leader if the call is verbose.
-
-    ``begin`` is a context manager around the tuning, which always removes the progress bar.
-    """
+    """Output of one tuning: a log file on every rank; events, printed lines and a progress bar on
+    rank 0, the leader."""
 
     def __init__(self, parts: Parts, key: Key, clock: Clock) -> None:
         self._parts, self._key, self._clock = parts, key, clock
@@ -51,14 +49,17 @@ class Report:
         self._bar: Any = None
         self._task: Any = None
 
-    def cached(self, record: TuningRecord, where: str, tolerated: str) -> None:
-        """Report that a record is used and nothing is tuned."""
+    def cached(self, record: TuningRecord, location: str, tolerated: str) -> None:
+        """Report that a record is used and nothing is tuned.
+
+        ``tolerated`` are differences between the record and this process that are accepted.
+        """
         note = f" (differences that are accepted: {tolerated})" if tolerated else ""
         best, kind = record.best, "record"
         if record.shipped:
             kind = f"shipped record for {record.fingerprint.hardware['gpu']}"
         self._show(
-            f"{self._title}: using the {kind} from {where}{note}: {_ms(best.outcome)} {best}"
+            f"{self._title}: using the {kind} from {location}{note}: {_ms(best.outcome)} {best}"
         )
 
     def predicted(self, config: Config) -> None:
@@ -67,12 +68,13 @@ class Report:
 
     @contextmanager
     def begin(self, candidate_set: CandidateSet, reason: str, default: Config) -> Iterator[None]:
+        """Context manager around the tuning. It always removes the progress bar."""
         ranks, policy = self._parts.ranks, self._parts.settings.policy
         self._default = default.digest
         self._total = policy.max_tried(len(candidate_set.candidates))
         self._begin, self._clock_before = time.monotonic(), dict(self._clock.seconds)
         line = (
-            f"{self._title}: {reason}; tuning {candidate_set.shown(policy)} "
+            f"{self._title}: {reason}; tuning {candidate_set.count_text(policy)} "
             f"on {ranks.size} rank{'' if ranks.size == 1 else 's'}"
         )
         self._show(line)
@@ -109,7 +111,7 @@ class Report:
                 self._bar = None
 
     def trying(self, label: str, request: Request) -> None:
-        """Write the config to the rank's log: its last line shows what the rank was running."""
+        """Write the config to the log before it runs. If the rank hangs, the last line shows it."""
         self._log.line(f"[{label}] {request.samples} samples of {request.config}")
 
     def tried(
@@ -135,7 +137,7 @@ class Report:
         else:
             self._medians.pop(config.digest, None)
             self._failed.add(config.digest)
-        # Racing samples a config in several rounds. Show its first round and a failure.
+        # A race requests samples of a config in several rounds. Show the first, and any failure.
         if new or isinstance(outcome, Failure):
             text = f"  [{label}] {_ms(config_outcome)} {config}  ({self._so_far()})"
             self._show(text, logging.DEBUG)
@@ -143,8 +145,8 @@ class Report:
             with suppress(OSError, ValueError):
                 self._bar.update(self._task, advance=int(new), description=self._so_far())
 
-    def tuned(self, record: TuningRecord, where: str) -> None:
-        """Report the winner and a summary."""
+    def tuned(self, record: TuningRecord, location: str) -> None:
+        """Report the winner and a summary. ``location`` is the location of the record."""
         best = record.best
         failed = sum(isinstance(trial.outcome, Failure) for trial in record.trials)
         if self._parts.ranks.is_leader:
@@ -152,7 +154,7 @@ class Report:
         line = (
             f"{self._title}: best of {len(record.trials) - failed} measured ({failed} failed or "
             f"pruned) in {record.seconds:.1f} s: {_ms(best.outcome)} {best}"
-            + (f"; kept in {where}" if where else "")
+            + (f"; kept in {location}" if location else "")
         )
         phases = self._phases(time.monotonic() - self._begin)
         earlier = record.seconds - sum(phases.values())
@@ -165,7 +167,7 @@ class Report:
             "winner",
             config=best.digest,
             shown=str(best),
-            record=where,
+            record=location,
             **outcome_tree(best.outcome),
             **self._spent(),
         )
@@ -175,8 +177,9 @@ class Report:
         best = f"best {min(self._medians.values()):.4f} ms" if self._medians else "none measured"
         failed = f", {len(self._failed)} failed" if self._failed else ""
         done = len(self._medians) + len(self._failed)
-        left = (time.monotonic() - self._begin) / max(done, 1) * (self._total - done)
-        return f"{best}{failed}, {left:.0f} s left" if done < self._total else f"{best}{failed}"
+        remaining = (time.monotonic() - self._begin) / max(done, 1) * (self._total - done)
+        left = f", {remaining:.0f} s left" if done < self._total else ""
+        return f"{best}{failed}{left}"
 
     def _spent(self) -> dict[str, Any]:
         seconds = time.monotonic() - self._begin
@@ -184,16 +187,16 @@ class Report:
         return {"seconds": round(seconds, 3), "phases": phases}
 
     def _phases(self, total: float) -> dict[str, float]:
-        """Return the seconds by phase of the ``total`` since ``begin``. The rest is ``other``."""
+        """Return the seconds by phase since ``begin``. ``other`` is the rest of ``total``."""
         phases: dict[str, float] = {
             name: seconds - self._clock_before[name]
             for name, seconds in self._clock.seconds.items()
         }
         return {**phases, "other": max(0.0, total - sum(phases.values()))}
 
-    def _event(self, name: str, **facts: Any) -> None:
+    def _event(self, name: str, **fields: Any) -> None:
         if self._parts.ranks.is_leader:
-            self._log.event(name, **facts)
+            self._log.event(name, **fields)
 
     def _show(self, text: str, level: int = logging.INFO) -> None:
         # A handler of the user or the progress bar may write to a closed standard error.
@@ -233,9 +236,10 @@ def _ms(outcome: Outcome) -> str:
     return f"{outcome.median:.4f} ms"
 
 
-_ROWS = 5
-_PRUNED = 20
-"""Number of pruned configs to list."""
+_NUM_ROWS = 5
+"""Number of the fastest configs in the table of a summary."""
+_NUM_PRUNED = 20
+"""Maximum number of pruned configs that a summary lists."""
 _LEGEND = (
     "  to best, to default: time relative to the fastest config and to the first config of the "
     "space; spread: interquartile range relative to the median"
@@ -243,31 +247,34 @@ _LEGEND = (
 
 
 def summary(record: TuningRecord, default: str, phases: Mapping[str, float]) -> list[str]:
-    """Return lines: the fastest configs, the winner and the default, then failures by kind.
+    """Return the lines of a table with the fastest configs, the winner and the default, then
+    failures by kind.
 
-    ``default`` is the digest of the first config of the space. ``phases`` are seconds by phase.
+    Args:
+        default: digest of the first config of the space.
+        phases: seconds by phase.
     """
-    found, best = Analysis(record), record.best.digest
-    fastest = found.timed[0].ms
-    default_ms = next((each.ms for each in found.timed if each.trial.digest == default), None)
+    analysis, best = Analysis(record), record.best.digest
+    fastest = analysis.timed[0].ms
+    default_ms = next((each.ms for each in analysis.timed if each.trial.digest == default), None)
     lines = [f"  {'ms':>10} {'spread':>7} {'to best':>8} {'to default':>10} {'samples':>7}  config"]
-    for place, (trial, _, ms, samples) in enumerate(found.timed):
+    for index, (trial, _, ms, samples) in enumerate(analysis.timed):
         marks = [name for name, d in (("winner", best), ("default", default)) if d == trial.digest]
-        if place < _ROWS or marks:
+        if index < _NUM_ROWS or marks:
             note = f"  <- {', '.join(marks)}" if marks else ""
             lines.append(
                 f"  {ms:10.4f} {spread(samples):>7} {_ratio(ms, fastest):>8} "
                 f"{_ratio(ms, default_ms):>10} {len(samples):>7}  {trial}{note}"
             )
-    if len(found.timed) > len(lines) - 1:
-        lines.append(f"  and {len(found.timed) - len(lines) + 1} more")
-    ranks = record.by_rank.get(best)
-    lines += [] if ranks is None else [f"  the winner by rank: {ranks}"]
-    pruned = [f"  pruned: {config}, {one_line(reason)}" for config, reason in found.pruned]
-    lines += [_LEGEND, *pruned[:_PRUNED]]
-    if len(pruned) > _PRUNED:
-        lines.append(f"  and {len(pruned) - _PRUNED} more were pruned")
-    for each in found.failed:
+    if len(analysis.timed) > len(lines) - 1:
+        lines.append(f"  and {len(analysis.timed) - len(lines) + 1} more")
+    by_rank = record.by_rank.get(best)
+    lines += [] if by_rank is None else [f"  the winner by rank: {by_rank}"]
+    pruned = [f"  pruned: {config}, {one_line(reason)}" for config, reason in analysis.pruned]
+    lines += [_LEGEND, *pruned[:_NUM_PRUNED]]
+    if len(pruned) > _NUM_PRUNED:
+        lines.append(f"  and {len(pruned) - _NUM_PRUNED} more were pruned")
+    for each in analysis.failed:
         lines.append(f"  {each.count} x {each.kind}, the first: {one_line(each.first)}")
     lines += [f"  {number} x pruned: {reason}" for reason, number in record.dropped.items()]
     spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases.items())
@@ -275,7 +282,12 @@ def summary(record: TuningRecord, default: str, phases: Mapping[str, float]) -> 
 
 
 def warn_of_failures(title: str, record: TuningRecord, remedy: str) -> None:
-    """Warn if more than half of the tried configs failed. ``remedy``: where failures are shown."""
+    """Warn if more than half of the tried configs failed.
+
+    Args:
+        title: beginning of the message.
+        remedy: end of the message: where all failures are shown.
+    """
     outcomes = [(trial, trial.outcome) for trial in record.trials]
     failures = [(trial, each) for trial, each in outcomes if isinstance(each, Failure)]
     failures = [(trial, each) for trial, each in failures if each.kind != "pruned"]
@@ -294,6 +306,6 @@ def _ratio(time: float, other: float | None) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return the beginning of a message as one line."""
+    """Return ``text`` as one line, cut off after 160 characters."""
     text = printable(" ".join(text.split()))
     return text if len(text) <= 160 else f"{text[:160]} ..."

@@ -1,8 +1,8 @@
 """Try one config on all ranks in lockstep, and time its runs with the device's timer.
 
-A rank whose step fails stays in the protocol. It reports the failure in the message that ends the
-step, and the config becomes a :class:`Failure` on every rank. So no rank waits for a failed rank in
-a later step.
+A trial is a sequence of steps, such as compile, run and measure. Each step ends with a message. If
+a step fails on a rank, the rank reports the failure in this message, and all ranks record a
+:class:`Failure` of the config. So no rank waits for a failed rank in a later step.
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ from triton_dist.errors import (
     original_error,
 )
 
-# The noted queueing time decays by this factor at each run. Without decay, one delay of the host
-# would lengthen the time for which ``delay_stream`` keeps the device busy before all later runs.
+# The queueing time is the time that the host needs to queue a run. ``delay_stream`` keeps the
+# device busy for this time before each run. The stored time decays by this factor at each run, so
+# that one delay of the host does not lengthen all later runs.
 _QUEUEING_DECAY = 0.9
-# Maximum queueing time, in seconds, that is noted from the first run of a config.
+# Maximum queueing time in seconds that is stored after the first run of a config.
 _MAX_FIRST_QUEUEING = 1e-3
 
 
 class Sampler:
-    """Timer of repeated runs with a cold cache. All ranks start each run together.
+    """Measure repeated runs with a cold cache. All ranks start each run together.
 
     Args:
-        seconds: time limit of a wait for other ranks, and of the wait for all queued runs.
+        seconds: time limit of each wait for other ranks, and of the wait for all queued runs.
         run_checks: called after each run, untimed. Raises if a wait in a kernel reached its time
             limit.
     """
@@ -68,24 +69,25 @@ class Sampler:
         self._device, self._ranks, self._policy = device, ranks, policy
         self._seconds, self._run_checks = seconds, run_checks
         self._queueing_seconds: dict[Config | None, float] = {}
-        """By config: seconds that the host recently needed to queue a run."""
+        """By config: seconds that the host needed to queue recent runs."""
 
     def note_queueing_seconds(self, config: Config, seconds: float) -> None:
-        """Note the seconds that the host needed to queue the first run of a config.
+        """Store the seconds that the host needed to queue the first run of a config.
 
-        The device is then kept busy until the host has queued the first timed run. ``seconds`` is
-        limited, because the first run also loads the kernel.
+        ``seconds`` is limited to 1 ms, because the first run also loads the kernel.
         """
         self._queueing_seconds.setdefault(config, min(seconds, _MAX_FIRST_QUEUEING))
 
     def sample(
         self, step: Step, call: Callable[[], Any], number: int, reset: Callable[[], object]
     ) -> tuple[float, ...]:
-        """Return the milliseconds of ``number`` runs, which follow ``policy.warmup`` untimed runs.
+        """Return the milliseconds of ``number`` runs, after ``policy.warmup`` untimed runs.
 
-        If a run fails on a rank, this rank still synchronises with the other ranks before each
-        later run, and raises after the last run. ``reset`` is user code that is called, untimed,
-        before each run.
+        If a run fails on this rank, this rank still synchronises with the other ranks before each
+        later run, and raises after the last run.
+
+        Args:
+            reset: user code that is called, untimed, before each run.
         """
         failures: list[Exception] = []
         timers: list[Timer] = []
@@ -101,7 +103,7 @@ class Sampler:
                 self._ranks.all_gather(step, None, self._seconds)
                 with _collect(failures):
                     # Keep the device busy until the host has queued the call. Otherwise the timer
-                    # includes the host's launch latency. A failed rank does this too.
+                    # includes the launch latency of the host. A failed rank does this too.
                     if not failures and self._policy.flush:
                         self._device.flush_cache()
                     self._device.delay_stream(self._queueing_seconds.get(step.config, 0.0))
@@ -151,7 +153,8 @@ _KINDS: dict[str, FailureKind] = {
     "CompilationError": "compile",
     "PTXASError": "compile",
 }
-"""Failure kinds by class name of an exception or its base, without an import of torch or triton."""
+"""Kind of failure by the name of the exception class or a base class. Names are compared, because
+torch and triton are not imported here."""
 
 
 class _WrongResult(Exception):
@@ -167,13 +170,14 @@ class _Failed(Exception):
 
 
 class Attempts:
-    """Trials of the configs of one call.
+    """Trials of configs for one call of the tuned function.
 
     Args:
-        run_checks: runs the checks that ops defer until the timed part has ended. Waits for the
+        ahead: compiles candidates in other processes.
+        run_checks: runs the checks that ops defer to the end of the timed part. Waits for the
             device if there are checks. Raises if a wait in a kernel reached its time limit.
         restorer: restores the arguments that the function changes.
-        sampled: the calls that one sample averages over.
+        sampled: the calls of which a sample is the mean or the maximum.
         is_only: there is only one config, so one run is enough.
     """
 
@@ -198,23 +202,28 @@ class Attempts:
         self._sampler = Sampler(parts.device, ranks, policy, seconds, run_checks)
         self._reference: tuple[Any] | None = None
         self._first_measured: Config | None = None
-        """The first config that was measured, possibly in an earlier start."""
+        """The first config that was measured, possibly in an earlier start of the program."""
         self.by_rank: Sequence[Sequence[float]] = ()
-        """Samples of each rank in the last attempt; empty if it failed."""
+        """Samples of each rank in the last attempt. Empty if it failed."""
         self._error: Exception | None = None
-        """First exception of a config on this rank; ``None`` after a config was measured."""
+        """First exception that a config raised on this rank. ``None`` after a config was measured.
+        """
 
     def take_error(self) -> Exception | None:
-        """Return and drop the first exception of a config, whose frames refer to this object."""
+        """Return the first exception of a config, and drop it, because its frames refer to this
+        object."""
         error, self._error = self._error, None
         return error
 
     def note_earlier_measurement(self, config: Config) -> None:
-        """Note that an earlier start measured ``config``; the first one is the reference."""
+        """Note that an earlier start of the program measured ``config``.
+
+        Outputs are compared with the output of the config that was measured first.
+        """
         self._first_measured = self._first_measured or config
 
     def undo_last_run(self) -> None:
-        """Undo the changes that the last run of the tuning made, before the user's own call."""
+        """Call ``reset_fn`` after the last run of the tuning, before the user's own call."""
         if self._subject.hooks.reset is None or not self._has_run:
             return
         step, failure = Step("reset after the last run"), None
@@ -230,9 +239,10 @@ class Attempts:
             )
 
     def attempt(self, request: Request, label: str) -> Outcome:
-        """Prepare, run once and check a new config; then measure it.
+        """Measure the config of ``request``. Compile, run and check it first if it is new.
 
-        ``label`` is the position of the config among the candidates, such as ``3/96``.
+        Args:
+            label: the position of the config among the candidates, such as ``3/96``.
         """
         self.by_rank = ()
         config, clock = request.config, self._ranks.clock
@@ -283,7 +293,7 @@ class Attempts:
         self._on_all_ranks(step, "compile", watched, limit)
 
     def _measure(self, request: Request, label: str) -> Measurement:
-        """Return the samples of a config. The slowest rank of each sample counts."""
+        """Return the samples of a config. Each is the maximum over the ranks' times."""
         config, policy = request.config, self._parts.settings.policy
         function, chosen = self._subject.function, config.arguments()
 
@@ -291,7 +301,7 @@ class Attempts:
             for args, kwargs in calls:
                 function(*args, **kwargs, **chosen)
 
-        # The slowest call counts, or the mean of all.
+        # A sample is the time of the slowest call (each call is timed alone), or the mean of all.
         is_worst = self._subject.hooks.worst_input
         batches = [[each] for each in self._sampled] if is_worst else [self._sampled]
         runs: list[Callable[[], Any]] = [functools.partial(run_all, calls) for calls in batches]
@@ -304,7 +314,7 @@ class Attempts:
                 runs[number] = self._call_user_code(step, captured)
                 self._run_checks()
 
-        def samples() -> Sequence[float]:  # milliseconds of a call
+        def samples() -> Sequence[float]:  # milliseconds per call
             times = [self._sampler.sample(step, run, request.samples, self._reset) for run in runs]
             return [round(max(each) / len(batches[0]), 6) for each in zip(*times, strict=True)]
 
@@ -322,10 +332,11 @@ class Attempts:
         work: Callable[[], Sequence[float] | None],
         user_seconds: float | None = None,
     ) -> tuple[float, ...]:
-        """Run ``work`` on all ranks, for ``user_seconds`` at most on each.
+        """Run ``work`` on all ranks, for at most ``user_seconds`` on each rank.
 
-        Return the slowest rank's time for each sample. If the step failed on some rank, raise
-        ``_Failed`` on every rank, with the failure of the lowest rank.
+        Return, for each sample, the maximum over the ranks. If the step failed on some rank, raise
+        ``_Failed`` on every rank, with the failure of the lowest failed rank. ``kind`` is the kind
+        of failure if the exception does not set another kind.
         """
         own: Failure | None = None
         samples: tuple[float, ...] = ()
@@ -340,9 +351,9 @@ class Attempts:
             own = failure_of(error, kind, int(self._ranks.global_rank(self._ranks.rank)))
             if self._error is None and self._first_measured is None:
                 self._error = error
-                traceback.clear_frames(error.__traceback__)  # they hold the memory of the config
-            # If another rank is missing at the end of the step, the error on this rank should
-            # contain this rank's failure.
+                traceback.clear_frames(error.__traceback__)  # frames keep tensors alive
+            # If another rank is missing at the end of the step, the error that this rank raises
+            # should contain this rank's failure.
             step = replace(step, remark=f"On this rank it failed: {own.message}.")
         limit = self._parts.settings.seconds if user_seconds is None else user_seconds
         results: list[Failure | tuple[float, ...]] = self._ranks.all_gather(
@@ -357,16 +368,16 @@ class Attempts:
     def _call_user_code(
         self, step: Step, call: Callable[[], Any], seconds: float | None = None
     ) -> Any:
-        """Call user code under the watchdog."""
+        """Call user code. The watchdog ends the process if it takes longer than ``seconds``."""
         with self._ranks.user_code(step, seconds):
             return call()
 
     def _first_run(self, step: Step, arguments: dict[str, Any]) -> Sequence[float]:
-        """Run the config once: compile it if needed, and check its output.
+        """Run the config once, and check its output with ``check_fn``.
 
         Return the milliseconds of the run if there is only one config, else an empty list. The
-        first config that runs provides the reference output. The output is copied, because a
-        function may reuse its output buffer.
+        reference output is the output of the first config. It is copied, because a function may
+        reuse its output buffer.
         """
         check = self._subject.hooks.check
         if check is not None and self._reference is None and self._first_measured is not None:
@@ -411,22 +422,24 @@ class Attempts:
     def recover(
         self, label: str, config: Config | None = None, failure: Failure | None = None
     ) -> None:
-        """Reset the state of all ranks after a failure in a run, which some rank may have launched.
+        """Call ``recover_fn`` on all ranks after a run failed, because its kernels may have changed
+        the state of some rank.
 
         Args:
-            label: text that names what failed.
+            label: text that names what failed, for messages.
             config: the failed config, if it is a candidate.
             failure: the failure of ``config``.
 
         Raises:
-            TuningAborted: some rank could not be reset; raised on every rank.
+            TuningAborted: ``recover_fn`` failed on some rank; raised on every rank.
         """
         step, recover = Step(f"recover after {label}", config), self._subject.hooks.recover
         own: str | None = None
         try:
             if recover is not None:
                 self._call_user_code(step, lambda: recover(*self._call.args, **self._call.kwargs))
-            # Discard errors of the failed run, which must not blame the next config.
+            # Discard errors of the failed run, which would otherwise be reported for the next
+            # config.
             with suppress(WaitTimeout, RankDisagreement):
                 self._run_checks()
             self._parts.device.synchronize(self._parts.settings.seconds)
@@ -447,7 +460,7 @@ class Attempts:
 
 
 def failure_of(error: Exception, kind: FailureKind, rank: int) -> Failure:
-    """Return ``error`` as a failure, of ``kind`` unless the class of the error sets another one."""
+    """Return ``error`` as a failure. The kind is given by the class of ``error``, else ``kind``."""
     if isinstance(error, _WrongResult):
         return Failure("wrong_result", str(error), rank)
     bases = type(original_error(error)).__mro__
@@ -456,9 +469,10 @@ def failure_of(error: Exception, kind: FailureKind, rank: int) -> Failure:
 
 
 def text_of(error: Exception) -> str:
-    """Return type and message of ``error``, with the middle of very long messages removed.
+    """Return type and message of ``error``. The middle of a long message is removed.
 
-    If a clean-up after an exception timed out, the text begins with that first exception.
+    If ``error`` is a timeout in a clean-up after another exception, the text begins with that other
+    exception.
     """
     cause = original_error(error)
     message = (

@@ -1,7 +1,8 @@
-"""The first call of a key: agree on the key, use a record or tune, and store the record.
+"""Make the first call of a key: agree on the key, use a record or tune, and store the record.
 
-Read ``_FirstCall`` from top to bottom. The leader decides, and all ranks follow its messages. Every
-rank sends each message at the same place, even after a failure, so no rank waits in vain.
+Read ``_FirstCall`` from top to bottom. The leader (rank 0 of the group) decides, and all ranks
+follow its messages. Every rank sends the same sequence of messages, even after a failure, so no
+rank waits in vain.
 """
 
 from __future__ import annotations
@@ -56,58 +57,61 @@ from triton_dist.errors import (
 )
 
 _REFUSALS = (InvalidArgument, RankDisagreement)
-"""Errors whose text already names the cause."""
+"""Errors whose text has the cause, so that no note is added."""
 
 _NextRequest: TypeAlias = "tuple[int | None, int, Outcome | None, tuple[int, ...]]"
-"""The next request: place of its config, samples, known outcome, places to compile ahead.
-``None``: the search is over."""
+"""The next request of the search: index of its config in the space, number of samples, outcome if
+it is known, and indices of configs to compile. If the first index is ``None``, the search is over.
+"""
 
 
 def resolve(subject: TunedFunction, parts: Parts, call: Call) -> Choice:
     """Return the config for ``call``. The first rule that applies is used:
 
-    1. A valid record on any rank. All ranks use the leader's, else the record of the lowest rank
-       that has one. A shipped record is used only if no rank has its own.
+    1. A valid record in the cache of any rank. If several ranks have one, all ranks use the record
+       of the lowest rank. A shipped record is used only if no rank has a record of its own.
     2. A valid record in the leader's remote store. If another job tunes the key now, the leader may
-       wait for its record.
+       wait for the record of that job.
     3. If predictions replace measurements, if tuning is forbidden, or during CUDA-graph capture:
-       the prediction from the leader's records of neighbouring sizes. Raise if its ``prune_fn``
-       raises.
+       the config predicted from the leader's records of neighbouring sizes. Raise if its
+       ``prune_fn`` raises.
     4. If predictions replace measurements: the config that the leader's ``prior_fn`` predicts to be
-       the fastest. Without ``prior_fn``, the first fallback config or the first config.
-    5. If tuning is forbidden: raise, also during capture, because a graph would keep the default.
+       the fastest. Without ``prior_fn``, the first fallback config, or the first config.
+    5. If tuning is forbidden: raise. Also raise during capture, because the graph would keep the
+       default.
     6. During CUDA-graph capture: the default, which is the first config.
-    7. The winner of a tuning by all ranks, which the leader records. The candidates are the few
-       configs that are near the best at neighbouring sizes, if there are any, else all configs.
+    7. The winner of a tuning by all ranks, which the leader records. If there are records of
+       neighbouring sizes, the candidates are the few configs that are near the best there. If not,
+       all configs are candidates.
 
     Raises:
         TuningFrozen: tuning is forbidden on some rank; raised on every rank.
         CaptureInProgress: the leader's ``prune_fn``, ``fallback_fn`` or ``waves_fn`` raised during
             a capture; raised on every rank.
         RankDisagreement: functions, keys, config spaces or fingerprints differ between ranks.
-        TuningTimeout: a rank did not reach a step; raised on every rank that reached it.
+        TuningTimeout: a rank did not reach a step; raised on every rank that reached the step.
         PriorFailed: the leader's ``prior_fn`` raised; raised on every rank.
         NoValidConfig: ``prune_fn`` kept no config, or every config failed; raised on every rank.
     """
-    # Trials and hooks draw random numbers that later calls do not draw. A program must compute the
+    # Trials draw random numbers. Rewind the generators afterwards, so that the program computes the
     # same numbers whether it tuned or not.
     random_state = parts.random_state((call.args, call.kwargs))
-    first = _FirstCall(subject, parts, call, random_state)
+    first_call = _FirstCall(subject, parts, call, random_state)
     try:
         with watchdog.paused():
-            return first.resolve()
+            return first_call.resolve()
     except BaseException as error:  # KeyboardInterrupt too: release the other ranks
-        first.ranks.abort(error)
+        first_call.ranks.abort(error)
         raise
     finally:
-        # Stored errors hold frames of this call, and the frames hold its arguments.
-        first.ranks.end()
-        first.selection.forget()
+        # Stored errors refer to frames of this call, and the frames refer to its arguments.
+        first_call.ranks.end()
+        first_call.selection.forget()
         random_state.rewind()
 
 
 class _FirstCall:
-    """The state of one first call on this rank."""
+    """The first call of one key on this rank."""
 
     def __init__(
         self, subject: TunedFunction, parts: Parts, call: Call, random_state: RandomState
@@ -138,28 +142,27 @@ class _FirstCall:
         self._unstable_constants = ""
 
     def resolve(self) -> Choice:
-        """Agree with the other ranks, and return the choice. Every rank takes the same branches."""
+        """Apply the rules of :func:`resolve`. Every rank takes the same branches."""
         subject, parts, call, ranks = self._subject, self._parts, self._call, self.ranks
         key = Key.of(subject.origin, call.key, parts.hardware)
         fingerprint = parts.fingerprint(subject.function, subject.space)
         stored = parts.store.find(key.with_signature_of(fingerprint))
         # Each rank looks up its own caches first. The first message compares the results.
-        own = local_record(stored, lambda record: self._validate(record, fingerprint))
-        agreement = self._agree(key, fingerprint, own)
+        local = local_record(stored, lambda record: self._validate(record, fingerprint))
+        agreement = self._agree(key, fingerprint, local)
         selection, key = self.selection, key.with_signature_of(agreement.fingerprint)
         selection.key, selection.fingerprint = key, agreement.fingerprint
         report = Report(parts, key, ranks.clock)
 
-        # Rule 1 of ``resolve``: a rank holds a valid record. Rule 2: the remote store has one.
+        # Rule 1 of ``resolve``: a rank has a valid record. Rule 2: the remote store has one.
         found: StoredRecord | None = None
         cannot_tune = bool(agreement.frozen) or agreement.capturing or agreement.by_prior
         if agreement.holder is not None:
-            record = self._shared_record(agreement, own.record)
-            holder = ranks.global_rank(agreement.holder)
-            found = StoredRecord(
-                record,
-                own.location_or_reason if record is own.record else f"the cache of rank {holder}",
-            )
+            record = self._shared_record(agreement, local.record)
+            location = f"the cache of rank {ranks.global_rank(agreement.holder)}"
+            if record is local.record:
+                location = local.location_or_reason
+            found = StoredRecord(record, location)
         else:
             found = remote_record(
                 parts, ranks, agreement, key,
@@ -167,13 +170,13 @@ class _FirstCall:
                 may_wait=not cannot_tune,
             )  # fmt: skip
         if found is not None:
-            record, where = found
+            record, location = found
             mark_used(record)
-            report.cached(record, where, own.tolerated)
+            report.cached(record, location, local.tolerated)
             config = self._winner(record)
             first_use = functools.partial(
                 self._try_recorded_winner,
-                source=f"config {config} of the tuning record {where}",
+                source=f"config {config} of the tuning record {location}",
                 can_tune_again=agreement.will_run and not cannot_tune,
             )
             return Choice(
@@ -196,17 +199,17 @@ class _FirstCall:
                     self._winner(predicted), predicted, is_reusable=not agreement.capturing
                 )
             if failure or agreement.frozen:
-                raise self._refusal(agreement, own.location_or_reason, failure)
+                raise self._refusal(agreement, local.location_or_reason, failure)
             return Choice(subject.space.default, None, is_reusable=False)
 
         # Rule 7: tune.
         try:
             parts.check_search()
-            record, where = self._tune(own, report)
+            record, location = self._tune(local, report)
         finally:
             if parts.remote is not None:
                 parts.remote.release(key, agreement.fingerprint)
-        report.tuned(record, where)
+        report.tuned(record, location)
         mark_used(record)
         config, advice = self._winner(record), ""
         if ranks.is_leader and call.winner_failure:
@@ -231,20 +234,23 @@ class _FirstCall:
         """Make the first call in this process with the winner of a record.
 
         Args:
+            call: the user's call.
             source: the config and the location of its record, as text.
             can_tune_again: every rank calls the function now, and tuning is allowed.
 
         Returns:
-            The result and an empty text. If the config is unusable on some rank: ``None``, and the
-            reason on every rank. The generators are then rewound, so that all ranks can tune again.
+            The result of ``call`` and an empty text. If the config is unusable on some rank, every
+            rank returns ``None`` and the reason, and its random generators are rewound. All ranks
+            then tune again.
         """
         ranks = self.ranks
 
         def reason_to_tune(failure: str | None) -> str:
-            """Exchange failures with the other ranks, and return why all ranks tune again.
+            """Exchange failures with the other ranks. Return why all ranks tune again, or an empty
+            text if they do not.
 
-            ``failure`` is empty if the call returned, and ``None`` for an exception that tuning
-            cannot fix. The result is empty if the ranks do not tune again.
+            ``failure`` is empty if the call returned, and ``None`` for an exception of which the
+            config is not the cause.
             """
             if not can_tune_again:
                 return ""
@@ -252,8 +258,9 @@ class _FirstCall:
                 failures = ranks.all_gather(Step("first use of a record"), failure)
             except TuningTimeout:  # the call has finished, and tuning needs all ranks
                 return ""
-            # Some rank has an error that tuning cannot fix, or has finished the call. With
-            # ``restore`` the call has changed its arguments, which nothing saved before the call.
+            # Another config cannot help if some rank has another error. The call cannot be repeated
+            # if the function changes its arguments and the call has finished on some rank: the
+            # arguments were not saved before the call.
             if None in failures or (self._subject.hooks.restored_arguments and "" in failures):
                 return ""
             for rank, text in enumerate(failures):
@@ -279,10 +286,15 @@ class _FirstCall:
             raise
         return result, reason_to_tune("")
 
-    def _refusal(self, agreement: Agreement, where: str, failure: str) -> Exception:
-        """Return the error for a call that must tune where nothing may be measured."""
+    def _refusal(self, agreement: Agreement, reason: str, failure: str) -> Exception:
+        """Return the error for a call that would have to tune while nothing may be measured.
+
+        Args:
+            reason: why there is no record.
+            failure: failure of a user's function in the prediction; empty if there is none.
+        """
         name, key = self._subject.name, self.selection.key
-        why = f"{where}; {failure}" if failure else where
+        why = f"{reason}; {failure}" if failure else reason
         why_not = f"key {key} cannot be tuned during a capture: {why}"
         error: Exception = CaptureInProgress(name, why_not)
         if agreement.frozen:
@@ -296,20 +308,21 @@ class _FirstCall:
         space, best = self._subject.space, record.best
         # Even an outdated winner is a good candidate for the race.
         self._incumbent = self._incumbent or space.find(best.digest, best.config)
-        found = validity(record, fingerprint, space, self._parts.settings.strict)
-        if not found.reasons:
-            found = replace(found, reasons=tuple(self._reasons_against(record)))
-        if found.reasons:
+        result = validity(record, fingerprint, space, self._parts.settings.strict)
+        if not result.reasons:
+            result = replace(result, reasons=tuple(self._reasons_against(record)))
+        if result.reasons:
             self._unstable_constants = (
                 unstable_constants(record, fingerprint) or self._unstable_constants
             )
-        return found
+        return result
 
     def _reasons_against(self, record: TuningRecord) -> Iterator[str]:
         """Yield reasons against a record that matches the fingerprint.
 
-        Its sizes may belong to another range now, or the current ``prune_fn`` may drop the winner
-        of a shipped record. The user's own records were tuned with the current ``prune_fn``.
+        The rounding of sizes may have changed, so that the measured sizes belong to another range.
+        The current ``prune_fn`` may drop the winner of a shipped record. A record that is not
+        shipped was tuned with the current ``prune_fn``, which is part of the fingerprint.
         """
         sizes, key = self._subject.sizes, self._call.key
         if sizes is not None and not sizes.family(key).rounds_to(
@@ -321,21 +334,21 @@ class _FirstCall:
         elif record.shipped and self._winner(record) not in self.selection.prune_result.kept:
             yield f"prune_fn drops the winner {record.best}"
 
-    def _agree(self, key: Key, fingerprint: Fingerprint, own: LocalRecord) -> Agreement:
-        """Exchange the proposals of all ranks, and check that they are equal."""
+    def _agree(self, key: Key, fingerprint: Fingerprint, local: LocalRecord) -> Agreement:
+        """Exchange the proposals of all ranks. Raise if the ranks' calls differ."""
         subject, call, agree = self._subject, self._call, self._subject.hooks.agree
         name, space, remote = subject.name, subject.space, self._parts.remote
-        details = "" if agree is None else str(agree(*call.args, **call.kwargs))
+        agreed_values = "" if agree is None else str(agree(*call.args, **call.kwargs))
         compared = [
             ("the function that is called", name),
             (f"the key of {name}", f"{key} on {key.hardware}"),
-            (f"the arguments of {name}", details),
+            (f"the arguments of {name}", agreed_values),
             (f"the config space of {name}", f"{len(space)} configs, digest {space.digest}"),
         ]
         proposal = Proposal(
             compared,
             fingerprint,
-            own.verdict,
+            local.verdict,
             always_tune=self._parts.settings.always_tune or bool(call.winner_failure),
             frozen=self._parts.settings.frozen,
             capturing=call.traced or self._parts.device.is_capturing(),
@@ -348,37 +361,46 @@ class _FirstCall:
         )
         return Agreement(self.ranks, name, proposals)
 
-    def _shared_record(self, agreement: Agreement, own: TuningRecord | None) -> TuningRecord:
-        """Return the holder's record. It is sent only if some rank lacks it."""
-        if agreement.all_have_record and own is not None:
-            return own
-        offer = own if self.ranks.rank == agreement.holder else None
+    def _shared_record(self, agreement: Agreement, local: TuningRecord | None) -> TuningRecord:
+        """Return the record that all ranks use. It is sent only if some rank does not have it.
+
+        ``local`` is the record of this rank, if it has one.
+        """
+        if agreement.all_have_record and local is not None:
+            return local
+        offer = local if self.ranks.rank == agreement.holder else None
         offers = self.ranks.all_gather(Step("share the record"), offer)
         record = next(record for record in offers if record is not None)
         self._parts.memory_store.put(record)
         return record
 
-    def _tune(self, own: LocalRecord, report: Report) -> StoredRecord:
+    def _tune(self, local: LocalRecord, report: Report) -> StoredRecord:
         """Tune, and store the record: the leader on disk, the other ranks in memory."""
         forced = (
             "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE is set" if self._parts.settings.always_tune else ""
         )
         candidate_set = self.selection.candidate_set()
         try:
-            reason = self._call.winner_failure or forced or own.location_or_reason
-            return self._race(candidate_set, reason, own.record, report)
-        except NoValidConfig as none:
+            reason = self._call.winner_failure or forced or local.location_or_reason
+            return self._measure(candidate_set, reason, local.record, report)
+        except NoValidConfig as error:
             origin = candidate_set.warm_started_from
             if not origin:
                 raise
-            reason = f"all candidates {origin} failed: {next(iter(none.causes.values()))}"
-        # Configs that are fast at neighbouring sizes may fail here, so race all configs.
-        return self._race(self.selection.candidate_set(warm=False), reason, own.record, report)
+            reason = f"all candidates {origin} failed: {next(iter(error.causes.values()))}"
+        # Configs that are fast at neighbouring sizes may fail here, so try all configs.
+        candidate_set = self.selection.candidate_set(warm=False)
+        return self._measure(candidate_set, reason, local.record, report)
 
-    def _race(
-        self, candidate_set: CandidateSet, reason: str, own: TuningRecord | None, report: Report
+    def _measure(
+        self, candidate_set: CandidateSet, reason: str, old: TuningRecord | None, report: Report
     ) -> StoredRecord:
-        """Measure the candidates of ``candidate_set`` and store the record."""
+        """Measure the candidates of ``candidate_set`` and store the record.
+
+        Args:
+            reason: why the key is tuned.
+            old: the record of this rank that the new record replaces, if any.
+        """
         parts, ranks, subject = self._parts, self.ranks, self._subject
         call, restore, sizes = self._call, subject.hooks.restored_arguments, subject.sizes
         restorer = Restorer(subject.function, restore, call.args, call.kwargs, self._random_state)
@@ -386,7 +408,7 @@ class _FirstCall:
         journal = parts.journal(key)
         try:
             head = journal_head(key, fingerprint, candidate_set.head)
-            progress = Progress(journal, head, own, ranks)
+            progress = Progress(journal, head, old, ranks)
             ranks.on_stuck = progress.quarantine
             with report.begin(candidate_set, reason, subject.space.default):
                 with parts.trial_context():
@@ -400,7 +422,6 @@ class _FirstCall:
                 ended, seconds, dropped = ranks.broadcast(
                     Step("end"), (timestamp(), progress.seconds, candidate_set.dropped())
                 )
-                # The exact sizes of the call, if they differ from the end of their range.
                 ends = call.sizes if sizes is None else sizes.values(call.key)
                 measured_sizes = () if ends == call.sizes else call.sizes
                 record = TuningRecord(
@@ -409,28 +430,29 @@ class _FirstCall:
                 )  # fmt: skip
                 try:
                     _ = record.best
-                except NoValidConfig as none:  # no config was measured; raised on every rank
+                except NoValidConfig as no_config:  # every config failed; raised on every rank
                     journal.remove()  # the next start tries failed configs again
                     if error is not None:
                         # Avoid a reference cycle: the frames of ``error`` lead to this frame.
-                        none.__cause__, error = error, None
+                        no_config.__cause__, error = error, None
                     raise
                 if ranks.is_leader:
                     journal.finish(record.digest)
-                where = (parts.store if ranks.is_leader else parts.memory_store).put(record)
+                location = (parts.store if ranks.is_leader else parts.memory_store).put(record)
                 journal.remove()
                 if parts.remote is not None:
                     parts.remote.publish(record)
         finally:
             journal.close()
-        return StoredRecord(record, where)
+        return StoredRecord(record, location)
 
     def _try(
         self, candidate_set: CandidateSet, progress: Progress, report: Report, restorer: Restorer
     ) -> Exception | None:
         """Answer the requests of the search until there are no more.
 
-        Return the first exception of a config on this rank, if no config was measured.
+        Return the first exception that a config raised on this rank; ``None`` if some config was
+        measured.
         """
         parts, ranks, policy = self._parts, self.ranks, self._parts.settings.policy
         call, prepare = self._call, self._subject.hooks.prepare
@@ -469,7 +491,7 @@ class _FirstCall:
                     with progress.trying(request.config):
                         outcome = attempts.attempt(request, label)
                         by_rank = attempts.by_rank
-                # An earlier start of this tuning measured the config.
+                # The outcome is from the journal: an earlier start of the program measured it.
                 elif isinstance(outcome, Measurement):
                     attempts.note_earlier_measurement(request.config)
                 config_outcome = progress.learn(request, outcome, by_rank)
@@ -485,18 +507,18 @@ class _FirstCall:
     def _next(
         self, search: Search | None, progress: Progress, ahead: CompileAhead
     ) -> tuple[Request, Outcome | None] | None:
-        """Return the leader's next request, with its outcome if that is already known.
+        """Return the leader's next request, and its outcome if the journal has it.
 
-        Return ``None`` if the search is over or the budget is spent. Start to compile the configs
-        that the search names for later.
+        Return ``None`` if the search is over, or if its limit of time or trials is reached. Start
+        to compile the configs that the search may request next.
         """
         space, policy = self._subject.space, self._parts.settings.policy
         next_request: _NextRequest = (None, 0, None, ())
         if search is not None:
-            watching: AbstractContextManager[object] = nullcontext()
+            limit: AbstractContextManager[object] = nullcontext()
             if search.runs_user_code:
-                watching = self.ranks.user_code(Step("the search"))
-            with self.ranks.clock.phase("search"), watching:
+                limit = self.ranks.user_code(Step("the search"))
+            with self.ranks.clock.phase("search"), limit:
                 request = search.ask()
                 upcoming = tuple(map(space.index_of, search.upcoming_configs()))
             max_trials, seconds, tried = policy.max_trials, policy.max_seconds, progress.tried
@@ -513,17 +535,20 @@ class _FirstCall:
                         upcoming,
                     )
         step = Step(f"request {progress.requests + 1}")
-        place, samples, outcome, upcoming = self.ranks.broadcast(
+        index, samples, outcome, upcoming = self.ranks.broadcast(
             step, next_request, self._parts.settings.seconds
         )
-        if place is None:
+        if index is None:
             return None
         if upcoming:
             ahead.begin([space[each] for each in upcoming])
-        return Request(space[place], samples), outcome
+        return Request(space[index], samples), outcome
 
     def _winner(self, record: TuningRecord) -> Config:
-        """Return the winner as a config of this process. Spaces are equal, so all ranks have it."""
+        """Return the winner of ``record`` as a config of this process.
+
+        All ranks have this config, because their config spaces are equal.
+        """
         best = record.best
         config = self._subject.space.find(best.digest, best.config)
         assert config is not None, best
