@@ -1,6 +1,7 @@
 """Distributed autotuning and overlapped GPU kernels on stock torch and stock Triton.
 
-Importing this package touches no GPU, driver or process group: submodules are loaded at first use.
+Importing this package does not use a GPU, driver or process group. Submodules are loaded at their
+first use.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ __all__ = ["__version__", "autotuner", "jit", "language", "tune"]
 
 _MODULES = ("autotuner", "language", "tune")
 
-# Standard practice for libraries: the application decides where log records go.
+# The application decides where log records go, as is usual for libraries.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
 def _warn_if_mixed() -> None:
-    """Warn if this folder also contains the files of Triton-distributed's package ``triton_dist``.
+    """Warn if Triton-distributed is installed in the same folder.
 
-    Its distribution has the name ``triton_dist``. The distribution that is installed last
-    overwrites files of the other.
+    Its distribution is called ``triton_dist`` and also has a package ``triton_dist``. The
+    distribution that is installed last overwrites files of the other distribution.
     """
     folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     with suppress(OSError):  # not a folder: the package is in a zip file

@@ -1,15 +1,16 @@
-"""Packs: zip files of tuning records and, optionally, compiled kernels.
+"""Read and write packs: zip files of tuning records and, optionally, compiled kernels.
 
-``manifest.json``                    lists the other files with their SHA-256
+``manifest.json``                    list of the other files, with their SHA-256
 ``records/<function>.<digest>.json`` winners of one function on one GPU model
-``kernels/<digest>/<file>``          files of Triton's cache under that digest: metadata and cubin
-                                     of a kernel, or a native module with which Triton launches
+``kernels/<digest>/<file>``          the files that Triton's cache has under this digest: metadata
+                                     and cubin of a kernel, or a native launcher of Triton
 
-Members are sorted and have no dates, so equal contents give equal bytes. Nothing is pickled, and
-every hash is verified before use. Hashes detect damage, not forgery: like a wheel, a pack can run
-code on the hosts that use it.
+Files in a pack are sorted and have no dates, so packs with equal contents have equal bytes. Nothing
+is pickled, and the hash of each file is verified before use. Hashes detect damage but not forgery.
+Like a wheel, a pack can run code on the hosts that use it.
 
-The records shipped with the package are ``records/`` of a pack, unzipped so that git shows diffs.
+The records shipped with this package are in the folder ``records``. It has the layout of
+``records/`` in a pack and is not zipped, so that git shows differences.
 """
 
 from __future__ import annotations
@@ -34,18 +35,20 @@ from triton_dist.errors import CacheWarning, InvalidArgument, NewerSchema, PackR
 
 SUFFIX = ".tdpack"
 RECORDS_SUFFIX = ".json"
-"""Suffix of a single file of records: text without kernels."""
+"""Suffix of a single file of records, which can be used in place of a pack without kernels."""
 FORMAT = 2
+"""Version of the format of the manifest."""
 
 _MANIFEST = "manifest.json"
 _RECORD = re.compile(r"records/[^/\\\0]{1,200}\.json")
 _KERNEL = re.compile(r"kernels/([0-9a-f]{64})/([^/\\\0]{1,200}\.(?:json|cubin|so))")
 _MAX_BYTES = 1 << 28
-"""Largest member in bytes. A larger member is a zip bomb, not a kernel."""
+"""Maximum size of a file in a pack, in bytes. A larger file is a zip bomb and not a kernel."""
 _MAX_JSON_BYTES = 1 << 24
-"""Largest manifest or kernel metadata in bytes. Parsing JSON takes up to 30 times the memory."""
+"""Maximum size of the manifest, or of the metadata of a kernel, in bytes. Parsing JSON takes up to
+30 times as much memory."""
 MAX_RECORDS_BYTES = 1 << 26
-"""Largest file of records in bytes."""
+"""Maximum size of a file of records, in bytes."""
 _DAMAGE_ERRORS = (
     zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, RuntimeError, ValueError,
     OverflowError, MemoryError,
@@ -54,7 +57,8 @@ _DAMAGE_ERRORS = (
 _ZIP_DATE = (1980, 1, 1, 0, 0, 0)
 _ELF, _EM_CUDA = b"\x7fELF", 190
 _ARCHITECTURE = {51: 0, 65: 8}
-"""Shift, in bits, of the architecture in a cubin's flags, by ELF OS ABI (CUDA 12; CUDA 13)."""
+"""By ELF OS ABI (51: CUDA 12, 65: CUDA 13): bit at which the architecture begins in a cubin's ELF
+flags."""
 
 PACKAGE_RECORDS = Path(__file__).parent / "records"
 """Folder of the records shipped with the package."""
@@ -65,27 +69,28 @@ _packs_by_path: dict[Path, Pack | None] = {}
 
 @dataclass(frozen=True)
 class Entry:
-    """One kernel or native module in a pack."""
+    """One kernel or native module of a pack, as listed in the manifest."""
 
     name: str
     facts: Mapping[str, str]
-    """Source and target of the compilation, as text, by a readable name."""
+    """Inputs of the compilation (source, target, argument types), as text by name."""
     files: Mapping[str, str]
     """SHA-256 by file name."""
 
     @property
     def is_module(self) -> bool:
-        """True for native code of the host, false for a GPU kernel."""
+        """True for a native module (host code), false for a GPU kernel."""
         return any(name.endswith(".so") for name in self.files)
 
 
 @dataclass(frozen=True)
 class PackedKernel:
-    """Files of one kernel or native module."""
+    """One kernel or native module with its files."""
 
     name: str
     facts: Mapping[str, str]
     files: Mapping[str, bytes]
+    """Content by file name."""
 
     @functools.cached_property
     def entry(self) -> Entry:
@@ -104,7 +109,7 @@ class Contents:
     """Kernels by Triton's digest."""
 
     def to_bytes(self) -> bytes:
-        """Return the bytes of the file; equal contents give equal bytes."""
+        """Return the bytes of the pack file. They are equal for equal contents."""
         members = {f"records/{name}": data for name, data in self.records.items()}
         for digest, kernel in self.kernels.items():
             members |= {f"kernels/{digest}/{name}": data for name, data in kernel.files.items()}
@@ -136,15 +141,20 @@ def write(path: Path, contents: Contents) -> bytes:
 
 
 def contents_in(folder: Path) -> list[Contents]:
-    """Return the contents of all packs in ``folder``. Raises ``PackRefused``."""
+    """Return the contents of all packs in ``folder``. Raise ``PackRefused`` if one is not valid."""
     return [Pack(path).contents() for path in sorted(folder.glob(f"*{SUFFIX}"))]
 
 
 class Pack:
     """An open pack whose manifest matches the zip. Files are read and verified on access.
 
-    ``path`` may also be a single file of records. ``data``: the bytes of the file, if they were
-    read.
+    Args:
+        path: path of a pack, or of a single file of records.
+        data: content of the file at ``path``; by default it is read.
+
+    Raises:
+        PackRefused: the file is damaged, is not a pack, or has a later format.
+        OSError: the file cannot be read.
     """
 
     def __init__(self, path: Path, data: bytes | None = None) -> None:
@@ -195,19 +205,19 @@ class Pack:
         )
 
     def _checked_members(self) -> dict[str, zipfile.ZipInfo]:
-        found: dict[str, zipfile.ZipInfo] = {}
+        members: dict[str, zipfile.ZipInfo] = {}
         for member in self._zip.infolist():
-            name = member.orig_filename  # zipfile cuts names at a null byte
-            if name in found:
+            name = member.orig_filename  # the complete name; zipfile cuts names at a null byte
+            if name in members:
                 self._refuse("it occurs twice", name)
             if name != _MANIFEST and not (_RECORD.fullmatch(name) or _KERNEL.fullmatch(name)):
                 self._refuse("no file of a pack has this name", name)
-            largest = _MAX_JSON_BYTES if name.endswith(".json") else _MAX_BYTES
-            largest = MAX_RECORDS_BYTES if _RECORD.fullmatch(name) else largest
-            if member.file_size > largest:
-                self._refuse(f"it has {member.file_size} bytes, the limit is {largest}", name)
-            found[name] = member
-        return found
+            max_bytes = _MAX_JSON_BYTES if name.endswith(".json") else _MAX_BYTES
+            max_bytes = MAX_RECORDS_BYTES if _RECORD.fullmatch(name) else max_bytes
+            if member.file_size > max_bytes:
+                self._refuse(f"it has {member.file_size} bytes, the limit is {max_bytes}", name)
+            members[name] = member
+        return members
 
     def _manifest(self) -> Any:
         if _MANIFEST not in self._members:
@@ -246,7 +256,7 @@ def sha256(data: bytes) -> str:
 
 
 def _manifest_flaws(tree: Any) -> Iterator[str]:
-    """Yield the flaws of a manifest. Lookups in a malformed manifest may raise."""
+    """Yield a sentence for each flaw of a manifest. A malformed manifest may raise exceptions."""
     if tree["pack"] != FORMAT or type(tree["pack"]) is not int:
         yield f"its format is {tree['pack']!r}, expected {FORMAT}"
     texts = [*tree["records"].items()]
@@ -262,7 +272,7 @@ def _manifest_flaws(tree: Any) -> Iterator[str]:
 
 
 def _file_flaw(name: str, data: bytes, digest: str, entry: Entry) -> str:
-    """Return why a file does not belong to the kernel ``entry``; empty if it does."""
+    """Return why a file is not a file of the kernel ``entry``; empty if it is."""
     if name.endswith(".so"):
         return "" if data.startswith(_ELF) else "it is not a native module"
     manifest_target = entry.facts.get("target")
@@ -288,32 +298,36 @@ def _target_flaw(target: str | None, listed: str | None) -> str:
 
 
 def use(path: Path) -> None:
-    """Search this pack before all others in this process. Raise like ``Pack``."""
+    """Search this pack before all other packs in this process. Raises like :class:`Pack`."""
     path = path.expanduser().resolve()
     _packs_by_path[path] = Pack(path)
     if path not in _explicit_packs:
         _explicit_packs.insert(0, path)
 
 
-def pack_places() -> list[Path]:
-    """Return the packs passed to ``use``, then the folders to search for packs, in this order."""
+def pack_locations() -> list[Path]:
+    """Return the packs that were passed to :func:`use`, then the folders to search for packs, in
+    the order of the search."""
     roots = [knobs.cache_dir.get(), *knobs.autotune_readonly_dirs.get()]
     return [*_explicit_packs, *(root / "packs" for root in roots), PACKAGE_RECORDS]
 
 
 def packs_in(locations: Iterable[Path]) -> Iterator[Pack]:
-    """Yield the packs in ``locations``; warn once about each pack that cannot be read."""
+    """Yield the packs in ``locations``. Warn once about each pack that cannot be read."""
     for location in locations:
         yield from filter(None, map(open_pack, files_in(location)))
 
 
 def files_in(location: Path, suffixes: Collection[str] = (SUFFIX,)) -> list[Path]:
-    """Return ``[location]`` if it is a pack, else the files in the folder with ``suffixes``."""
+    """Return the files with one of ``suffixes`` in the folder ``location``.
+
+    Return ``[location]`` if ``location`` itself has one of the suffixes.
+    """
     if location.suffix in suffixes:
         return [location]
     try:
         return sorted(path for path in location.expanduser().iterdir() if path.suffix in suffixes)
-    except (OSError, RuntimeError, ValueError):  # the store in the parent folder warns
+    except (OSError, RuntimeError, ValueError):  # the store of the parent folder warns about it
         return []
 
 

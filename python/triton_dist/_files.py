@@ -1,7 +1,7 @@
 """Write files atomically: write a temporary file next to the target and rename it.
 
-A full disk, a signal or a crash leaves the old content. A reader sees the old or the new content,
-never a mixture.
+After a full disk, a signal or a crash, the file has the old content. A reader gets the old or the
+new content, never a mixture.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _STREAMS = ("/dev/std", "/dev/fd/", "/proc/")
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path``; create the folder if necessary.
+    """Write ``data`` to ``path``. Create the folder if necessary.
 
     If ``path`` is a link, its target is replaced. A pipe or a device cannot be replaced and is
     written directly.
@@ -29,37 +29,40 @@ def write(path: Path, data: bytes) -> None:
         with open(path, "wb") as file:
             file.write(data)
         return
-    target, part = _target_and_part(path)
+    target, temporary = _target_and_temporary(path)
     try:
-        with open(part, "xb") as file:
+        with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         with suppress(FileNotFoundError):
-            os.chmod(part, stat.S_IMODE(target.stat().st_mode))
-        os.replace(part, target)
+            os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
+        os.replace(temporary, target)
     finally:
-        part.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def check_writable(path: Path) -> None:
     """Raise ``OSError`` if :func:`write` would fail. Call it before long work."""
     if _is_stream(path):
-        os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))  # in this mode a pipe needs no reader
+        os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))  # opens a pipe even without a reader
         return
-    _, part = _target_and_part(path)
-    part.touch(exist_ok=False)
-    part.unlink()
+    _, temporary = _target_and_temporary(path)
+    temporary.touch(exist_ok=False)
+    temporary.unlink()
 
 
 def _is_stream(path: Path) -> bool:
-    """Return whether ``path`` cannot be replaced. Raise ``IsADirectoryError`` for a folder."""
+    """Return whether ``path`` is a pipe, a device or an open file, which cannot be replaced.
+
+    Raise ``IsADirectoryError`` for a folder.
+    """
     if path.is_dir():
         raise IsADirectoryError(21, os.strerror(21), str(path))
     return str(path).startswith(_STREAMS) or (path.exists() and not path.is_file())
 
 
-def _target_and_part(path: Path) -> tuple[Path, Path]:
+def _target_and_temporary(path: Path) -> tuple[Path, Path]:
     """Return the file to replace, and a new temporary path next to it."""
     target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""``triton_dist.jit``: ``triton.jit`` for kernels that run on GPUs and in the interpreter."""
+"""Define ``triton_dist.jit``: ``triton.jit`` for kernels on GPUs and in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Kernel(Protocol[P, R_co]):
-    """A kernel or a function for kernels, as type checkers see it."""
+    """Type of a decorated kernel, or of a function that kernels call, for type checkers."""
 
     @property
     def fn(self) -> Callable[P, R_co]: ...
@@ -35,18 +35,19 @@ def jit(fn: Callable[P, R], **options: Any) -> Kernel[P, R]: ...
 @overload
 def jit(fn: None = None, **options: Any) -> Callable[[Callable[P, R]], Kernel[P, R]]: ...
 def jit(fn: Any = None, **options: Any) -> Any:
-    """Decorate a Triton kernel. Arguments and result are identical to ``triton.jit``.
+    """Decorate a Triton kernel. The arguments and the result are those that ``triton.jit`` has.
 
-    Stock Triton stores no process state in a kernel, so rank, world size and peer tables are
-    ordinary arguments. Name them in ``do_not_specialize`` to share one compiled kernel between
-    ranks. If ``TRITON_INTERPRET=1`` is set at decoration, workarounds for bugs of Triton's
-    interpreter are installed first. ``inspect.signature`` and ``help`` show the kernel's function.
+    Triton stores no state of the process in a kernel, so rank, world size and tables of peer
+    addresses are ordinary arguments. Name them in ``do_not_specialize``, so that all ranks share
+    one compiled kernel. If ``TRITON_INTERPRET=1`` is set at decoration, workarounds for bugs of
+    Triton's interpreter are installed first. ``inspect.signature`` and ``help`` show the signature
+    and docstring of ``fn``.
 
     Raises:
         UnsupportedVersion: torch or triton is outside the supported range.
-        DebugModeRefused: ``TRITON_DIST_DEBUG`` selects a mode that has no effect here.
+        DebugModeRefused: ``TRITON_DIST_DEBUG`` selects a mode that cannot work in this process.
 
-    A launch without a GPU raises ``DeviceUnavailable`` unless kernels are interpreted.
+    Unless kernels are interpreted, a launch without a GPU raises ``DeviceUnavailable``.
     """
     if fn is None:
         return lambda function: jit(function, **options)
@@ -62,10 +63,11 @@ def jit(fn: Any = None, **options: Any) -> Any:
 
 
 def describe(kernel: Any) -> Any:
-    """Return ``kernel`` with the signature and the names of its function, for ``help`` and IDEs."""
+    """Set the signature and the names of the kernel's function on ``kernel``, for ``help`` and
+    IDEs. Return ``kernel``."""
     fn = kernel.fn
     kernel.__signature__ = inspect.signature(fn)
     kernel.__module__, kernel.__qualname__ = fn.__module__, fn.__qualname__
-    # help() shows no signature for this type. Begin the text with it, as for a builtin function.
+    # help() shows no signature for this type, so put it at the beginning of the docstring.
     kernel.__doc__ = f"{fn.__name__}{kernel.__signature__}\n\n{inspect.getdoc(fn) or ''}".rstrip()
     return kernel

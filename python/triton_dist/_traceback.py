@@ -24,20 +24,20 @@ _LIBRARY = os.path.dirname(os.__file__) + os.sep
 def format_exception(error: BaseException) -> str:
     """Return the traceback of ``error`` and of the exceptions that caused it.
 
-    Consecutive frames inside triton_dist and Triton become one line, unless
-    ``TRITON_DIST_TRACEBACK=full``. The innermost frame is shown, except for errors that triton_dist
-    raises deliberately.
+    Unless ``TRITON_DIST_TRACEBACK=full``, consecutive frames inside triton_dist and Triton are
+    *folded*: one line replaces them. The innermost frame of the traceback is always shown, except
+    for a :class:`TritonDistError`.
     """
-    shown = traceback.TracebackException.from_exception(error)
+    formatted = traceback.TracebackException.from_exception(error)
     if knobs.traceback.get() == "folded":
-        _fold(shown, error)
-    return "".join(shown.format())
+        _fold(formatted, error)
+    return "".join(formatted.format())
 
 
 def fold_uncaught() -> None:
-    """Fold the traceback of an uncaught exception of this process, and report it to torchrun.
+    """Install an exception hook that folds the traceback and reports the exception to torchrun.
 
-    An exception hook that the program has installed is kept.
+    If the program has installed an exception hook, do nothing.
     """
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _print_uncaught
@@ -55,19 +55,19 @@ def _print_uncaught(
 
 
 class _FoldedStack(traceback.StackSummary):
-    """Stack whose ``format`` folds runs of frames among its first ``foldable`` frames."""
+    """Stack whose ``format`` folds consecutive frames among its first ``foldable`` frames."""
 
     foldable = 0
 
     def format(self, **options: Any) -> list[str]:
         lines: list[str] = []
-        inside: list[bool] = []
-        for place, frame in enumerate(self):
-            ours = _is_ours(frame) or (any(inside[-1:]) and _is_of_python(frame))
-            inside.append(ours and place < self.foldable)
-        for folded, run in itertools.groupby(range(len(self)), inside.__getitem__):
-            frames = [self[place] for place in run]
-            if folded:
+        folded: list[bool] = []
+        for index, frame in enumerate(self):
+            is_inside = _is_ours(frame) or (any(folded[-1:]) and _is_of_python(frame))
+            folded.append(is_inside and index < self.foldable)
+        for is_folded, run in itertools.groupby(range(len(self)), folded.__getitem__):
+            frames = [self[index] for index in run]
+            if is_folded:
                 count = f"{len(frames)} frame{'s' * (len(frames) > 1)}"
                 lines.append(
                     f"  [{count} of triton_dist or Triton: "
@@ -78,28 +78,29 @@ class _FoldedStack(traceback.StackSummary):
         return lines
 
 
-def _fold(shown: traceback.TracebackException, error: BaseException) -> None:
+def _fold(formatted: traceback.TracebackException, error: BaseException) -> None:
     """Fold the stacks of ``error`` and of the exceptions that caused it."""
-    stack = _FoldedStack(shown.stack)
+    stack = _FoldedStack(formatted.stack)
     stack.foldable = len(stack) - (not isinstance(error, TritonDistError))
-    shown.stack = stack
-    for before, its_error in (
-        (shown.__cause__, error.__cause__),
-        (shown.__context__, error.__context__),
+    formatted.stack = stack
+    for formatted_cause, cause in (
+        (formatted.__cause__, error.__cause__),
+        (formatted.__context__, error.__context__),
     ):
-        if before is not None and its_error is not None:
-            _fold(before, its_error)
+        if formatted_cause is not None and cause is not None:
+            _fold(formatted_cause, cause)
 
 
 def _is_of_python(frame: traceback.FrameSummary) -> bool:
     """Return whether a frame is in the standard library.
 
-    These frames are folded if they directly follow a folded frame.
+    Such a frame is folded if it directly follows a folded frame.
     """
     return frame.filename.startswith(_LIBRARY) and "-packages" not in frame.filename
 
 
 def _is_ours(frame: traceback.FrameSummary) -> bool:
+    """Return whether a frame is in Triton or triton_dist, without the test scripts."""
     triton = getattr(sys.modules.get("triton"), "__file__", None)
     if triton and frame.filename.startswith(os.path.dirname(triton) + os.sep):
         return True

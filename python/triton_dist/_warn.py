@@ -1,4 +1,4 @@
-"""Issue warnings that point at the responsible line of the user's program."""
+"""Issue warnings that point at the line of the user's program that called triton_dist."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ _entry_points: set[types.CodeType] = set()
 
 
 def register_entry_points(functions: Iterable[Callable[..., Any]]) -> None:
-    """Declare the public entry points ``functions``.
+    """Declare that ``functions`` are public entry points.
 
-    A warning is attributed to the line that calls the innermost entry point on the stack, however
-    deep below it the warning is issued.
+    A warning points at the line that called the innermost entry point on the stack.
     """
     _entry_points.update(function.__code__ for function in functions)
 
@@ -36,9 +35,9 @@ def user_frame() -> types.FrameType:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Escape each character that a terminal would interpret, except those in ``keep``.
+    """Return ``text`` with control characters escaped, except the characters in ``keep``.
 
-    For external text: an exception message, or a name in a file.
+    Use it for text from outside, such as an exception message or a name in a file.
     """
     if text.isprintable():
         return text
@@ -46,7 +45,7 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def warn(text: str, category: type[Warning]) -> None:
-    """Issue a warning each time; the caller must avoid repetition."""
+    """Issue a warning at each call. The caller must avoid repetition."""
     warn_at(user_frame(), text, category)
 
 
@@ -75,8 +74,8 @@ def warn_at(frame: types.FrameType, text: str, category: type[Warning]) -> None:
 def deferred_warnings() -> Iterator[None]:
     """Context manager that delays the warnings of its block to the end of the block.
 
-    ``-W error`` turns a warning into an exception. Raised inside a tuning, the exception would
-    leave other ranks waiting, and the agreed winner would not be stored.
+    With ``-W error``, a warning raises an exception. Inside a tuning, other ranks would then wait
+    in vain, and the winner would not be stored.
     """
     if getattr(_deferred, "warnings", None) is not None:
         yield
@@ -109,7 +108,7 @@ def _emit(text: str, category: type[Warning], file: str, line: int, module: str)
 
 
 def print_line(text: str) -> None:
-    """Print a line to standard error, unless it is closed or has no reader."""
+    """Print a line to standard error. Do nothing if standard error is closed or has no reader."""
     with suppress(OSError, ValueError):
         if sys.stderr is not None:
             print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Tuning of functions that launch ``triton.autotune`` kernels.
+"""Tune functions that launch ``triton.autotune`` kernels.
 
 The first call of a key tunes all kernels that the function launches.
 

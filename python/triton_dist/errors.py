@@ -90,9 +90,10 @@ class RankTimeout(TritonDistError, TimeoutError):
     All ranks here are global ranks.
 
     Attributes:
-        missing: ranks that did not arrive.
-        because: for each missing rank, the reason, if known.
-        refusals: ranks whose own call raised before they sent a message, with the error's text.
+        missing: ranks that did not reach the step.
+        because: by missing rank: the reason, if it is known.
+        refusals: by rank: text of the error, if the rank's own call raised before its first
+            message.
     """
 
     def __init__(
@@ -129,9 +130,9 @@ def _absence(missing: Iterable[int], seconds: float, because: Mapping[int, str])
 class TuningTimeout(RankTimeout):
     """Tuning ended because a rank did not take part in a step: it is stuck, ended or unreachable.
 
-    Raised on every rank that runs the tuner's code. The watchdog ends a rank that is stuck in the
-    tuned function: it prints this message and exits with :data:`WATCHDOG_EXIT_STATUS`. All ranks
-    here are global ranks.
+    Raised on every rank that waits for the missing rank. If a rank is stuck in the tuned function,
+    a watchdog thread prints this message on the rank and ends its process with
+    :data:`WATCHDOG_EXIT_STATUS`. All ranks here are global ranks.
 
     Attributes:
         summary: the message without the advice.
@@ -169,7 +170,7 @@ class TuningTimeout(RankTimeout):
 
 
 WATCHDOG_EXIT_STATUS = 86
-"""Exit status of a process that was stuck in a candidate and could not be interrupted."""
+"""Exit status of a process that was stuck in the tuned function and could not be interrupted."""
 
 
 class RankDisagreement(TritonDistError, RuntimeError):
@@ -194,7 +195,7 @@ class NoValidConfig(TritonDistError, RuntimeError):
     """No config of the space can be used.
 
     Attributes:
-        causes: the reason for each config.
+        causes: by config, as text: the reason.
     """
 
     def __init__(self, function: str, key: object, causes: Mapping[str, str]) -> None:
@@ -221,10 +222,10 @@ class PriorFailed(TritonDistError, RuntimeError):
 
 
 class TuningAborted(TritonDistError, RuntimeError):
-    """A config failed, and some rank could not be reset to try another config.
+    """A config failed, and the state of some rank could not be reset to try another config.
 
     Attributes:
-        causes: the error of each rank that could not be reset, by global rank.
+        causes: by global rank: the error, if the rank could not be reset.
     """
 
     def __init__(self, function: str, config: object, causes: Mapping[int, str]) -> None:
@@ -285,11 +286,11 @@ class NewerSchema(TritonDistError, ValueError):
 
 
 class PackRefused(TritonDistError, ValueError):
-    """A pack, or a file in it, is damaged, foreign or of a later format.
+    """A pack, or a file in it, is damaged, is not a pack, or has a later format.
 
     Attributes:
         pack: path of the pack.
-        member: name of the file in the pack, or empty.
+        member: name of the file in the pack; empty if the pack itself is refused.
     """
 
     def __init__(self, pack: str, member: str, reason: str) -> None:
@@ -300,15 +301,16 @@ class PackRefused(TritonDistError, ValueError):
 
 
 class KernelNotShipped(TritonDistError, RuntimeError):
-    """A kernel needs compiling, which ``TRITON_DIST_COMPILE_FROZEN`` forbids.
+    """A kernel must be compiled, which ``TRITON_DIST_COMPILE_FROZEN`` forbids.
 
-    Also raised if Triton has to build its native launcher with a C compiler, and if ``runner``
-    launches from a level above the cubin or with another toolchain, since both compile.
+    Also raised if Triton must build its native launcher with a C compiler. ``triton_dist.runner``
+    raises it for a launch from PTX or another level above the cubin, or with another Triton
+    installation, because such a launch compiles.
 
     Attributes:
-        specialisation: the inputs of the compilation, as text.
+        specialisation: the inputs of the compilation, as text by name.
         nearest: the most similar shipped kernel with this name; empty if there is none.
-        differences: the differences from that kernel.
+        differences: the differences between ``nearest`` and this kernel.
     """
 
     def __init__(
@@ -333,14 +335,16 @@ class KernelNotShipped(TritonDistError, RuntimeError):
 
 
 class NoSuchFunction(TritonDistError, LookupError):
-    """A subcommand needs a tuned function that does not exist, or its records or ``version=``."""
+    """A subcommand needs a tuned function that does not exist, has no records, or declares no
+    ``version=``."""
 
     def __init__(self, requested: str, reason: str, remedy: str) -> None:
         super().__init__(f"{requested}: {reason}. {remedy}")
 
 
 class NoSuchRecord(TritonDistError, LookupError):
-    """A subcommand needs one tuning record: the file is not one, or the words match several."""
+    """A subcommand needs one tuning record, but the given file is not a record, or the given words
+    match no record or several records."""
 
     def __init__(self, requested: str, reason: str, remedy: str) -> None:
         super().__init__(f"{requested}: {reason}. {remedy}")
@@ -375,7 +379,10 @@ class InvalidArtefact(TritonDistError, ValueError):
 
 
 class ArtefactRefused(TritonDistError, ValueError):
-    """An artefact was made for other arguments or another GPU. Nothing was launched.
+    """An artefact (a compiled kernel or its intermediate code, in a file) cannot be launched,
+    because it was made for other arguments or another GPU.
+
+    Nothing was launched.
 
     Attributes:
         why: what the artefact requires and what the call passed.
@@ -387,7 +394,7 @@ class ArtefactRefused(TritonDistError, ValueError):
 
 
 class CompileTimeout(TritonDistError, TimeoutError):
-    """The compiler did not finish a kernel in time."""
+    """The compiler did not finish a kernel within ``TRITON_DIST_COMPILE_TIMEOUT``."""
 
     def __init__(self, kernel: str, seconds: float) -> None:
         super().__init__(
@@ -401,7 +408,8 @@ class RankFailure:
     """The failure of one spawned rank."""
 
     exception: str
-    """Name of the exception's type; ``"Died"`` or ``"TimedOut"`` if the rank raised none."""
+    """Name of the exception's type. If the rank raised no exception: ``"Died"`` or ``"TimedOut"``.
+    """
     message: str
     traceback: str
     """Traceback of the exception, or the stacks of a rank that was stuck."""
@@ -410,11 +418,11 @@ class RankFailure:
 class RanksFailed(TritonDistError, RuntimeError):
     """Some spawned ranks failed.
 
-    The message begins with the failure that most likely caused the others, and shows equal failures
-    once.
+    The message begins with the failure that most likely caused the other failures. Equal failures
+    are shown once.
 
     Attributes:
-        by_rank: the :class:`RankFailure` of each failed rank, in the order of the failures.
+        by_rank: the :class:`RankFailure` of each failed rank, in order of time.
     """
 
     def __init__(self, function: str, world_size: int, by_rank: Mapping[int, RankFailure]) -> None:
@@ -445,9 +453,10 @@ class RanksFailed(TritonDistError, RuntimeError):
 
 
 def original_error(error: BaseException) -> BaseException:
-    """Return ``error``, or the exception that was being handled when a wait for ranks timed out.
+    """Return the cause of ``error``, or ``error`` itself.
 
-    A wait that times out is usually part of a clean-up: the exception before it is the cause.
+    If ``error`` is a timeout of a wait for ranks that happened while another exception was handled,
+    return the other exception. The wait is usually part of the clean-up after it.
     """
     while isinstance(error, RankTimeout | WaitTimeout) and error.__cause__ is None:
         if error.__context__ is None:
@@ -457,7 +466,7 @@ def original_error(error: BaseException) -> BaseException:
 
 
 def _is_consequence(failure: RankFailure) -> bool:
-    """Return whether the rank most likely failed because another rank failed."""
+    """Return whether another rank's failure most likely caused ``failure``."""
     return failure.exception in (
         "RankTimeout", "TuningTimeout", "WaitTimeout", "RankDisagreement", "TimedOut"
     )  # fmt: skip
@@ -472,8 +481,9 @@ class CacheWarning(TritonDistWarning):
 
 
 class ArtefactWarning(TritonDistWarning):
-    """An artefact lacks the metadata with which its launch could be checked."""
+    """An artefact (a compiled kernel or its intermediate code, in a file) has no metadata, so its
+    launch cannot be checked."""
 
 
 class TuningWarning(TritonDistWarning):
-    """A condition of a tuning that the user should know but that is not an error."""
+    """A condition of a tuning that is not an error and that the user should fix or accept."""

@@ -1,7 +1,8 @@
-"""``from triton_dist.jit import jit``: module path of the decorator, for existing scripts.
+"""Module path for ``from triton_dist.jit import jit`` in existing scripts.
 
-Importing a submodule sets its name on the package. The decorator replaces the module in
-``sys.modules``, so ``triton_dist.jit`` is the decorator before and after the import.
+The import of a submodule sets an attribute of the package, which here would replace the decorator
+``triton_dist.jit`` by this module. Therefore the decorator takes the place of this module in
+``sys.modules``.
 """
 
 import sys

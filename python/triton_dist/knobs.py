@@ -1,7 +1,8 @@
-"""All environment variables that triton_dist reads: type, default and description.
+"""Define all environment variables that triton_dist reads, with type, default and description.
 
-This is the only module that reads ``os.environ``. ``Knob.get`` reads the variable each time, so a
-test or a script may set the variable at any time. No hot path reads a knob.
+A *knob* is one environment variable. Only this module reads ``os.environ``. ``Knob.get`` reads the
+variable at each call, so a test or a script may set the variable at any time. Code that runs at
+each launch reads no knob.
 """
 
 from __future__ import annotations
@@ -29,18 +30,22 @@ class InvalidKnob(TritonDistError, ValueError):
 
 @dataclass(frozen=True)
 class Knob(Generic[T]):
-    """An environment variable.
-
-    ``get`` returns its value, or the default if it is unset or empty.
-    """
+    """An environment variable."""
 
     variable: str
     default: T
     parse: Callable[[str], T]
+    """Converts the text of the variable. Raises ``ValueError`` for an invalid text."""
     expected: str
+    """Description of the valid values."""
     doc: str
 
     def get(self) -> T:
+        """Return the value; the default if the variable is unset or empty.
+
+        Raises:
+            InvalidKnob: the value cannot be parsed.
+        """
         raw = os.environ.get(self.variable, "")
         if not raw:
             return self.default
@@ -51,7 +56,7 @@ class Knob(Generic[T]):
 
 
 class Folder(Knob[Path]):
-    """A knob whose value is a folder, as an absolute path."""
+    """Knob whose value is a folder. ``get`` returns an absolute path."""
 
     def get(self) -> Path:
         return _folder(str(super().get()))
@@ -68,8 +73,8 @@ def _absolute(path: str) -> Path:
 def _folder(raw: str) -> Path:
     """Return ``raw`` as an absolute path, with ``~`` expanded if the home folder is known.
 
-    A relative path is resolved when it is first read, because a program may change its working
-    directory.
+    A relative path is made absolute at its first use and stays the same afterwards, because a
+    program may change its working directory.
     """
     path = os.path.expanduser(raw)
     return Path(path) if path.startswith("~") else _absolute(path)
@@ -113,13 +118,13 @@ def _folders(raw: str) -> tuple[Path, ...]:
 
 
 def _named_folders(raw: str) -> tuple[tuple[str, Path], ...]:
-    found = []
+    folders = []
     for each in raw.split(","):
         name, separator, folder = each.strip().partition("=")
         if not (name and separator and folder):
             raise ValueError(raw)
-        found.append((name, _folder(folder)))
-    return tuple(found)
+        folders.append((name, _folder(folder)))
+    return tuple(folders)
 
 
 _YES, _NO = {"1", "true", "on", "yes"}, {"0", "false", "off", "no"}
@@ -208,14 +213,15 @@ autotune_readonly_dirs: Knob[tuple[Path, ...]] = Knob(
     (),
     _folders,
     f"folders separated by {os.pathsep!r}",
-    "Folders with the layout of TRITON_DIST_CACHE_DIR. Their tuning records, and the packs in "
-    "packs/, are searched after the user's own, in this order. They are never written.",
+    "Folders with the layout of TRITON_DIST_CACHE_DIR, in order of search. Their tuning records "
+    "and the packs in their packs/ folders are used if TRITON_DIST_CACHE_DIR has no valid record. "
+    "They are never written.",
 )
 autotune_remote = text(
     "TRITON_DIST_AUTOTUNE_REMOTE",
     "Store of tuning records that machines share: redis://, rediss://, or any URL that fsspec "
-    "knows, such as s3:// or file://. A key without a valid record is looked up there before it "
-    "is tuned, and new records are published there.",
+    "supports, such as s3:// or file://. A key without a valid record is looked up there before "
+    "it is tuned, and new records are published there.",
 )
 autotune_remote_timeout = seconds(
     "TRITON_DIST_AUTOTUNE_REMOTE_TIMEOUT",
@@ -235,13 +241,13 @@ autotune_remote_lease = Knob(
     0.0,
     _not_negative,
     "seconds, 0 or more",
-    "Of jobs that start together, one tunes a key of tune.autotune. The others wait for its "
-    "record for at most this time, and then tune. 0: every job tunes.",
+    "If several jobs need a key of tune.autotune at the same time, one job tunes it. The other "
+    "jobs wait at most this time for the record, and then tune themselves. 0: every job tunes.",
 )
 autotune_remote_key = text(
     "TRITON_DIST_AUTOTUNE_REMOTE_KEY",
-    "Key of the HMAC-SHA256 that signs each published record. Records with another signature or "
-    "none are not used.",
+    "Key of the HMAC-SHA256 that signs each published record. Records with a wrong or missing "
+    "signature are not used.",
 )
 autotune_print = flag(
     "TRITON_DIST_AUTOTUNE_PRINT",
@@ -258,7 +264,8 @@ autotune_log_dir = Folder(
 autotune_timeout = seconds(
     "TRITON_DIST_AUTOTUNE_TIMEOUT",
     60.0,
-    "Time limit for one step of a candidate, and for the wait for other ranks at that step.",
+    "Time limit for one step of a trial, such as one measurement of a config, and for the wait "
+    "for other ranks at the end of the step.",
 )
 autotune_meeting_timeout: Knob[float | None] = Knob(
     "TRITON_DIST_AUTOTUNE_MEETING_TIMEOUT",
@@ -278,9 +285,9 @@ autotune_warm_start_ms: Knob[float] = Knob(
     30.0,
     _not_negative,
     "milliseconds, 0 or more",
-    "Device time of a warm start: if a key that differs only in sizes is already tuned, its best "
-    "configs race for this time. With input_variants_fn the time is multiplied by the number of "
-    "inputs. 0: race all candidates.",
+    "Device time to tune a key if a key that differs only in sizes (sizes= of autotune) is "
+    "already tuned: only the best configs of that key race. With input_variants_fn the time is "
+    "multiplied by the number of inputs. 0: race all candidates.",
 )
 autotune_keys: Knob[int | None] = Knob(
     "TRITON_DIST_AUTOTUNE_KEYS",
@@ -297,13 +304,14 @@ compile_frozen = flag(
 )
 record_kernels = folder(
     "TRITON_DIST_RECORD_KERNELS",
-    "Where to write each kernel that a process loads, as a pack per kernel; set by triton-dist "
+    "Folder in which to write a pack for each kernel that a process loads; set by triton-dist "
     "pack --kernels.",
 )
 autotune_grace = seconds(
     "TRITON_DIST_AUTOTUNE_GRACE",
     5.0,
-    "Time between the report that a rank is stuck in a candidate and the end of its process.",
+    "Time from the message that a rank is stuck in a config that is being tried to the end of "
+    "its process.",
 )
 dump_dir = folder(
     "TRITON_DIST_DUMP_DIR",
@@ -362,8 +370,8 @@ debug: Knob[tuple[str, ...]] = Knob(
     words,
     "modes separated by commas",
     "Checks of kernels: interp (or one of interp:bounds, interp:init, interp:waits, interp:race), "
-    "assert, agree, a mode of Triton, a tool of compute-sanitizer. attach and where let "
-    "triton-dist debug inspect the job. A mode that cannot work on this machine is refused.",
+    "assert, agree, a mode of Triton, or a tool of compute-sanitizer. With attach and where, "
+    "triton-dist debug can inspect the job. A mode that cannot work on this machine is refused.",
 )
 debug_tool: Knob[str | None] = Knob(
     "TRITON_DIST_DEBUG_TOOL",
@@ -381,7 +389,7 @@ traceback: Knob[str] = Knob(
     "Triton.",
 )
 
-# Set by launchers (torchrun, scripts/launch.sh) and Triton, and read in this module only.
+# Variables of launchers (torchrun, scripts/launch.sh) and of Triton.
 rank = integer("RANK", 0, "Rank of this process in the world.")
 local_rank = integer("LOCAL_RANK", 0, "Rank of this process on its host.")
 world_size = integer("WORLD_SIZE", 1, "Number of processes in the world.")
@@ -406,12 +414,12 @@ def is_set(variable: str) -> bool:
 
 
 def get_bool_env(variable: str, default: bool = False) -> bool:
-    """Return any variable as a flag, or ``default`` if it is unset. For scripts."""
+    """Return ``variable`` as a flag, or ``default`` if it is unset. For test scripts."""
     return flag(variable, "", default).get()
 
 
 def get_int_env(variable: str, default: int) -> int:
-    """Return any variable as an integer, or ``default`` if it is unset. For scripts."""
+    """Return ``variable`` as an integer, or ``default`` if it is unset. For test scripts."""
     return integer(variable, default, "").get()
 
 

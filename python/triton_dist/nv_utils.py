@@ -1,4 +1,4 @@
-"""Import path of NVLink bandwidth helpers used by Triton-distributed's scripts."""
+"""Import path of the NVLink bandwidth function that Triton-distributed's scripts use."""
 
 from triton_dist.runtime.peaks import get_intranode_max_speed_gbps
 

@@ -1,6 +1,6 @@
-"""Record, save and use packs: tuning records and compiled kernels in one file.
+"""Record, save and use packs. A pack is a file with tuning records and compiled kernels.
 
-A pack is recorded in one process and used in others.
+A pack is recorded in one process and used in other processes.
 
     with packs.recording() as used:          # in a new process, after all keys are tuned
         step(x)
@@ -42,12 +42,13 @@ class Recording:
         self._kept: list[Contents] | None = None
 
     def save(self, path: str | Path, functions: Sequence[AutoTuner[..., Any]] = ()) -> Path:
-        """Write a pack and return its path. Equal contents give equal bytes.
+        """Write a pack and return its path. Packs with equal contents have equal bytes.
 
         Args:
             path: path of the file, ``<name>.tdpack``.
-            functions: tuned functions. The pack contains all their records in the user's cache and
-                the read-only folders: all keys and GPU models, under the current module name.
+            functions: tuned functions. The pack has all records of these functions in
+                ``TRITON_DIST_CACHE_DIR`` and ``TRITON_DIST_AUTOTUNE_READONLY_DIRS``, of all keys
+                and GPU models.
 
         Raises:
             NoSuchFunction: a function has no record, or declares no ``version``.
@@ -58,10 +59,10 @@ class Recording:
         records = []
         for function in functions:
             key = Key.of(function.origin(), "", "")
-            found = own_records(key, function.fingerprint(), store.records(key.function_name))
-            if not found:
+            own = own_records(key, function.fingerprint(), store.records(key.function_name))
+            if not own:
                 raise NoSuchFunction(key.full_name, "it has no record", "Tune it first")
-            records += found
+            records += own
         _archive.write(Path(path), merge_packs([contents_of(records), *self._kernels()]))
         return Path(path)
 
@@ -76,9 +77,9 @@ class Recording:
 def recording() -> Iterator[Recording]:
     """Context manager that records every kernel that this process compiles or loads.
 
-    Enter it before the first launch. Kernels loaded earlier are not recorded; a ``TuningWarning``
-    reports them. Candidates of a tuning inside are recorded too, so tune before. Interpreted
-    kernels are not recorded.
+    Enter it before the first launch. Kernels that were loaded earlier are not recorded, and a
+    ``TuningWarning`` reports this. If a function is tuned inside, all its candidates are recorded,
+    so tune before. Interpreted kernels are not recorded.
     """
     if not triton_compat.is_interpreting():
         shipped.use_packs()
@@ -89,20 +90,20 @@ def recording() -> Iterator[Recording]:
                 TuningWarning,
             )
     with tempfile.TemporaryDirectory(prefix="triton_dist-recording-") as folder:
-        recorder, found = Recorder(Path(folder)), Recording(Path(folder))
+        recorder, result = Recorder(Path(folder)), Recording(Path(folder))
         recorder.begin()
         try:
-            yield found
+            yield result
         finally:
             recorder.end()
-            found._close()
+            result._close()
 
 
 def use(path: str | Path) -> None:
-    """Use the pack ``path`` in this process. It has precedence over all other packs.
+    """Use the pack at ``path`` in this process. It has precedence over all other packs.
 
-    Packs in ``packs/`` of ``TRITON_DIST_CACHE_DIR`` and of each folder of
-    ``TRITON_DIST_AUTOTUNE_READONLY_DIRS`` are used without this call.
+    Packs in the folder ``packs/`` of ``TRITON_DIST_CACHE_DIR``, and of each folder in
+    ``TRITON_DIST_AUTOTUNE_READONLY_DIRS``, are used without this call.
 
     Raises:
         InvalidArgument: ``path`` is not a path.

@@ -1,4 +1,4 @@
-"""Import path of profiling helpers used by Triton-distributed's scripts."""
+"""Import path of profiling functions that Triton-distributed's scripts use."""
 
 from triton_dist.runtime.profiling import (
     benchmark_latency_memory,

@@ -1,6 +1,6 @@
-"""Function-level tuning: ``@triton_dist.tune.autotune(config_space, key_fn, prune_fn)``.
+"""Tune arguments of functions: ``@triton_dist.tune.autotune(config_space, key_fn, prune_fn)``.
 
-The first call of a key tunes; later calls look up the config.
+The first call of a key tunes. Later calls look up the config.
 
     @autotune(config_space=[{"config": c} for c in configs], key_fn=lambda A, B: to_hashable(A))
     def matmul(A, B, config): ...

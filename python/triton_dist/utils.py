@@ -1,4 +1,4 @@
-"""Import path of helpers used by Triton-distributed's scripts; each is defined elsewhere."""
+"""Import path of helper functions that Triton-distributed's scripts use."""
 
 from triton_dist.knobs import get_bool_env, get_int_env
 from triton_dist.profiler_utils import get_torch_prof_ctx, group_profile, perf_func

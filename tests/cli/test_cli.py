@@ -451,7 +451,7 @@ def test_env_says_versions_variables_and_paths(run, package_records, monkeypatch
 def test_env_of_a_broken_device_and_home_says_so(run, monkeypatch):
     monkeypatch.setenv("TRITON_DIST_DEVICE", "toaster")
     monkeypatch.setattr(Path, "expanduser", refuse)
-    monkeypatch.setattr("triton_dist.cli.env.pack_places", lambda: refuse(None))
+    monkeypatch.setattr("triton_dist.cli.env.pack_locations", lambda: refuse(None))
     status, out, _ = run("env")
     assert status == 0
     assert "device: not known: InvalidKnob: " in out

@@ -292,7 +292,7 @@ def test_merge_verify_and_import(run, model, tmp_path):
     there = Path(os.environ["TRITON_DIST_CACHE_DIR"]) / "packs" / "both.tdpack"
     assert (status, there.read_bytes()) == (0, whole)
     assert str(there) in said
-    assert [packed.path for packed in _archive.packs_in(_archive.pack_places())] == [there]
+    assert [packed.path for packed in _archive.packs_in(_archive.pack_locations())] == [there]
 
     one, two = tmp_path / "1" / "x.tdpack", tmp_path / "2" / "x.tdpack"
     for path, data in ((one, whole), (two, other.read_bytes())):

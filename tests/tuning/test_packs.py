@@ -30,7 +30,7 @@ from triton_dist._archive import (
     Contents,
     Pack,
     PackedKernel,
-    pack_places,
+    pack_locations,
     sha256,
 )
 from triton_dist._tuning.store import LayeredStore, MemoryStore, PackStore
@@ -326,7 +326,7 @@ def test_packs_are_looked_for_in_read_only_folders_and_last_in_the_package(tmp_p
     monkeypatch.setenv("TRITON_DIST_CACHE_DIR", str(tmp_path / "own"))
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE_READONLY_DIRS", str(tmp_path))
     folders = [tmp_path / "own" / "packs", tmp_path / "packs", PACKAGE_RECORDS]
-    assert pack_places() == folders
+    assert pack_locations() == folders
     assert PACKAGE_RECORDS.is_dir()
     assert list(PackStore(tmp_path / "none").records()) == []
     written(tree_of(1, 5), tmp_path)

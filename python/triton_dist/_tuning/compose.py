@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from triton_dist import knobs
-from triton_dist._archive import pack_places, packs_in
+from triton_dist._archive import pack_locations, packs_in
 from triton_dist._tuning.arguments import check_choice, check_tunable, names_of, rounding_functions
 from triton_dist._tuning.engine.decorator import Decorator
 from triton_dist._tuning.engine.dispatch import AutoTuner
@@ -303,7 +303,7 @@ def _read_sources() -> None:
     Parsing takes 0.5 s. It runs in the background while kernels are loaded from packs, so the first
     call of the function does not wait for it.
     """
-    keys = [each.key for packed in packs_in(pack_places()) for each in records_of(packed)]
+    keys = [each.key for packed in packs_in(pack_locations()) for each in records_of(packed)]
     names = {(key.module, key.function) for key in keys}
     for tuned in list(_tuned):
         origin = Origin.of(tuned.fn, ())
@@ -340,7 +340,7 @@ class _Composer:
         ranks: RankGroup = group_for(process_group, self.scope)
         gpu_is_shared = current_device().name == "cuda" and ranks_per_gpu() > 1
         policy = self.policy(current_device().name, gpu_is_shared=gpu_is_shared)
-        packs = map(pack_store, pack_places())
+        packs = map(pack_store, pack_locations())
         common = common_parts(policy, ranks, verbose, self.memory_store, *packs)
         files = file_store(knobs.cache_dir.get())
         return Parts(

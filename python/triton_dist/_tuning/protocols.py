@@ -175,7 +175,7 @@ class Search(Protocol):
         """True if ``ask`` runs user code, such as ``prune_fn``, which may be slow."""
 
     def ask(self) -> Request | None:
-        """Return the next request, or ``None`` at the end. Several requests may be for one config."""
+        """Return the next request, or ``None`` at the end. Requests may repeat a config."""
 
     def upcoming_configs(self) -> Sequence[Config]:
         """Return the configs that :meth:`ask` may return next, so that they can be compiled.
@@ -189,7 +189,7 @@ class Search(Protocol):
 
 
 class Store(Protocol):
-    """Storage of tuning records. A damaged record is skipped with a warning, without an exception."""
+    """Storage of tuning records. A damaged record is skipped with a warning."""
 
     def find(self, key: Key) -> Iterator[StoredRecord]:
         """Yield the records of ``key``, read one by one, the record that is most likely valid

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from triton_dist import knobs
-from triton_dist._archive import RECORDS_SUFFIX, files_in, pack_places
+from triton_dist._archive import RECORDS_SUFFIX, files_in, pack_locations
 from triton_dist._tuning.protocols import Store
 from triton_dist._tuning.store import (
     InterruptedTuning,
@@ -42,7 +42,7 @@ def folders_of_records() -> list[ReadOnlyStore]:
 
 def with_packs() -> list[Store]:
     """Return the stores that a tuner searches: :func:`folders_of_records`, then packs."""
-    return [*folders_of_records(), *map(PackStore, pack_places())]
+    return [*folders_of_records(), *map(PackStore, pack_locations())]
 
 
 def records_of(stores: Sequence[Store], function: str | None) -> Iterator[StoredRecord]:
@@ -79,7 +79,7 @@ def _functions_with_records(**_: object) -> set[str]:
     the records would take seconds."""
     roots = (store.root for store in folders_of_records())
     names = {path.name for root in roots if root.is_dir() for path in root.iterdir()}
-    packs = (path for place in pack_places() for path in files_in(place, (RECORDS_SUFFIX,)))
+    packs = (path for place in pack_locations() for path in files_in(place, (RECORDS_SUFFIX,)))
     return names | {path.name.partition(".")[0] for path in packs}
 
 

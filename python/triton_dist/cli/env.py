@@ -18,7 +18,7 @@ from typing import Any
 
 import triton_dist
 from triton_dist import knobs
-from triton_dist._archive import pack_places
+from triton_dist._archive import pack_locations
 from triton_dist._tuning.store import without_secrets
 from triton_dist.cli.subcommand import add_subcommand
 
@@ -75,7 +75,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "paths": {
             "cache": _path(knobs.cache_dir.get()),
             "read-only": [*map(_path, knobs.autotune_readonly_dirs.get())],
-            "packs": _result_or_error(lambda: [*map(_path, pack_places())]),
+            "packs": _result_or_error(lambda: [*map(_path, pack_locations())]),
             "logs of contextual_autotune": str(knobs.autotune_log_dir.get()),
         },
     }

@@ -1,4 +1,4 @@
-"""Distinguish installed code, which is compared by version, from code of the project."""
+"""Distinguish installed libraries, which are compared by version, from code of the project."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import types
 from collections.abc import Iterable
 from importlib import metadata
 
-_OWN = "triton_dist"
+_THIS_PACKAGE = "triton_dist"
 _IRRELEVANT_MODULES = (
     "triton_dist._tuning",
     "triton_dist.packs",
@@ -19,34 +19,37 @@ _IRRELEVANT_MODULES = (
     "triton_dist.runtime.compiling",
     "triton_dist._jit",
 )
-"""Modules of this package that do not change what is timed: they find and ship results, and
-compile. ``_jit`` is one of them: the options of a kernel are arguments of its decorator, and the
-text of the decorator is part of the kernel's source."""
+"""Modules of this package that do not change what is timed, because they only find results, ship
+results or compile. ``_jit`` is included, because the arguments of its decorator are part of the
+source of each kernel."""
 _INSTALLED = re.compile("/(?:site|dist)-packages/")
 _STDLIB = tuple(sysconfig.get_path(each) + "/" for each in ("stdlib", "platstdlib"))
-_LIBRARIES = frozenset({"torch", "triton", "numpy"})  # also if they are built in a source tree
+_LIBRARIES = frozenset({"torch", "triton", "numpy"})
+"""Libraries even if they are imported from a source tree."""
 
 
 class Libraries:
-    """Modules whose versions stand for their code.
+    """The modules that are libraries and not part of the project.
 
     Args:
-        own: modules of the tuned functions. Their packages belong to the project, wherever they are
-            installed.
+        function_modules: names of the modules of the tuned functions. Their packages belong to the
+            project, even if they are installed.
     """
 
-    def __init__(self, own: Iterable[str | None]) -> None:
-        names = {name or "" for name in own}
-        if "__main__" in names:  # ``python -m package.module`` names the module so
+    def __init__(self, function_modules: Iterable[str | None]) -> None:
+        names = {name or "" for name in function_modules}
+        if "__main__" in names:  # the module's name in ``python -m package.module``
             names.add(getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", ""))
-        self._own = {_OWN} | {name.partition(".")[0] for name in names}
-        self._own_files = {_file_of(name) for name in names} - {""}
+        self._project_packages = {_THIS_PACKAGE} | {name.partition(".")[0] for name in names}
+        self._project_files = {_file_of(name) for name in names} - {""}
         self.has_module = functools.cache(self._has_module)
         self._has_file = functools.cache(self._is_installed)
 
     def has(self, value: types.ModuleType | type | types.FunctionType) -> bool:
+        """Return whether ``value`` is defined in a library."""
         name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
-        # A library's wrapper has the ``__module__`` of what it wraps: the file is the library's.
+        # A wrapper that a library made has the ``__module__`` of the wrapped function. Its file is
+        # the library's.
         file = value.__code__.co_filename if isinstance(value, types.FunctionType) else ""
         return self.has_module(name or "") or self._has_file(file)
 
@@ -54,7 +57,7 @@ class Libraries:
         top, file = name.partition(".")[0], _file_of(name)
         if top in _LIBRARIES or name.startswith(_IRRELEVANT_MODULES):
             return True
-        # A module with the name of a standard one may belong to the program: its file decides.
+        # A module of the project may have the name of a standard module, so check its file.
         return self._has_file(file) if file else top in sys.stdlib_module_names
 
     def imported(self, name: str) -> types.ModuleType | None:
@@ -65,7 +68,7 @@ class Libraries:
             return None
 
     def _is_installed(self, file: str) -> bool:
-        if file in self._own_files:
+        if file in self._project_files:
             return False
         installed = [_top(each) for each in _INSTALLED.split(file)[1:]]
         for folder in () if installed else filter(None, map(str, sys.path)):
@@ -73,15 +76,17 @@ class Libraries:
             inside = file.removeprefix(folder.rstrip("/") + "/")
             if inside != file and _top(inside) in _installed_in(folder):
                 installed.append(_top(inside))
-        return installed[-1] not in self._own if installed else file.startswith(_STDLIB)
+        if not installed:
+            return file.startswith(_STDLIB)
+        return installed[-1] not in self._project_packages
 
 
 @functools.cache
 def version_of(package: str) -> str:
-    """Return distribution and version of a top-level package; ``""`` if no distribution has it.
+    """Return name and version of the distribution that has a top-level package.
 
-    Also ``""`` for the standard library, NumPy, torch and Triton. The versions of torch and Triton
-    are in every record.
+    Return ``""`` if no distribution has it, and for the standard library, NumPy, torch and Triton.
+    The versions of torch and Triton are in every record.
     """
     if package in _LIBRARIES or package in sys.stdlib_module_names:
         return ""

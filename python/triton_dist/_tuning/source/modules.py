@@ -1,9 +1,9 @@
 """Parse a source file into statements, and list the names that each binds, changes and reads.
 
-A statement is at the top level of a module, or in an ``if`` or ``try`` there, together with the
-condition. Its digest covers its syntax tree without docstrings, and where the names that it reads
-are imported from. Comments, formatting and line numbers are not part of the digest. No value is
-read, so a text yields equal statements in every process.
+A statement here is at the top level of a module, or inside an ``if`` or ``try`` at the top level,
+together with the condition. Its digest includes the syntax tree without docstrings, and the modules
+from which the names that it reads are imported. Comments, formatting and line numbers are not
+included. No values are read, so a file has equal statements in every process.
 """
 
 from __future__ import annotations
@@ -43,36 +43,44 @@ class Import(NamedTuple):
     level: int = 0
     """Number of dots of a relative import."""
     attribute: str = ""
-    """The name in the module; if empty, the module itself."""
+    """The imported name in the module. Empty: the module itself is imported."""
 
     def full_name(self, package: str | None) -> str:
-        """Return the name of the module; ``""`` if a relative import leads out of ``package``."""
+        """Return the absolute module name; ``""`` if a relative import leaves ``package``."""
         with suppress(ImportError, ValueError):
             return importlib.util.resolve_name("." * self.level + self.module, package)
         return ""
 
 
 class Statement:
-    """A statement and the names in it, dotted names as ``a.b``.
+    """A statement and the names in it. Names may be dotted, such as ``a.b``.
 
     Attributes:
-        binds: names that it binds when the module is imported.
-        changes: places that it assigns at import, such as ``A[0] = 1``, or whose methods it calls.
-        call_arguments: names in an expression statement, whose call may change them: ``fill(A)``.
-        called: functions that it calls at import, and base classes.
-        assigned_later: names that functions in it change when they run.
-        reads: names that it reads, in functions too; ``a.b*``: ``b`` is the start of an attribute.
+        binds: names that the statement binds when the module is imported.
+        changes: names whose parts the statement assigns at import (``A`` for ``A[0] = 1``), or
+            whose methods it calls.
+        call_arguments: names in a call whose result is not used (``fill(A)``). It may change them.
+        called: functions that are called at import, and base classes.
+        assigned_later: names that functions in the statement change when they run.
+        reads: names that are read, also in functions. In ``a.b*``, ``b`` is the beginning of an
+            attribute's name.
         imports, inner_imports: names that are imported at the top level, and in functions.
         aliases: names that may refer to one object.
-        values: expressions that it binds names to.
+        values: by bound name, the expression of its value.
     """
 
-    def __init__(self, file: File, node: Any, headers: Iterable[Any] = (), cut: int = 0) -> None:
+    def __init__(
+        self,
+        file: File,
+        node: Any,
+        headers: Iterable[Any] = (),
+        line_without_tuner: int = 0,
+    ) -> None:
         """Scan ``node``.
 
         Args:
-            headers: conditions under which it runs.
-            cut: first line of a function whose tuner decorators are left out.
+            headers: conditions under which the statement runs.
+            line_without_tuner: first line of a function whose tuner decorators are left out.
         """
         self.line, self.end, self.shown_line = _first_line(node), node.end_lineno, node.lineno
         self.defines: str = getattr(node, "name", "")
@@ -83,12 +91,12 @@ class Statement:
         self.reads, self._inner_reads, tokens = set[str](), set[str](), list[object]()
         self.imports, self.inner_imports = dict[str, Import](), dict[str, Import]()
         self.registers_subclasses, self.values = False, dict[str, ast.expr]()
-        ahead: list[tuple[Any, bool]] = [([*headers, node], False)]
-        while ahead:
-            part, later = ahead.pop()  # later: it runs when a function is called, not at import
+        pending: list[tuple[Any, bool]] = [([*headers, node], False)]
+        while pending:
+            part, later = pending.pop()  # later: runs when a function is called, not at import
             if isinstance(part, list):
                 tokens.append(len(part))
-                ahead += [(each, later) for each in reversed(part)]
+                pending += [(each, later) for each in reversed(part)]
             elif isinstance(part, ast.AST):
                 tokens.append(part.__class__.__name__)
                 self._scan(part, later)
@@ -96,12 +104,12 @@ class Statement:
                 if isinstance(part, _NAMED):
                     if ast.get_docstring(part, clean=False) is not None:
                         part.body = part.body[1:] or [ast.Pass()]
-                    if cut == _first_line(part):
+                    if line_without_tuner == _first_line(part):
                         decorators = part.decorator_list
                         part.decorator_list = [x for x in decorators if not file.is_own(x, _TUNER)]
                 for field in _fields(part.__class__):  # type: ignore[arg-type]
                     runs_later = later or (is_function and field == "body")
-                    ahead.append((getattr(part, field, None), runs_later))
+                    pending.append((getattr(part, field, None), runs_later))
             else:
                 tokens.append(part)
         names = {*self.inner_imports}  # and names in functions that are not local to them
@@ -138,7 +146,7 @@ class Statement:
                 self.binds.add(node.id)
         elif kind is ast.Attribute or kind is ast.Subscript:
             if not isinstance(node.ctx, ast.Load):
-                stores.add(place_of(node))
+                stores.add(base_name(node))
             if chain := dotted(node):
                 reads.add(chain)
             elif dotted(getattr(node.value, "value", None)) == "sys.modules":
@@ -176,7 +184,7 @@ class Statement:
         if method in _CONTAINER_MUTATORS or (
             method and not later and method not in _HARMLESS_METHODS
         ):
-            stores.add(place_of(node.func.value))
+            stores.add(base_name(node.func.value))
         if name in ("getattr", "setattr") and len(node.args) > 1 and first:
             attribute = str(getattr(node.args[1], "value", "*"))
             (reads if name == "getattr" else stores).add(f"{first}.{attribute}")
@@ -208,18 +216,19 @@ def digest(parts: Iterable[object]) -> str:
 
 
 def dotted(node: ast.AST | None) -> str:
-    """Return ``"a.b.c"`` for this expression, ``""`` for other expressions than names."""
+    """Return ``"a.b.c"`` for the expression ``a.b.c``; ``""`` for an expression of other form."""
     if isinstance(node, ast.Attribute):
         return f"{base}.{node.attr}" if (base := dotted(node.value)) else ""
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def place_of(node: Any) -> str:
-    """Return ``a.b`` for ``a.b[0].c()``, and ``a`` for ``vars(a)``: the name at the beginning."""
+def base_name(node: Any) -> str:
+    """Return the dotted name at the beginning of an expression: ``a.b`` for ``a.b[0].c()``, and
+    ``a`` for ``vars(a)``."""
     if isinstance(node, ast.Call) and dotted(node.func) == "vars" and node.args:
-        return place_of(node.args[0])
+        return base_name(node.args[0])
     inner = getattr(node, "value", getattr(node, "func", None))
-    return dotted(node) or (place_of(inner) if isinstance(inner, ast.AST) else "")
+    return dotted(node) or (base_name(inner) if isinstance(inner, ast.AST) else "")
 
 
 def _root(name: str) -> str:
@@ -231,16 +240,20 @@ def roots(names: Iterable[str]) -> set[str]:
 
 
 def _first_line(node: Any) -> int:
-    """Return the line of the first decorator, as in a code object."""
+    """Return the line of the first decorator, or of the node, like ``co_firstlineno``."""
     return min(int(each.lineno) for each in (node, *getattr(node, "decorator_list", ())))
 
 
-def _place(code: types.CodeType) -> tuple[int, str]:
+def _location(code: types.CodeType) -> tuple[int, str]:
     return code.co_firstlineno, code.co_name
 
 
 class File:
-    """The statements of a file, and which of them bind or change a name."""
+    """The statements of a file, and which of them bind or change a name.
+
+    Args:
+        is_cell: the lines are a cell of a notebook.
+    """
 
     def __init__(self, lines: list[str], is_cell: bool = False) -> None:
         self.lines, self._is_cell = lines, is_cell
@@ -250,7 +263,7 @@ class File:
         self._known_codes = {each for _, each in self.codes}
         self._matched: dict[int, types.CodeType] = {}
         self.imports: dict[str, set[Import]] = {}
-        leaves = [*_leaves(tree.body)]
+        leaves = [*_statement_nodes(tree.body)]
         for node, _ in leaves:
             for name, found in _imports_of(node).items():
                 self.imports.setdefault(name, set()).add(found)
@@ -262,10 +275,10 @@ class File:
         self._by_name = self._index()
 
     def is_own(self, call: ast.expr, name: str) -> bool:
-        """Return whether an expression refers to, or calls, the function ``name`` of this package.
+        """Return whether an expression is, or calls, a function of triton_dist.
 
         Args:
-            name: a regular expression.
+            name: regular expression for the name of the function.
         """
         root, *path = dotted(getattr(call, "func", call)).split(".")
         full = (".".join([x.module, x.attribute, *path]) for x in self.imports.get(root, ()))
@@ -277,7 +290,8 @@ class File:
         bound = {name for each in self.statements for name in each.binds}
         changes, by_name = defaultdict[str, list[Statement]](list), defaultdict[Any, Any](list)
         for each in self.statements:
-            # Passing a function to a call, calling it or constructing an object does not change it.
+            # A function is not changed by being called or passed to a call. A class is not changed
+            # by constructing an object.
             changed = each.call_arguments - functions - (each.called & defined.keys())
             for name in each.called & defined.keys():
                 # ``set_up()`` changes what the function changes.
@@ -298,7 +312,8 @@ class File:
     def statements_of(self, name: str) -> list[Statement]:
         """Return the statements that bind or change ``name``.
 
-        For ``module.name``, return those that assign it, a part of it, or what it is a part of.
+        For a dotted name ``a.b``, return the statements that assign ``a.b``, a part of it
+        (``a.b.c``), or a name of which it is a part.
         """
         parts = name.split(".")
         if len(parts) == 1:
@@ -306,34 +321,40 @@ class File:
         return [x for place, x in self._dotted if all(map(operator.eq, place, parts))]
 
     def has(self, code: types.CodeType) -> bool:
-        """Return whether the file compiles to ``code``: it was not edited after the import."""
+        """Return whether the file compiles to ``code``, so it was not edited after the import."""
         if self._matched.get(id(code)) is not code:  # a hash of a code object takes 60 us
-            # A notebook compiles each statement by itself, which yields other instructions.
-            in_cell = self._is_cell and any(_place(code) == _place(each) for _, each in self.codes)
+            # A notebook compiles each statement separately, which yields other instructions.
+            in_cell = self._is_cell and any(
+                _location(code) == _location(each) for _, each in self.codes
+            )
             if not in_cell and code not in self._known_codes:
                 return False
             self._matched[id(code)] = code
         return True
 
     def ordinal(self, code: types.CodeType) -> int:
-        """Return the number of definitions before ``code`` that have its dotted name."""
-        place = _place(code)
-        path, found = min(self.codes, key=lambda each: (each[1] != code, _place(each[1]) != place))
+        """Return the number of earlier definitions with the dotted name of ``code``."""
+        place = _location(code)
+        path, found = min(
+            self.codes, key=lambda each: (each[1] != code, _location(each[1]) != place)
+        )
         return [each for name, each in self.codes if name == path].index(found)
 
     @functools.cache  # noqa: B019
     def definitions(self, name: str, code: types.CodeType | None = None) -> list[Statement]:
-        """Return functions, lambdas and classes in file order, without the statements around them.
+        """Return the definitions of functions, lambdas and classes with a name, in file order.
+
+        Only the definition itself is a part of the returned statement, without the code around it.
 
         Args:
             name: end of the qualified name.
-            code: code of the function, if only its definition is wanted.
+            code: return only the definition that has this code.
         """
         end = f".{name.replace('.<locals>', '')}"
         same = [x for path, x in self.codes if path.endswith(end)]
         if code is not None:
-            same = [each for _, each in self.codes if _place(each) == _place(code)]
-        places = {*map(_place, same)}
+            same = [each for _, each in self.codes if _location(each) == _location(code)]
+        places = {*map(_location, same)}
         tree = ast.Module(_parse(self.lines), [])
         nodes: list[Any] = [each for each in ast.walk(tree) if isinstance(each, _DEFINITIONS)]
         nodes = [x for x in nodes if (_first_line(x), getattr(x, "name", "<lambda>")) in places]
@@ -344,29 +365,31 @@ class File:
 
     @functools.cache  # noqa: B019
     def without_tuner(self, line: int) -> dict[Statement, Statement]:
-        """Return the statement around ``line``, and this statement without the tuner's decorators
-        of the function that begins there."""
-        pairs = zip(self.statements, _leaves(_parse(self.lines)), strict=True)
+        """Return a map from the statement that contains ``line`` to the same statement without the
+        tuner's decorators of the function that begins at ``line``."""
+        pairs = zip(self.statements, _statement_nodes(_parse(self.lines)), strict=True)
         return {x: Statement(self, *leaf, line) for x, leaf in pairs if x.line <= line <= x.end}
 
 
-def _leaves(body: Iterable[ast.stmt], headers: Any = ()) -> Iterator[tuple[Any, Any]]:
-    """Yield statements, also from inside ``if`` and ``try``, and the conditions of each."""
+def _statement_nodes(body: Iterable[ast.stmt], headers: Any = ()) -> Iterator[tuple[Any, Any]]:
+    """Yield the statements of ``body`` and inside its ``if`` and ``try``, with their conditions."""
     for node in body:
         if isinstance(node, ast.If):
-            if "__name__" not in ast.dump(node.test):  # it runs in scripts only
-                yield from _leaves(node.body, (*headers, "if", node.test))
-            yield from _leaves(node.orelse, (*headers, "else", node.test))
+            if "__name__" not in ast.dump(node.test):  # such a block runs in scripts only
+                yield from _statement_nodes(node.body, (*headers, "if", node.test))
+            yield from _statement_nodes(node.orelse, (*headers, "else", node.test))
         elif isinstance(node, ast.Try):
-            yield from _leaves([*node.body, *node.orelse, *node.finalbody], (*headers, "try"))
+            yield from _statement_nodes(
+                [*node.body, *node.orelse, *node.finalbody], (*headers, "try")
+            )
             for handler in node.handlers:
-                yield from _leaves(handler.body, (*headers, "except", handler.type))
+                yield from _statement_nodes(handler.body, (*headers, "except", handler.type))
         else:
             yield node, headers
 
 
 _parsing = threading.RLock()
-"""Python 3.11 raises ``SystemError`` if threads parse at the same time."""
+"""Lets one thread parse at a time, because Python 3.11 otherwise raises ``SystemError``."""
 os.register_at_fork(
     before=_parsing.acquire, after_in_parent=_parsing.release, after_in_child=_parsing.release
 )
@@ -382,17 +405,19 @@ EMPTY = File([])
 
 
 def file_at(path: str, scope: dict[str, Any] | None = None) -> File:
-    """Return the statements of a file, or ``EMPTY`` without a text that can be parsed.
+    """Return the statements of the file at ``path``; ``EMPTY`` if it cannot be read or parsed.
 
     Args:
-        scope: globals of its module, whose loader has the text of a file in an archive.
+        scope: globals of the file's module. If the file is in an archive, the loader in ``scope``
+            returns its text.
     """
     linecache.checkcache(path)
-    lines = linecache.getlines(path, scope)  # the same list until size or time of change differ
+    # An identical list is returned until the size or the modification time of the file changes.
+    lines = linecache.getlines(path, scope)
     if path not in _files or _files[path][0] is not lines:
         file = EMPTY
         with suppress(SyntaxError, ValueError, RecursionError), _parsing, no_garbage_collection():
-            # Cells of notebooks have no time of change.
+            # Cells of notebooks have no modification time.
             file = File(lines, linecache.cache[path][1] is None) if lines else EMPTY  # type: ignore[misc]
         _files[path] = lines, file
     return _files[path][1]

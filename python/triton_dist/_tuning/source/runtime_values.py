@@ -1,7 +1,7 @@
-"""Read values that the source does not determine: what a callable was given, and constants.
+"""Read values that a function depends on and that its source does not show, such as closure cells.
 
-A list in a closure may be an option or a log that each call extends. An attribute of a callable
-object may be a setting or a counter. :class:`Snapshot` keeps the texts of these values at
+A list in a closure may be an option, or a log that each call extends. An attribute of a callable
+object may be a setting or a counter. :class:`Snapshot` stores the texts of these values at
 decoration, before any call changes them.
 """
 
@@ -23,10 +23,10 @@ from triton_dist.errors import InvalidArgument
 T = TypeVar("T")
 
 CONTAINERS = (list, set, dict)
-"""Types of containers that may change while the program runs."""
+"""Types of containers whose content may change while the program runs."""
 COLLECTIONS = (*CONTAINERS, tuple, frozenset, collections.deque, types.MappingProxyType)
 PLAIN = (types.ModuleType, types.BuiltinFunctionType, str, bytes, int, float, types.NoneType)
-"""Types of values that contain no code to follow."""
+"""Types of values in which no functions or classes are searched."""
 _NEVER_WRAPPERS = (*PLAIN, *COLLECTIONS, type, types.FunctionType)
 _WRAPPED_ATTRIBUTES = ("__func__", "fn", "__wrapped__", "fget", "fset", "func", "_init_fn")
 """Attributes that hold the function inside a wrapper: methods; Triton's kernels and tuned
@@ -37,10 +37,10 @@ _MAX_TEXT_LENGTH = 100
 
 
 def constant(value: T) -> T:
-    """Return ``value``, and compare it in tuning records although it is computed at run time.
+    """Return ``value``, and make tuning records depend on it although it is computed at run time.
 
-    Write ``MODE = constant(os.environ["MODE"])`` at the top level of a module: a change of the
-    variable then tunes again. All ranks must have equal values.
+    Write ``MODE = constant(os.environ["MODE"])`` at the top level of a module. If the variable
+    changes, functions that read ``MODE`` are tuned again. All ranks must have equal values.
 
     Raises:
         InvalidArgument: ``value`` has no text that is equal at every start, such as a tensor.
@@ -52,9 +52,9 @@ def constant(value: T) -> T:
 
 
 def text_of(value: Any) -> str | None:
-    """Return data as it would be typed; ``None`` for code and for data without a stable text.
+    """Return data as Python source; ``None`` for code and for data without a stable text.
 
-    A long text is cut, and a digest of it appended.
+    If the text is longer than 100 characters, the rest is replaced by a digest of the whole text.
     """
     if type(value).__module__ == "torch" and type(value).__name__ == "device":
         return f"device {value.type}"  # the index differs by rank
@@ -76,21 +76,25 @@ def _holds_code(value: Any) -> bool:
 
 
 class Snapshot:
-    """Texts of the containers that ``roots`` bind. For roots that are objects, their attributes."""
+    """Texts that the containers bound by the callables ``roots`` had when this object was created.
+
+    For callable objects, and for methods, the attributes of the object are also stored.
+    """
 
     def __init__(self, roots: Iterable[Any]) -> None:
-        # An id identifies an object only while the object lives, so the objects are kept.
+        # By id of an object. The objects are stored too, because the id of a deleted object may be
+        # used again.
         self._texts: dict[int, tuple[Any, str]] = {}
         self._states: dict[int, tuple[Any, dict[str, Any]]] = {}
         for root in roots:
             self._take(root)
 
     def text(self, value: Any) -> str | None:
-        """Return the kept text of a container or mutable dataclass; else ``None``."""
+        """Return the stored text of a container or mutable dataclass, or ``None``."""
         return self._texts.get(id(value), (None, None))[1]
 
     def state(self, root: Any) -> dict[str, Any]:
-        """Return the attributes of a callable object, or of the object of a bound method."""
+        """Return the stored attributes of a callable object, or of the object of a bound method."""
         return self._states.get(id(root), (None, {}))[1]
 
     def _take(self, root: Any) -> None:
@@ -108,8 +112,8 @@ class Snapshot:
 
 
 def _container_text(value: Any, depth: int = 0) -> str:
-    """Return the text of a container; a part without a text is replaced by its function's name or
-    its type."""
+    """Return the text of a container. A part without a text is replaced by the name of its function
+    or type."""
     text, name = text_of(value), getattr(function_in(value), "__qualname__", type(value).__name__)
     items = value.items() if isinstance(value, dict) else items_of(value).values()
     if text is not None or depth > _MAX_DEPTH or not items:
@@ -119,17 +123,17 @@ def _container_text(value: Any, depth: int = 0) -> str:
 
 
 def bound_values(value: Any) -> dict[str, Any]:
-    """Return the values that a callable received when it was created, by name.
+    """Return, by name, the values that a callable has stored.
 
     These are the closure cells and defaults of a function, the arguments of a partial, and the
-    attributes of a callable object or of the object that a method is bound to.
+    attributes of a callable object or of the object of a bound method.
     """
     values: dict[Any, Any]
     if isinstance(value, types.FunctionType):
         full = getattr(value.__code__, "co_qualname", value.__qualname__)
-        label, code, given = full.rpartition("<locals>.")[2], value.__code__, value.__defaults__
-        names = code.co_varnames[: code.co_argcount][code.co_argcount - len(given or ()) :]
-        values = cells_of(value) | dict(zip(names, given or (), strict=True))
+        label, code, defaults = full.rpartition("<locals>.")[2], value.__code__, value.__defaults__
+        names = code.co_varnames[: code.co_argcount][code.co_argcount - len(defaults or ()) :]
+        values = cells_of(value) | dict(zip(names, defaults or (), strict=True))
         values |= value.__kwdefaults__ or {}
     elif isinstance(value, functools.partial):
         label = qualified_name(value).rpartition(".")[2]
@@ -142,16 +146,16 @@ def bound_values(value: Any) -> dict[str, Any]:
 
 
 def cells_of(function: types.FunctionType) -> dict[str, Any]:
-    """Return the values of the closure cells that are bound, by name."""
-    found = {}
+    """Return the values of the closure cells by name, without empty cells."""
+    values = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):
-            found[name] = cell.cell_contents
-    return found
+            values[name] = cell.cell_contents
+    return values
 
 
 def attribute(value: Any, name: str, default: Any = None) -> Any:
-    """Return an attribute, also of objects whose own ``__getattr__`` fails."""
+    """Return an attribute, or ``default`` if reading it raises any exception."""
     try:
         return getattr(value, name, default)
     except Exception:
@@ -167,9 +171,9 @@ def attributes(value: Any) -> dict[str, Any]:
 
 
 def items_of(value: Any) -> dict[Any, Any]:
-    """Return the values in a collection or an object of a dataclass.
+    """Return the values in a collection by key or index, or the fields of a dataclass by name.
 
-    Code in a set is sorted by name: the order of hashes differs by process.
+    Values in a set are sorted by qualified name, because their order differs between processes.
     """
     if isinstance(value, (dict, types.MappingProxyType)):
         return dict(value)
@@ -183,7 +187,7 @@ def items_of(value: Any) -> dict[Any, Any]:
 
 
 def is_code(value: Any) -> bool:
-    """Return true for a function, and for a Triton kernel, which is launched instead of called."""
+    """Return whether ``value`` is callable, a property, a class method or a Triton kernel."""
     return callable(value) or isinstance(value, (property, classmethod)) or _has_own(value, "fn")
 
 
@@ -193,7 +197,7 @@ def _has_own(value: object, name: str) -> bool:
 
 
 def wrapped_objects(value: Any) -> Iterator[Any]:
-    """Yield the function or kernel inside a wrapper, then other values that it binds."""
+    """Yield the function or kernel inside a wrapper, then other values that the wrapper stores."""
     if isinstance(value, _NEVER_WRAPPERS):
         return
     for name in _WRAPPED_ATTRIBUTES:
@@ -206,7 +210,7 @@ def wrapped_objects(value: Any) -> Iterator[Any]:
 
 
 def function_in(value: Any) -> types.FunctionType | None:
-    """Return a function, also from inside wrappers; ``None`` for other values."""
+    """Return ``value`` if it is a function, or the function inside a wrapper; else ``None``."""
     for _ in range(_MAX_DEPTH):
         if value is None or isinstance(value, types.FunctionType):
             return value

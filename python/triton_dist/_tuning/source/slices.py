@@ -1,8 +1,9 @@
-"""Find the slice of a function: the statements that decide what it computes.
+"""Find the slice of a function: the statements that decide what the function computes.
 
-The slice contains the statement with the function. For each name that a statement of the slice
-reads, it contains the statements that bind or change this name, in the module or in the module that
-the name is imported from. Libraries are compared by version, and code without source by bytecode.
+The slice contains the statement that defines the function. For each name that a statement of the
+slice reads, it also contains the statements that bind or change this name. They are in the same
+module, or in the module from which the name is imported. To *follow* a value means to add its
+statements to the slice. Libraries are compared by version, and code without source by bytecode.
 """
 
 from __future__ import annotations
@@ -27,42 +28,43 @@ from triton_dist._tuning.source.runtime_values import (
 from triton_dist._tuning.values import ConfigSpace, codec, original, qualified_name
 
 Globals = dict[str, Any]
-"""Globals of a module. Functions of a module that is imported again have new globals."""
+"""Globals of a module. If a module is imported again, its new functions have new globals."""
 _EMPTY: dict[str, Any] = {}
 _REGISTRY = types.MappingProxyType
 """Type of ``registry`` of functools.singledispatch."""
 _MAX_VISITS = 10_000
-"""Maximum number of values of one global that are followed."""
+"""Maximum number of values inside one global that are followed."""
 _UNKNOWN = ast.Await(ast.Constant(None))
 _RUN_TIME_EXPRESSIONS = {ast.Call, ast.Attribute, ast.Subscript, ast.Await, ast.comprehension}
-"""Parts of expressions whose value may differ by process."""
+"""Types of syntax nodes: the value of an expression that contains one may differ by process."""
 
 
 class Source(NamedTuple):
     """Code and constants that functions depend on, by name.
 
-    Some constants may differ between ranks, or between two starts of a program, although the
-    function is equal. There are three kinds of constants for this reason.
+    There are three kinds of constants, because some values may differ between ranks, or between two
+    starts of a program, although the code is equal.
     """
 
     digests: dict[str, str]
     """Digests of the statements that bind or change a name, in an order that is equal in all
     processes. Names of other modules are ``module:name``."""
     literal: dict[str, str]
-    """Globals whose values are in the source, which is equal on all ranks."""
+    """Globals whose value is written in the source, which is equal on all ranks."""
     bound: dict[str, str]
-    """Values that a function binds, such as closure cells, and globals without a statement, or with
-    several or conditional statements, that bind them. They count if equal on all ranks."""
+    """Values that functions store, such as closure cells. Also globals that no statement binds, or
+    that several or conditional statements bind. They are compared if they are equal on all ranks.
+    """
     uncounted: dict[str, str]
-    """Constants that do not count, each with the reason."""
+    """Constants that are not compared, with the reason for each."""
 
 
 class Slice:
-    """Finds statements and constants.
+    """Search for the statements and constants that functions depend on. The result is ``source``.
 
     Args:
-        home: globals of the module of the function; labels of its statements have no module.
-        ignore: names of constants that do not count, such as ``"RANK"`` or ``"op.RANK"``.
+        home: globals of the module of the tuned function. Labels of its statements have no module.
+        ignore: names of constants to leave out, such as ``"RANK"`` or ``"op.RANK"``.
     """
 
     def __init__(
@@ -85,8 +87,8 @@ class Slice:
     def follow_root(self, value: Any) -> None:
         """Follow what is tuned: a function, a partial, a bound method or a callable object."""
         if (function := function_in(original(value))) is not None:
-            # The first root in a statement is the tuned function; later roots are its hooks. Its
-            # tuner decorators are omitted, because their arguments are compared by value.
+            # Omit the tuner's decorators of the function, because their arguments are compared by
+            # value. The first root of a statement is the tuned function; later roots are hooks.
             code = function.__code__
             bare = self._file(function.__globals__, code).without_tuner(code.co_firstlineno)
             self._undecorated = bare | self._undecorated
@@ -122,8 +124,8 @@ class Slice:
             self._closure(each, {name for statement in found for name in statement.nonlocals})
 
     def follow_global(self, scope: Globals, name: str) -> None:
-        """Follow a global: the statements that bind or change it, and code that other modules have
-        put into its value."""
+        """Follow a global: the statements that bind or change it, and functions and classes of
+        other modules in its value."""
         if (id(scope), name) in self._visited or self._library.has_module(_module_name(scope)):
             return
         self._visited.add((id(scope), name))
@@ -142,10 +144,14 @@ class Slice:
             if not imports:
                 self._constant(scope, file, name, found)
         if found or imports:
-            own = function_in(value)
-            if own is not None and own.__globals__ is scope and "." not in own.__qualname__:
+            function = function_in(value)
+            if (
+                function is not None
+                and function.__globals__ is scope
+                and "." not in function.__qualname__
+            ):
                 # Another module may have bound this name to another function of this module.
-                self.follow_global(scope, own.__name__)
+                self.follow_global(scope, function.__name__)
             self.follow(value, scope)
         elif name in scope and not name.startswith("__") and (text := text_of(value)) is not None:
             self.source.bound[self._unique(name, scope)] = text
@@ -153,11 +159,11 @@ class Slice:
             self.follow(value)
 
     def follow(self, value: Any, home: Globals | None = None) -> None:
-        """Follow the code that ``value`` is or contains, and the classes of data in it.
+        """Follow the functions and classes in ``value``, and the classes of the data in it.
 
         Args:
-            home: globals of the module whose statements make ``value``. Code of this module is
-                followed already. Follow only code that other modules registered or replaced.
+            home: globals of the module whose statements create ``value`` and are followed already.
+                Only functions and classes of other modules are then followed.
         """
         pending = [value]
         for _ in range(_MAX_VISITS):
@@ -174,7 +180,8 @@ class Slice:
                 elif home is None:
                     self.follow_code(item)
                 elif item.__globals__ is not home:
-                    # Follow its name, not its closure, which may differ by rank.
+                    # Follow the name of the function. Do not follow its closure, which may differ
+                    # by rank.
                     full = getattr(item.__code__, "co_qualname", item.__qualname__)
                     self.follow_global(item.__globals__, full.partition(".")[0])
                 pending += [x for x in inner if function_in(x) or isinstance(x, _REGISTRY)]
@@ -201,7 +208,7 @@ class Slice:
         return key not in self._followed and self._followed.setdefault(key, value) is value
 
     def _configs(self, value: Any) -> None:
-        """Record what a partial binds, and the configs of tuned functions and Triton kernels."""
+        """Record the arguments of a partial, or the configs of a tuned function or kernel."""
         if isinstance(value, functools.partial):
             self._closure(value)
         configs, space = attribute(value, "configs"), attribute(value, "config_space")
@@ -209,14 +216,18 @@ class Slice:
         if isinstance(configs, list) and configs and all(map(codec.is_triton_config, configs)):
             self.source.bound[unique] = codec.text(codec.encode(configs, with_bound_values=False))
         if isinstance(space, ConfigSpace) and space.maker is not None:
-            # Follow the maker instead of calling it: the function may never be tuned.
+            # Follow the function that returns the configs instead of calling it, because the tuned
+            # function may never be called.
             self.follow(space.maker)
         elif isinstance(space, ConfigSpace):
             self.source.bound[unique] = space.digest
             self.follow([*space.functions, *space.classes])
 
     def _closure(self, value: Any, rebound: Iterable[str] = ()) -> None:
-        """Record what a callable binds: closure cells and defaults, or arguments of a partial."""
+        """Record the closure cells and defaults of a function, or the arguments of a partial.
+
+        Cells with names in ``rebound`` are assigned by the function itself.
+        """
         for name, item in runtime_values.bound_values(value).items():
             short = name.rpartition(".")[2]
             if short == "__class__" or item is attribute(value, "__wrapped__"):
@@ -228,7 +239,7 @@ class Slice:
                 self._bind(name, item, value)
 
     def _bind(self, name: str, value: Any, holder: object) -> None:
-        """Record a value that ``holder`` binds: its data is a constant, its code is followed."""
+        """Record a value that ``holder`` stores: data as a constant. Follow code in the value."""
         if self._ignores(name):
             return
         name, kind = self._unique(name, holder), type(value).__name__
@@ -247,19 +258,19 @@ class Slice:
             inner = function_in(value) or value
             code = inner if hasattr(inner, "__qualname__") else type(inner)
             self.source.bound[name] = self.label(runtime_values.globals_of(code), code.__qualname__)
-        elif not isinstance(value, types.ModuleType):  # what is read from a module is followed
+        elif not isinstance(value, types.ModuleType):  # names read from a module are followed
             self.source.uncounted[name] = f"a {kind}, compared by its class"
         self.follow(value)
 
     def _ignores(self, name: str) -> bool:
-        """Return whether ``name`` does not count, and record it in this case."""
+        """Return whether ``name`` is to be ignored. If so, record this."""
         ignored = name in self._ignore or name.rpartition(".")[2] in self._ignore
         if ignored:
             self.source.uncounted[name] = "ignored"
         return ignored
 
     def _unique(self, name: str, holder: object) -> str:
-        """Return ``name``, with a number if another ``holder``, such as a module, has it too."""
+        """Return ``name``, with a number if another ``holder`` (function, module) has this name."""
         unique, number = name, 1
         while self._holders.setdefault(unique, id(holder)) != id(holder):
             number += 1
@@ -275,7 +286,8 @@ class Slice:
             digests = sorted({*before, *digests})
         self.source.digests[label] = " ".join(digests)
         for each in found:
-            if cells or each not in self._visited:  # functions of one statement have own cells
+            # Several functions may be created by one statement, with different cells.
+            if cells or each not in self._visited:
                 self._visited.add(each)
                 self._follow(each.reads, scope, cells, each.inner_imports)
 
@@ -286,10 +298,10 @@ class Slice:
         cells: Globals = _EMPTY,
         imports: Mapping[str, Import] = _EMPTY,
     ) -> None:
-        """Follow dotted names that a statement reads.
+        """Follow the dotted names ``chains`` that a statement reads.
 
         Args:
-            cells: values of closure cells among them, which are followed elsewhere.
+            cells: values of closure cells, by name. They are followed elsewhere.
             imports: names that functions in the statement import when they run. They are imported
                 now, if possible.
         """
@@ -317,7 +329,7 @@ class Slice:
                 self.follow_global(scope, root)
 
     def _attribute(self, module: types.ModuleType, path: list[str]) -> None:
-        """Follow what ``path`` leads to from a module."""
+        """Follow the attribute of a module at ``path``."""
         names = [*module.__name__.split("."), *path]
         if names[:2] == ["torch", "ops"] and len(names) > 3:
             # torch has no public function that returns a custom op's function. This table exists
@@ -342,7 +354,7 @@ class Slice:
         """Follow an imported name.
 
         Args:
-            path: attributes that are read from it.
+            path: attributes that are read from the imported object.
             load: import the module, if possible.
         """
         full = found.full_name(scope.get("__package__"))
@@ -356,18 +368,15 @@ class Slice:
             self._attribute(module, [*name, *path])
 
     def _is_library(self, module: str) -> bool:
-        """Return whether a module is of a library, and record its version in this case. The version
-        is compared instead of the source."""
+        """Return whether a module belongs to a library. If so, record the version of the library,
+        which is compared instead of the source."""
         package, is_library = module.partition(".")[0], self._library.has_module(module)
         if is_library and (version := libraries.version_of(package)):
             self.source.digests[f"library {package}"] = version
         return is_library
 
     def _constant(self, scope: Globals, file: File, name: str, found: list[Statement]) -> None:
-        """Record the value of a global, which another module may have set.
-
-        A value that is in the source counts, because all ranks have it.
-        """
+        """Record the present value of a global as a constant. Its statements decide the kind."""
         value: Any = scope.get(name)
         binding = [each for each in found if name in each.binds]
         nodes: list[Any] = [each.values.get(name, _UNKNOWN) for each in binding]
@@ -386,19 +395,21 @@ class Slice:
             source.literal[unique] = text
         elif name in modules.roots(file.assigned_later) or kinds & _RUN_TIME_EXPRESSIONS:
             source.uncounted[unique] = "it is computed when the program runs"
-        elif ast.Name not in kinds:  # otherwise the constants that it is computed from count
+        elif ast.Name not in kinds:  # otherwise the constants in the expression are recorded
             is_fixed = len(binding) == 1 and not binding[0].is_conditional
             (source.literal if is_fixed else source.bound)[unique] = text
 
     def _file(self, scope: Globals, code: types.CodeType | None = None) -> File:
-        """Return the file of ``code``, or of a module; an empty file if it was edited after the
-        import."""
+        """Return the file of ``code``, or of the module with globals ``scope``.
+
+        Return an empty file if the file was edited after the import.
+        """
         if id(code or scope) not in self._files:
             path = code.co_filename if code else scope.get("__file__") or ""
             functions = () if code else filter(None, map(function_in, [*scope.values()]))
             codes = [code] if code else [x.__code__ for x in functions]
             file = file_at(path, scope)
-            # pytest rewrites the asserts of test modules: their bytecode differs from the file's.
+            # pytest rewrites the asserts of test modules, so their bytecode differs from the file.
             is_rewritten = type(scope.get("__loader__")).__module__.startswith("_pytest.")
             is_equal = not code and is_rewritten
             is_equal = is_equal or all(file.has(x) for x in codes if x.co_filename == path)
@@ -406,9 +417,9 @@ class Slice:
         return self._files[id(code or scope)]
 
     def label(self, scope: Globals, name: str) -> str:
-        """Return ``module:name``, or the name alone in the module of the function.
+        """Return ``module:name``, or ``name`` alone for the module of the tuned function.
 
-        Other modules of its package are named without the package, which may be renamed.
+        Other modules of the same package are named without the package, which may be renamed.
         """
         if scope is self._home:
             return name
@@ -418,6 +429,6 @@ class Slice:
 
 
 def _module_name(scope: Globals) -> str:
-    """Return the name of a module, also if it was started with ``python -m``."""
+    """Return the importable name of a module, even if it was started with ``python -m``."""
     name, spec = scope.get("__name__") or "", scope.get("__spec__")
     return spec.name if name == "__main__" and spec is not None else name

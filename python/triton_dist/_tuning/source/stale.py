@@ -1,7 +1,8 @@
-"""Compare the statements that a record depends on with the current files, without imports.
+"""Compare the statements that a record depends on with the current files, without importing them.
 
-A label names a statement: ``module:name``, or only ``name`` in the module of the tuned function. In
-other modules of its package, ``module`` starts with a dot and omits the name of the package.
+A *label* names the statements that bind one name: ``module:name``, or only ``name`` for the module
+of the tuned function. For other modules of the same package, ``module`` starts with a dot and
+omits the name of the package.
 """
 
 from __future__ import annotations
@@ -18,26 +19,26 @@ from triton_dist._tuning.source.modules import EMPTY, File, file_at
 
 
 def changes(recorded: Mapping[str, str], module: str, function: str) -> tuple[list[str], list[str]]:
-    """Return a sentence for each statement that changed, and the names that cannot be compared.
+    """Return a sentence for each statement that changed, and the labels that cannot be compared.
 
     Args:
         recorded: digests by label, from :func:`~triton_dist._tuning.source.source_of`.
         module: dotted name, or path of a ``.py`` file, of the module of the function.
-        function: its qualified name.
+        function: qualified name of the function.
     """
-    files, unknown, found = _Files(module, function), list[str](), dict[str, None]()
+    files, unknown, sentences = _Files(module, function), list[str](), dict[str, None]()
     for label, value in recorded.items():
         module_part, _, name = label.rpartition(":")
         file = EMPTY if value.startswith("bytecode ") else files.file_of(module_part)
         if label.startswith("library "):
             version = version_of(label.removeprefix("library "))
             if version and version != value:
-                found[f"source: {label} was {value}, is {version}"] = None
+                sentences[f"source: {label} was {value}, is {version}"] = None
         elif file.lines:
-            found |= dict.fromkeys(files.changes(file, module_part, name, value.split()))
+            sentences |= dict.fromkeys(files.changes(file, module_part, name, value.split()))
         else:
             unknown.append(label)
-    return list(found), unknown
+    return list(sentences), unknown
 
 
 def package_path(path: Path) -> tuple[list[str], Path]:
@@ -69,7 +70,7 @@ class _Files:
         self._function_file = file
 
     def file_of(self, module_part: str) -> File:
-        """Return the file of the module in a label; ``""``: the module of the function."""
+        """Return the file of the module in a label. ``""`` is the module of the function."""
         return self._file(self._full(module_part)) if module_part else self._function_file
 
     def _full(self, module_part: str) -> str:
@@ -94,12 +95,12 @@ class _Files:
         self, file: File, module_part: str, name: str, recorded: list[str]
     ) -> Iterator[str]:
         """Yield a sentence for each changed statement of one label."""
-        is_inner = "<" in name  # a function inside a function; several may have this name
+        is_inner = "<" in name  # an inner function or lambda; several may have this name
         found = file.definitions(name) if is_inner else file.statements_of(name)
         now = [each for each in found if name not in each.imports]
         new = [each for each in now if each.digest not in recorded]
         for tuned in file.definitions(self._function) if new else ():
-            # ``source_of`` digests the tuned function without the tuner's decorators.
+            # The recorded digest of the tuned function is without the tuner's decorators.
             bare = file.without_tuner(tuned.line)
             new = [x for x in new if x not in bare or bare[x].digest not in recorded]
         if not now or (not new and len(now) < len(recorded)):

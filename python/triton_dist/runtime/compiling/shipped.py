@@ -23,7 +23,7 @@ import triton
 from triton.runtime.cache import CacheManager, FileCacheManager, triton_key
 
 from triton_dist import knobs
-from triton_dist._archive import Pack, pack_places, packs_in, sha256
+from triton_dist._archive import Pack, pack_locations, packs_in, sha256
 from triton_dist._warn import warn
 from triton_dist.errors import CacheWarning, KernelNotShipped, PackRefused
 from triton_dist.runtime import triton_compat
@@ -120,7 +120,7 @@ def install() -> None:
         Recorder(folder).begin()
     if knobs.compile_frozen.get():
         use_packs()
-    if any(packs_in(pack_places())):
+    if any(packs_in(pack_locations())):
         use_packs()
         _hash_triton()
 
@@ -139,7 +139,7 @@ def extracted_files(digest: str) -> dict[str, str] | None:
     ``None`` if no pack has the kernel."""
     with _lock:
         if digest not in _extracted:
-            for pack in packs_in(pack_places()):
+            for pack in packs_in(pack_locations()):
                 if digest in pack.kernels and (paths := _extract(pack, digest)):
                     _extracted[digest] = paths
                     break
@@ -183,7 +183,7 @@ def _hash_triton() -> None:
 
 def start_background_jobs() -> None:
     """Run each of ``background_jobs`` in a thread if packs are in use."""
-    if triton.knobs.cache.manager_class is ShippedCache and any(packs_in(pack_places())):
+    if triton.knobs.cache.manager_class is ShippedCache and any(packs_in(pack_locations())):
         for job in background_jobs:
             _start_thread(job)
 
@@ -213,7 +213,7 @@ def _not_shipped(filename: str, reason: str = "") -> KernelNotShipped:
         known, unlisted = main_facts(here), "Triton's own files"
     candidates = [
         (differences(entry.facts, here), digest, pack)
-        for pack in packs_in(pack_places())
+        for pack in packs_in(pack_locations())
         for digest, entry in pack.kernels.items()
         if entry.name[:_MAX_NAME_LENGTH] == name and entry.is_module == is_module
     ]

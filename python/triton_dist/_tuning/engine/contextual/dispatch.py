@@ -1,8 +1,8 @@
-"""The object that ``@contextual_autotune`` returns for a function.
+"""Define the object that ``@contextual_autotune`` returns for a function.
 
-A function is settled when all its kernels have a config. ``__call__`` of a settled function is the
-hot path: it registers the call and calls the function. It uses no environment variable, log, lock
-or message to other ranks, and its kernels run Triton's own path.
+A function is *settled* when all kernels that it has launched have a config. A call of a settled
+function is the hot path: it registers the call, and the kernels run Triton's own path. It reads no
+environment variable, takes no lock, writes no log and sends no message to other ranks.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _instances: weakref.WeakSet[ContextualAutoTuner[..., Any]] = weakref.WeakSet()
 
 
 def _release_instances() -> None:
-    """Replace all locks in the child of a fork: a thread of the parent may hold them."""
+    """Replace all locks in a forked child, because a thread of the parent may hold them."""
     for tuner in list(_instances):
         tuner._tuning = threading.Lock()
 
 
 os.register_at_fork(after_in_child=_release_instances)
 
-# Differs from every process group, and from the world ``None`` before initialisation.
 _UNSETTLED = object()
+"""Differs from every process group, and from ``None``, which stands for no group."""
 
 Q = ParamSpec("Q")
 T = TypeVar("T")
@@ -55,9 +55,9 @@ class ContextualAutoTuner(Decorated[P, R_co]):
     """A function whose ``triton.autotune`` kernels are tuned by calling the function repeatedly.
 
     Attributes:
-        fn: the function without tuning. Its kernels then tune as Triton does.
-        tuning_calls: number of extra calls of the function that tunings in this process made. A
-            tuning calls the function once for the user's call, which is not counted.
+        fn: the original function. If it is called directly, Triton tunes its kernels.
+        tuning_calls: number of additional calls of the function that tunings in this process made.
+            The user's own calls are not counted.
     """
 
     fn: Callable[P, R_co]
@@ -80,17 +80,17 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         self._torch_state, self._uses_random_numbers = torch_state, False
         self._tunings: KernelTunings = {}
         self._chosen_for_world: object = None
-        """The world in which the configs of ``_tunings`` were chosen."""
+        """The group of all ranks (the world) for which the configs of ``_tunings`` were chosen."""
         self._settled_for_world: object = _UNSETTLED
-        """The world in which the last call left nothing to tune."""
+        """The world for which the function is settled."""
         # Not re-entrant, because a tuning may begin on a thread of autograd and end on the caller's
         # thread.
         self._tuning = threading.Lock()
         _instances.add(self)
 
     if TYPE_CHECKING:
-        # Type checkers bind this object in a staticmethod, and do not bind it in a classmethod.
-        # These overloads compensate for both.
+        # Type checkers bind this object inside a staticmethod, and do not bind it inside a
+        # classmethod. These overloads correct both.
         @overload
         def __get__(
             self: ContextualAutoTuner[Concatenate[type[T], Q], R_co], instance: None, owner: type[T]
@@ -112,7 +112,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         def __get__(self: Any, instance: object, owner: type | None = None) -> Any: ...
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
-        """Call the function, and tune its kernels when they meet a new key.
+        """Call the function, and tune its kernels when they are launched with a new key.
 
         Raises:
             RankDisagreement: ranks launch different kernels, keys or configs.
@@ -155,14 +155,14 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         self._settled_for_world = _UNSETTLED
 
     def _call_unsettled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call that must tune, or may be nested in a call that tunes."""
+        """Make a call that must tune, or that may be made inside a call that tunes."""
         if self._interception.is_traced((args, kwargs)):
             return self.fn(*args, **kwargs)
         outer = self._interception.current_call()
-        own = None if outer is None else outer.enclosing(self)
-        # A recursive call belongs to the same tuning.
-        if own is not None and own.session is not None:
-            return self._run(Call(self, outer, own.session), args, kwargs)
+        same = None if outer is None else outer.enclosing(self)
+        # A recursive call belongs to the tuning of the enclosing call.
+        if same is not None and same.session is not None:
+            return self._run(Call(self, outer, same.session), args, kwargs)
         if self._settled_for_world is not self._default_group.WORLD:
             if self._is_off():
                 with self._untuned() as session:
@@ -199,7 +199,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
 
     def _session(self, values: Any = ()) -> Session:
         world = self._default_group.WORLD
-        # Configs are agreed by the ranks of one world, so a new world starts without configs.
+        # Configs are chosen by all ranks of a world together, so a new world has none.
         if world is not self._chosen_for_world:
             self.clear()
             self._chosen_for_world = world
@@ -248,7 +248,10 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         result: Any,
         before: RandomState | None,
     ) -> Any:
-        """Finish the tuning, if any, that began in the call that returned ``result``."""
+        """Finish the tuning, if any, that began inside the call that returned ``result``.
+
+        ``before`` is the state of the random generators before that call.
+        """
         session: Session | UntunedSession | None = self._interception.settled_call_sessions.pop(
             settled_call, None
         )
@@ -267,7 +270,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
             self._tuning.release()
 
     def _abandon(self, settled_call: SettledCall, error: BaseException) -> None:
-        """End the tuning, if any, that began in the call that raised ``error``."""
+        """End the tuning, if any, that began inside the call that raised ``error``."""
         session = self._interception.settled_call_sessions.pop(settled_call, None)
         if session is None:
             return

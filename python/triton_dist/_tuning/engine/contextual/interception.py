@@ -3,14 +3,15 @@
 Two methods of Triton's ``Autotuner`` are replaced while a call needs it. ``run`` of subclasses that
 override it is replaced too (see ``launch``).
 
-* ``run``, during a call that tunes: receives every launch.
-* ``prune_configs``, during a call that does not tune: Triton's ``run`` calls it only for a key
-  without a config. So kernels with a known config run Triton's own path, and a new key is still
-  tuned on all ranks together. Other callers receive the configs.
+* ``run``, during a call that tunes: the replacement receives every launch.
+* ``prune_configs``, during a call of a *settled* function, whose known kernels all have a config.
+  Triton's ``run`` calls ``prune_configs`` only for a key without a config. So kernels with a config
+  run Triton's own path, and a new key is nevertheless detected and tuned on all ranks together. If
+  other code calls ``prune_configs``, it gets the configs as usual.
 
 The replaced methods are used by all threads of the process. A launch belongs to the decorated
-function that its thread runs, or for which its autograd thread works. Other launches go to Triton
-directly.
+function that runs on its thread, or for whose backward pass its autograd thread works. Other
+launches are passed to Triton unchanged.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Session(Protocol):
     """A tuning that runs while a function runs."""
 
     def launch(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replace ``tuner.run(*args, **kwargs)``."""
+        """Launch a kernel instead of ``tuner.run(*args, **kwargs)``."""
 
 
 class SettledFunction(Protocol):
@@ -49,11 +50,12 @@ class SettledFunction(Protocol):
         """Start to tune, because the function launched a kernel without a config."""
 
     def launch_known(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replace ``tuner.run`` if the config is known, else return ``NOT_KNOWN``."""
+        """Launch a kernel instead of ``tuner.run`` if its config is known, else return
+        ``NOT_KNOWN``."""
 
 
 class Call:
-    """A running call of a decorated function that may tune."""
+    """Running call of a decorated function that is not settled. ``outer`` is the enclosing call."""
 
     def __init__(self, owner: object, outer: Call | None, session: Session | None) -> None:
         self.owner, self.outer, self.session = owner, outer, session
@@ -73,12 +75,11 @@ SettledCall = tuple[SettledFunction, int]
 
 
 class Interception:
-    """The interception of this process. There is one instance.
+    """The interception of launches in this process. There is one instance.
 
     Attributes:
-        sessions: one entry for each running tuning, on any thread.
-        settled_call_sessions: sessions that began in the middle of a call of a settled function,
-            by the call.
+        sessions: the running tunings, on all threads.
+        settled_call_sessions: by call of a settled function: the tuning that began inside it.
         is_traced: returns whether a call with these values computes nothing, such as with fake or
             meta tensors.
     """
@@ -132,7 +133,7 @@ class Interception:
                     self._overridden_runs.replace(only_prune_callers=True)
 
     def enter_settled(self, settled_call: SettledCall) -> None:
-        """Begin a call of a settled function. A lock would dominate the overhead of the call."""
+        """Begin a call of a settled function. It takes no lock, which would take too long."""
         self._settled_calls.append(settled_call)
         Autotuner.prune_configs = self._intercepting_prune
         if self._overridden_runs.prune_callers:
@@ -149,14 +150,14 @@ class Interception:
                 self._overridden_runs.replace(only_prune_callers=True)
 
     def forget(self) -> None:
-        """Keep only the calls of this thread, in the child of a fork."""
-        thread, call, own = threading.get_ident(), self.current_call(), []
+        """In a forked child, keep only the calls of this thread."""
+        thread, call, kept = threading.get_ident(), self.current_call(), []
         while call is not None:
-            own.append(call.session)
+            kept.append(call.session)
             call = call.outer
         was_tuning, had_settled_calls = bool(self.sessions), bool(self._settled_calls)
         self._lock = threading.Lock()
-        self.sessions = [session for session in self.sessions if session in own]
+        self.sessions = [session for session in self.sessions if session in kept]
         self._settled_calls = [
             settled_call for settled_call in self._settled_calls if settled_call[1] == thread
         ]
@@ -192,7 +193,7 @@ class Interception:
         return run
 
     def _is_tunable(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether this is a launch of a kernel that has something to tune."""
+        """Return whether this is a launch of a kernel with several configs, and not traced."""
         if kwargs.get("warmup") or len(tuner.configs) < 2:
             return False
         return not self.is_traced((args, kwargs))
@@ -233,10 +234,9 @@ class Interception:
         def prune_configs(tuner: Any, kwargs: dict[str, Any]) -> list[Any]:
             # Autotuner.warmup calls this too, and does not pass ``warmup``.
             settled_call = None if kwargs.get("warmup", True) else self._current_settled_call()
-            # Only Triton's own ``run`` is redirected. Other callers of ``prune_configs`` get the
-            # configs.
-            of_triton = sys._getframe(1).f_code is _TRITONS_RUN
-            if settled_call is None or not of_triton:
+            # Only a call by Triton's own ``run`` is redirected. Other callers get the configs.
+            is_called_by_run = sys._getframe(1).f_code is _TRITONS_RUN
+            if settled_call is None or not is_called_by_run:
                 return list(self._prune(tuner, kwargs))
             nargs = tuner.nargs
             args = tuple(nargs.values())
@@ -245,17 +245,18 @@ class Interception:
             session = self._session_within(settled_call)
             tuner.nargs = nargs  # another thread may have tuned this kernel meanwhile
             _RunRedirection(tuner, lambda: session.launch(tuner, args, kwargs)).begin()
-            # Triton's ``run`` takes this single config as the winner and launches it through the
-            # redirection.
+            # Triton's ``run`` takes this single config as the winner and launches it. The
+            # redirection replaces this launch.
             return [_TO_BE_CHOSEN]
 
         return prune_configs
 
     def _current_settled_call(self) -> SettledCall | None:
-        """Return the innermost settled call that this thread is in or works for.
+        """Return the innermost call of a settled function on this thread, or for whose backward
+        pass this autograd thread works.
 
-        torch does not reveal whose backward pass an autograd thread runs. If several backward
-        passes run concurrently, each in a settled function with a new key, they cannot be
+        torch does not show whose backward pass an autograd thread runs. If several settled
+        functions run backward passes concurrently and launch new keys, they cannot be
         distinguished.
         """
         watches, thread = list(self._settled_calls), threading.get_ident()
@@ -276,10 +277,9 @@ _TO_BE_CHOSEN = _ToBeChosen({})
 class _RunRedirection:
     """Redirection of a running ``Autotuner.run``, which has no config for its key, to ``launch``.
 
-    Triton's ``run`` has no hook at which another function could return the result, but it uses
-    attributes of the ``Autotuner`` that can be replaced. Until
-    ``run`` launches the kernel, this object replaces the kernel, the hook, the timing and the
-    caches of this ``Autotuner``, in memory and on disk.
+    Triton's ``run`` has no hook that could return another result, but it uses attributes of the
+    ``Autotuner``. Until ``run`` launches the kernel, this object replaces these attributes: the
+    kernel, the pre-hook, the timing, and the caches in memory and on disk.
     """
 
     def __init__(self, tuner: Any, launch: Callable[[], Any]) -> None:
@@ -306,7 +306,8 @@ class _RunRedirection:
 
 
 class UntunedSession:
-    """Replacement of a session if tuning is off: nothing is looked up, measured or kept."""
+    """Replacement of a session if tuning is off: each kernel uses its first config, and nothing is
+    looked up, measured or stored."""
 
     calls = 1
     random_state: RandomState | None = None

@@ -1,4 +1,8 @@
-"""The tuning of one kernel for one key: agreement, candidates, outcomes and winner."""
+"""Tune one ``triton.autotune`` kernel for one key inside ``contextual_autotune``.
+
+This module has the agreement of the ranks, the candidates, their outcomes and the winner. One call
+of the decorated function makes one launch of the kernel that counts (a *step* of the plan).
+"""
 
 from __future__ import annotations
 
@@ -58,13 +62,13 @@ from triton_dist.errors import (
 
 
 class Plan(Protocol):
-    """The launches of one kernel and key, in sequence.
+    """The sequence of launches of one kernel and key.
 
     A plan is deterministic: equal times lead to equal steps on all ranks.
     """
 
     samples: dict[str, list[float]]
-    """Milliseconds, by digest of each config that has not failed."""
+    """Milliseconds of the timed launches, by digest of each config that has not failed."""
 
     @property
     def current(self) -> LaunchStep | None:
@@ -79,35 +83,39 @@ class Log(Protocol):
         """Append a line to this rank's file."""
 
     def report(self, text: str) -> None:
-        """Append a line, and print it on the leader if the tuning is verbose."""
+        """Append a line, and print it on rank 0 (the leader) if the tuning is verbose."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextualParts(CommonParts):
-    """The parts of one contextual tuning.
+    """The parts of one tuning by ``contextual_autotune``.
 
-    ``settings.seconds`` limits a call of the function, unless the previous call took long itself.
-    ``settings.compile_seconds`` also limits the first call, which may compile other code.
+    The time limit of a call of the function is ``settings.seconds``, or three times the duration of
+    the call before if this is longer. The limit of the first call, which may compile other code, is
+    ``settings.compile_seconds``.
     """
 
     fingerprint: Callable[[Any, ConfigSpace], Fingerprint]
     """Returns everything that a record of a kernel with these configs depends on."""
     plan: Callable[[Sequence[Config], int, int], Plan]
-    """Takes the candidates and the numbers of untimed and timed launches."""
+    """Returns the plan for the candidates and the numbers of untimed and timed launches of each."""
     log: Log
     no_grad: Callable[[], AbstractContextManager[object]]
 
 
-# The text of a key with an address differs between processes.
 _ADDRESS = " at 0x"
+"""Part of a default ``repr``. A key with this text differs between processes."""
 
 
 def triton_key(tuner: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the key under which ``tuner`` caches a launch: ``key=`` arguments, then all dtypes."""
-    named = dict(zip(tuner.arg_names, args, strict=False)) | kwargs
-    arguments = {name: value for name, value in named.items() if name in tuner.arg_names}
+    """Return the key under which Triton's ``Autotuner`` caches the config of a launch.
+
+    It has the values of the arguments in ``key=``, then the dtypes of all arguments.
+    """
+    by_name = dict(zip(tuner.arg_names, args, strict=False)) | kwargs
+    arguments = {name: value for name, value in by_name.items() if name in tuner.arg_names}
     values = [arguments[name] for name in tuner.keys if name in arguments]
     return (*values, *(str(arg.dtype) for arg in arguments.values() if hasattr(arg, "dtype")))
 
@@ -117,7 +125,7 @@ def kernel_name(tuner: Any) -> str:
 
 
 def jit_function(tuner: Any) -> Any:
-    """Return the ``JITFunction`` inside; ``None`` if the kernel is interpreted."""
+    """Return the ``JITFunction`` inside ``tuner``; ``None`` if the kernel is interpreted."""
     fn = tuner.fn
     while not isinstance(fn, JITFunction) and hasattr(fn, "fn"):
         fn = fn.fn
@@ -134,9 +142,10 @@ class KernelTuning:
 
     Attributes:
         triton_configs: the ``triton.Config`` objects of this process, by digest.
-        winner: the config to use, or ``None`` until it is known.
-        tuned: whether the winner was tuned here, and not loaded.
-        recorded: the winner and the location of its record as text, if it was loaded.
+        winner: the config to use; ``None`` until it is chosen.
+        tuned: whether the winner was tuned in this process, and not read from a record.
+        recorded: text with the winner and the location of its record; empty unless the winner was
+            read from a record.
     """
 
     def __init__(
@@ -149,15 +158,15 @@ class KernelTuning:
         self.tuned = False
         self.recorded = ""
         self.is_untuned_default = False
-        """The winner is for one call only, because nothing could be tuned."""
+        """The winner is the first config, for one call only, because nothing could be tuned."""
         self.compiled: set[str] = set()
         self.ahead: CompileAhead | None = None
         self._has_own_cache = has_own_cache(tuner)
         self.failures: dict[str, Failure] = {}
         self.launches: Counter[str] = Counter()
-        """Number of launches of each config as a step, by digest."""
+        """Number of steps of each config so far, by digest."""
         self.record: TuningRecord | None = None
-        # Set after the first message, if the tuning must be tuned.
+        # Set after the first message, if there is no record.
         self.fingerprint: Fingerprint
         self.plan: Plan
         self.warmup = 0
@@ -168,92 +177,99 @@ class KernelTuning:
         self._entries = 0
         """Number of entries in the journal."""
         self._tried_digest = ""
-        """Digest of the config that the journal names as the last one tried."""
+        """Digest of the config that was written to the journal last as being tried."""
         self._began = time.monotonic()
 
     @property
     def can_persist(self) -> bool:
-        """True if another process would form an equal key."""
+        """True if another process would have an equal key, so that a record is useful."""
         return _ADDRESS not in self.key.text
 
     def use(self, winner: Any) -> None:
-        """Set ``winner`` for launches inside and outside of this function."""
+        """Set ``winner`` for launches inside and outside of the decorated function."""
         self.winner = winner
         self.bind()
 
     def bind(self) -> None:
+        """Write the winner to the kernel's own cache in memory."""
         if not self.is_untuned_default and not self._has_own_cache:
             self.tuner.cache[self.triton_key] = self.winner
 
     def unbind(self) -> None:
-        """Let launches outside of the function choose their config again."""
+        """Remove the winner from the kernel's own cache, so that launches outside of the function
+        choose their config again."""
         if not self._has_own_cache:
             self.tuner.cache.pop(self.triton_key, None)
 
     def resume(
         self, record: TuningRecord | None, parts: ContextualParts, messages: Messages, call: int
     ) -> None:
-        """Continue an interrupted tuning, equally on all ranks, without quarantined configs."""
+        """Continue an interrupted tuning from the journal, equally on all ranks.
+
+        Quarantined configs are dropped. ``record`` is the record of this rank that the tuning
+        replaces, if any. ``call`` is the number of the function's call.
+        """
         head = journal_head(self.key, self.fingerprint, head_of(self.candidates))
         journal = parts.journal(self.key)
-        stuck, entries = dict(journal.quarantined(head)), list[JournalEntry]()
+        quarantined, entries = dict(journal.quarantined(head)), list[JournalEntry]()
         if parts.ranks.is_leader:
             entries = list(journal.begin(head, None if record is None else record.digest))
-        everyone = messages.all_gather(
-            Step(f"call {call}: journal of {self.name}"), (stuck, entries)
+        by_rank = messages.all_gather(
+            Step(f"call {call}: journal of {self.name}"), (quarantined, entries)
         )
-        for entry in next((leaders for _, leaders in everyone if leaders), []):
-            # The journal has no untimed steps. Repeat them up to the timed step.
+        for entry in next((entries for _, entries in by_rank if entries), []):
+            # The journal has no untimed steps. Take them again, up to the next timed step.
             while (step := self.plan.current) is not None and not step.timed:
                 if step.config.digest != entry.config:
                     break
-                self._step(entry.config, 0.0)
+                self._advance(entry.config, 0.0)
             if isinstance(entry.outcome, Failure):
                 self.failures[entry.config] = entry.outcome
                 self.plan.fail(entry.config)
             elif step is not None and step.config.digest == entry.config:
-                self._step(entry.config, entry.outcome.samples[0])
+                self._advance(entry.config, entry.outcome.samples[0])
             else:  # the interrupted tuning took another step
                 break
             self._entries += 1
         self._journal, self._head = journal, head
-        for quarantined, _ in reversed(everyone):  # the entry of the lowest rank counts
-            for digest, failure in quarantined.items():
+        for failures, _ in reversed(by_rank):
+            for digest, failure in failures.items():
                 self.fail(digest, failure)
 
     def trying(self, digest: str) -> None:
-        """Note that the config may end this process."""
+        """Write to the journal that the config will run and may crash this process."""
         if self._journal is not None and not self.launches[digest]:
             self._journal.trying(digest)
             self._tried_digest = digest
 
-    def _step(self, digest: str, milliseconds: float) -> None:
+    def _advance(self, digest: str, milliseconds: float) -> None:
         self.launches[digest] += 1
         self.plan.tell(milliseconds)
 
     def tell(self, digest: str, milliseconds: float, reduction: Reduction) -> None:
-        """Note that all ranks took the plan's current step."""
+        """Record the time of the plan's current step, which all ranks have taken."""
         timed = self.plan.current is not None and self.plan.current.timed
-        self._step(digest, milliseconds)
+        self._advance(digest, milliseconds)
         if timed:
-            self._note(digest, Measurement((milliseconds,), 0, reduction))
+            self._append(digest, Measurement((milliseconds,), 0, reduction))
 
     def fail(self, digest: str, failure: Failure) -> None:
-        """Note that a config, not always the current one, cannot be used on some rank."""
+        """Drop a config that failed on some rank. It need not be the config of the current step."""
         if digest in self.failures:
             return
         self.failures[digest] = failure
         self.plan.fail(digest)
-        self._note(digest, failure)
+        self._append(digest, failure)
 
-    def _note(self, digest: str, outcome: Outcome) -> None:
+    def _append(self, digest: str, outcome: Outcome) -> None:
+        """Append an outcome to the journal."""
         if self._journal is not None:
             seconds = time.monotonic() - self._began
             self._journal.append(JournalEntry(self._entries, digest, 1, outcome, seconds))
             self._entries += 1
 
     def quarantine(self, config: Config, failure: Failure) -> None:
-        """Exclude ``config`` from the next start. Any thread may call this."""
+        """Exclude ``config`` at the next start. Any thread may call this method."""
         if self._journal is not None:
             self._journal.quarantine(self._head, config.digest, failure)
 
@@ -271,10 +287,12 @@ class KernelTuning:
         journal.close()
 
     def fallbacks(self, digest: str) -> Iterator[Config]:
-        """Yield configs that may replace ``digest``: the fastest first, then in order."""
-        left = [c for c in self.candidates if c.digest not in self.failures and c.digest != digest]
+        """Yield configs to launch if ``digest`` fails: the fastest first, then those without a
+        time."""
+        dropped = {digest, *self.failures}
+        others = [config for config in self.candidates if config.digest not in dropped]
         samples = self.plan.samples
-        yield from sorted(left, key=lambda c: min(samples[c.digest], default=float("inf")))
+        yield from sorted(others, key=lambda c: min(samples[c.digest], default=float("inf")))
 
     def finish(self, reduction: Reduction) -> TuningRecord:
         """Set the winner, and return the record. Raise ``NoValidConfig`` if every config failed."""
@@ -295,15 +313,15 @@ class KernelTuning:
         return Measurement(tuple(self.plan.samples[digest]), self.warmup, reduction)
 
     def publish(self) -> None:
-        """Store what Triton's own tuning stores and reports.
+        """Store and report the result like Triton's own tuning.
 
-        This covers timings on the kernel, its disk cache, the listener, and
-        ``TRITON_PRINT_AUTOTUNING``.
+        Write the times to attributes of the kernel and the winner to Triton's disk cache. Call
+        Triton's listener, and print if ``TRITON_PRINT_AUTOTUNING`` is set.
         """
         tuner, record = self.tuner, self.record
         if record is None:
             return
-        # Triton stores three quantiles: 0.5, 0.2 and 0.8.
+        # Triton stores three quantiles (0.5, 0.2 and 0.8). Store the median for each.
         timings = {
             self.triton_configs[trial.digest]: [trial.outcome.median] * 3
             for trial in record.trials
@@ -336,14 +354,17 @@ class KernelTuning:
 
 T = TypeVar("T")
 UnfinishedConfig: TypeAlias = Callable[[], tuple[KernelTuning, Config] | None]
+"""Function that returns the kernel and config that run or compile now, if any."""
 
 
 class Messages(Channel):
-    """Messages of one contextual tuning.
+    """Messages between ranks during one tuning by ``contextual_autotune``.
 
-    Every message is an ``all_gather`` whose phase is compared: ranks at different points raise an
-    error that names the point of each rank. ``unfinished_config`` returns the kernel and config
-    that run now, if any. ``limit``: seconds for the current call of the function.
+    Every message is an ``all_gather``. If ranks are at different points of the function, they raise
+    an error with the point of each rank.
+
+    Attributes:
+        limit: time limit in seconds for the current call of the function.
     """
 
     def __init__(
@@ -354,8 +375,9 @@ class Messages(Channel):
         self._unfinished_config, self.limit = unfinished_config, parts.settings.compile_seconds
 
     def all_gather(self, step: Step, value: T, user_seconds: float = 0.0) -> list[T]:
-        """Return the values of all ranks; ``user_seconds`` (default ``limit``) limits user code."""
-        with watchdog.paused():  # pause the watch of the call
+        """Return the values of all ranks. User code before this message may take ``user_seconds``,
+        by default ``limit``."""
+        with watchdog.paused():  # pause the time limit of the function's call
             step = replace(step, phase=f"{self._function}, {step.phase}")
             if not self.all_have_joined:
                 return self.first_all_gather(step, value)
@@ -374,14 +396,14 @@ class Messages(Channel):
 def as_config(config: Any) -> Config:
     """Return a ``triton.Config`` as a config of the tuner.
 
-    A hook is replaced by its name if it has no stable text, or is a partial, which may bind the
-    rank.
+    If its ``pre_hook`` has no stable text, it is replaced by its name. So is a
+    ``functools.partial``, because its arguments may differ between ranks.
     """
     if isinstance(config.pre_hook, functools.partial) or not codec.is_exact(config.pre_hook, False):
-        bare = copy.copy(config)
-        bare.pre_hook = None
+        without_hook = copy.copy(config)
+        without_hook.pre_hook = None
         hook = getattr(config.pre_hook, "__qualname__", type(config.pre_hook).__qualname__)
-        return Config({"config": bare, "pre_hook": hook})
+        return Config({"config": without_hook, "pre_hook": hook})
     return Config({"config": config})
 
 
@@ -393,38 +415,44 @@ def begin_kernel_tuning(
     messages: Messages,
     call: int,
 ) -> KernelTuning:
-    """Create the tuning of a kernel and key, on all ranks, with a winner if there is a record.
+    """Create the tuning of a kernel and key. All ranks must call this function together.
+
+    If there is a record, the winner of the result is set.
 
     Args:
         prune: returns the ``triton.Config`` objects that the kernel's own pruning keeps.
-        call: number of the function's call, for errors.
+        call: number of the function's call, for messages.
 
     Raises:
         RankDisagreement: kernels, keys, configs or sources differ; raised on every rank.
-        RankTimeout: a rank launches no kernel.
-        InvalidArgument: a buffer to reset or restore is not an argument of the kernel.
-        NoValidConfig: the leader's pruning keeps no config.
+        RankTimeout: another rank did not launch the kernel.
+        InvalidArgument: ``reset_to_zero`` or ``restore_value`` has a name that is not an argument
+            of the kernel.
+        NoValidConfig: the pruning on rank 0 keeps no config.
     """
     name = kernel_name(tuner)
     _check_names(name, tuner)
-    own = _LocalConfigs(tuner, prune)
+    local = _LocalConfigs(tuner, prune)
     key = Key.of(name, tuple(map(_with_text, triton_key)), parts.hardware)
-    fingerprint = parts.fingerprint(tuner, own.space)
-    tuning = KernelTuning(tuner, triton_key, key, own.triton_configs)
+    fingerprint = parts.fingerprint(tuner, local.space)
+    tuning = KernelTuning(tuner, triton_key, key, local.triton_configs)
     found = LocalRecord(None, "its key has no text that is stable across processes")
-    strict, configs = parts.settings.strict, ConfigSpace(own.configs.values())
+    strict, configs = parts.settings.strict, ConfigSpace(local.configs.values())
     if tuning.can_persist:
         stored = parts.store.find(key.with_signature_of(fingerprint))
         found = local_record(stored, lambda record: validity(record, fingerprint, configs, strict))
     verdict = found.verdict
     if found.record is None:
-        verdict = Verdict(own.winner_on_disk(triton_key))
+        verdict = Verdict(local.winner_on_disk(triton_key))
     compared = [
         (
             f"the pruning of {tuning.name}",
-            "done" if own.failure is None else error_text(own.failure),
+            "done" if local.failure is None else error_text(local.failure),
         ),
-        (f"the configs of {tuning.name}", f"{len(own.space)} configs, digest {own.space.digest}"),
+        (
+            f"the configs of {tuning.name}",
+            f"{len(local.space)} configs, digest {local.space.digest}",
+        ),
     ]
     remote = parts.remote if tuning.can_persist else None
     proposal = Proposal(
@@ -434,14 +462,14 @@ def begin_kernel_tuning(
         always_tune=parts.settings.always_tune,
         frozen=parts.settings.frozen,
         capturing=parts.device.is_capturing(),
-        kept=[config.digest for config in own.kept],
-        # Leases are not used, because several kernels are tuned at the same time.
+        kept=[config.digest for config in local.kept],
+        # No wait for other jobs, because several kernels are tuned at the same time.
         remote_seconds=remote.max_find_seconds(may_wait=False) if remote else None,
     )
     proposals = messages.all_gather(Step(f"call {call}: launch of {tuning.name}"), proposal)
     # All ranks raise here, because ``compared`` has the failures of all ranks.
-    if own.failure is not None:
-        raise messages.record_final_error(own.take_failure())
+    if local.failure is not None:
+        raise messages.record_final_error(local.take_failure())
     agreement = Agreement(messages, tuning.name, proposals)
     tuning.key = key.with_signature_of(agreement.fingerprint)
     winner, location = agreement.winner, found.location_or_reason
@@ -453,28 +481,28 @@ def begin_kernel_tuning(
         if shared is not None:
             winner, location = shared.record.best.digest, shared.location
     if winner is not None:
-        tuning.use(own.triton_configs[winner])
+        tuning.use(local.triton_configs[winner])
         tuning.recorded = f"config {options_text(tuning.winner)} of the tuning record {location}"
         parts.log.report(f"{tuning.name}: known, {options_text(tuning.winner)}")
         return tuning
     leader, policy = agreement.leader, parts.settings.policy
-    kept = [own.configs[digest] for digest in leader.kept if digest in own.configs]
+    kept = [local.configs[digest] for digest in leader.kept if digest in local.configs]
     if len(kept) < len(leader.kept):
         raise LookupError(
             f"{tuning.name}: the leader's pruning returned configs that this rank does not have"
         )
-    pruned = [(c, "pruned by the kernel") for c in own.space if c.digest not in leader.kept]
+    pruned = [(c, "pruned by the kernel") for c in local.space if c.digest not in leader.kept]
     if not kept:
         causes = {str(config): reason for config, reason in pruned}
         raise messages.record_final_error(NoValidConfig(tuning.name, tuning.key, causes))
-    # A single config needs no tuning, so it is allowed.
+    # A single config needs no tuning, so it is used even if tuning is forbidden.
     if agreement.frozen and len(kept) > 1:
         key, reason = tuning.key, found.location_or_reason
         raise messages.record_final_error(
             TuningFrozen(key.full_name, key, key.hardware, reason, agreement.frozen)
         )
     if agreement.capturing:
-        tuning.winner, tuning.is_untuned_default = own.triton_configs[kept[0].digest], True
+        tuning.winner, tuning.is_untuned_default = local.triton_configs[kept[0].digest], True
         warn(
             f"{tuning.name}: not tuned yet, and tuning is impossible during CUDA-graph capture. "
             "Its first config is used. Call the function once before.",
@@ -485,7 +513,7 @@ def begin_kernel_tuning(
     tuning.plan = parts.plan(kept, policy.warmup, policy.repeat)
     tuning.warmup = policy.warmup
     if len(kept) == 1:
-        tuning.use(own.triton_configs[kept[0].digest])  # there is no choice
+        tuning.use(local.triton_configs[kept[0].digest])  # there is no choice
     elif tuning.can_persist:
         tuning.resume(found.record, parts, messages, call)
     reason = found.location_or_reason
@@ -504,7 +532,14 @@ class _NotCached(Exception):
 
 
 class _LocalConfigs:
-    """The configs of this rank, and the result of its pruning."""
+    """The configs of the kernel on this rank, and the result of the pruning on this rank.
+
+    Attributes:
+        space: all configs.
+        kept: the configs that the pruning keeps.
+        configs: all configs, by digest.
+        triton_configs: the ``triton.Config`` objects, by digest.
+    """
 
     def __init__(self, tuner: Any, prune: Callable[[], list[Any]]) -> None:
         self._tuner = tuner
@@ -517,21 +552,21 @@ class _LocalConfigs:
             self.failure = error
         configs = numbered(map(as_config, tuner.configs))
         pairs = list(zip(configs, tuner.configs, strict=True))
-        known = {id(original): config for config, original in pairs}
+        by_id = {id(original): config for config, original in pairs}
         self.space = ConfigSpace(configs)
-        kept = [(known.get(id(each)) or as_config(each), each) for each in pruned]
+        kept = [(by_id.get(id(each)) or as_config(each), each) for each in pruned]
         self.triton_configs = {config.digest: original for config, original in [*kept, *pairs]}
         self.configs = {config.digest: config for config, _ in [*kept, *pairs]}
         self.kept = list({config.digest: config for config, _ in kept}.values())
 
     def take_failure(self) -> Exception:
-        """Return and drop the failure, which refers to frames that refer to this object."""
+        """Return the failure, and drop it, because its frames refer to this object."""
         failure, self.failure = self.failure, None
         assert failure is not None
         return failure
 
     def winner_on_disk(self, triton_key: tuple[Any, ...]) -> str | None:
-        """Return the digest of the winner in the kernel's own ``cache_results``, if any."""
+        """Return the digest of the winner in Triton's disk cache, or ``None``."""
         tuner = self._tuner
         if not tuner.cache_results or has_own_cache(tuner):
             return None
@@ -549,7 +584,7 @@ class _LocalConfigs:
 
 
 def _with_text(value: object) -> object:
-    """Return ``value``, or its ``repr`` if it has no encoding, such as a dtype of Triton."""
+    """Return ``value``, or its ``repr`` if :mod:`codec` does not support its type."""
     try:
         codec.encode(value)
     except TypeError:
@@ -558,10 +593,11 @@ def _with_text(value: object) -> object:
 
 
 def _check_names(name: str, tuner: Any) -> None:
-    """Check the argument names in the options of the tuner.
+    """Check the argument names in the options of ``triton.autotune``.
 
-    Reject unknown buffers, which a tuning would corrupt. Warn about unknown key names: Triton
-    before 3.9 ignores them silently and uses one config for all values.
+    Raise for an unknown name in ``reset_to_zero`` or ``restore_value``, because a tuning would
+    corrupt the buffer. Warn about unknown names in ``key``: Triton before 3.9 ignores them and uses
+    one config for all values.
     """
     for option in ("reset_to_zero", "restore_value"):
         for buffer in getattr(tuner, option):

@@ -1,9 +1,10 @@
-"""One launch of a kernel in an autotuned function, with the hooks that Triton runs around it.
+"""Launch a kernel once inside a function that ``contextual_autotune`` tunes, with Triton's hooks.
 
-Triton's own tuning runs a kernel many times in a row and undoes each run immediately. Here, the
-rest of the function needs the result of the kernel. So a run is undone at the end of the
-*function*, before the next call; the last call is not undone. Subclasses of Triton's ``Autotuner``
-may override ``run``; :class:`OverriddenRuns` replaces their ``run`` during a tuning.
+Triton's own tuning runs a kernel many times in a row, and restores changed buffers after each run.
+``contextual_autotune`` calls the decorated function repeatedly, and the rest of the function needs
+the result of the kernel. So buffers are restored at the end of the *function*, before the next
+call. They are not restored after the last call. Subclasses of Triton's ``Autotuner`` may override
+``run``; :class:`OverriddenRuns` replaces their ``run`` during a tuning.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Run = Callable[..., Any]
 
 
 class RunTarget(enum.Enum):
-    """Method of Triton's ``Autotuner`` that the ``run`` of a subclass calls."""
+    """Which method of Triton's ``Autotuner`` the ``run`` of a subclass calls."""
 
     TRITON_RUN = enum.auto()
     PRUNE_CONFIGS = enum.auto()
@@ -36,14 +37,17 @@ class RunTarget(enum.Enum):
 
 
 def run_target(kind: Any) -> RunTarget:
-    """Return which method ``run`` of a class calls, from the names in the code that it calls."""
+    """Return which method the ``run`` of a class calls, found by the names in its code."""
     runs = [(each, vars(each)["run"]) for each in kind.__mro__ if "run" in vars(each)]
     return _run_target(kind, tuple(runs))
 
 
 @functools.cache
 def _run_target(kind: Any, runs: tuple[tuple[type, Run], ...]) -> RunTarget:
-    """Return the result of :func:`run_target`. ``runs`` is in method resolution order."""
+    """Return the result of :func:`run_target`, cached by ``runs``.
+
+    ``runs`` has the classes that define ``run``, in method resolution order, and these methods.
+    """
     for number, (defining, run) in enumerate(runs):
         if defining is Autotuner:
             return RunTarget.TRITON_RUN
@@ -51,17 +55,17 @@ def _run_target(kind: Any, runs: tuple[tuple[type, Run], ...]) -> RunTarget:
         if "prune_configs" in names:
             return RunTarget.PRUNE_CONFIGS
         bases = {base.__name__ for base, _ in runs[number + 1 :]}
-        if names and not names & ({"super"} | bases):  # a function without code may do anything
-            return RunTarget.NEITHER
+        if names and not names & ({"super"} | bases):
+            return RunTarget.NEITHER  # without names (a builtin), it may call a base class
     return RunTarget.TRITON_RUN
 
 
 def _names(run: Any, kind: type) -> Iterator[str]:
     """Yield the names in the code of ``run`` and of the methods of ``kind`` that it calls."""
-    left, seen = [run], set()
-    while left:
-        function = left.pop()
-        left += filter(None, [getattr(function, "__wrapped__", None)])
+    pending, seen = [run], set()
+    while pending:
+        function = pending.pop()
+        pending += filter(None, [getattr(function, "__wrapped__", None)])
         code = getattr(function, "__code__", None)
         if code is None or code in seen:
             continue
@@ -69,33 +73,34 @@ def _names(run: Any, kind: type) -> Iterator[str]:
         for _, each in nested_code(code):
             yield from each.co_names
             methods = (inspect.getattr_static(kind, name, None) for name in each.co_names)
-            own = (each for each in methods if isinstance(each, types.FunctionType))
-            left += [each for each in own if each not in vars(Autotuner).values()]
+            functions = (each for each in methods if isinstance(each, types.FunctionType))
+            pending += [each for each in functions if each not in vars(Autotuner).values()]
 
 
 def has_own_cache(tuner: Any) -> bool:
-    """Return whether ``cache`` of ``tuner`` belongs to a library that uses its own keys."""
+    """Return whether ``tuner`` is of a library's class that stores configs under its own keys."""
     return run_target(type(tuner)) is RunTarget.PRUNE_CONFIGS
 
 
 class OverriddenRuns:
-    """The classes that override ``run``, with functions to replace and restore it.
+    """The subclasses of ``Autotuner`` that override ``run``. Their ``run`` can be replaced.
 
     Args:
-        replace: returns the replacement of a class's ``run``.
+        replace: takes a class and its ``run``, and returns the replacement of ``run``.
     """
 
     def __init__(self, replace: Callable[[type[Autotuner], Run], Run]) -> None:
         self._replace = replace
         self._classes: dict[type[Autotuner], tuple[Run, Run]] = {}
-        """By class: its own ``run`` and the replacement."""
+        """By class: its original ``run`` and the replacement."""
         self.prune_callers: dict[type[Autotuner], tuple[Run, Run]] = {}
-        """Classes whose ``run`` calls ``prune_configs``. After a tuning, their launches cannot be
-        intercepted without a replacement."""
+        """The classes whose ``run`` calls ``prune_configs``. While a function runs whose kernels
+        are all tuned, only their ``run`` is replaced. New keys of other classes are detected by a
+        replacement of ``prune_configs``."""
         self._warned: set[type[Autotuner]] = set()
 
     def find(self) -> None:
-        """Find the subclasses that exist now. Requires that no ``run`` is replaced."""
+        """Find the subclasses that exist now. Requires that no ``run`` is replaced now."""
         for kind in _subclasses(Autotuner):
             own = vars(kind).get("run")
             if own is not None and self._classes.get(kind, (None,))[0] is not own:
@@ -108,7 +113,7 @@ class OverriddenRuns:
         }
 
     def replace(self, only_prune_callers: bool = False) -> None:
-        """Replace ``run`` of the classes, or only of the classes in ``prune_callers``."""
+        """Replace ``run`` of all classes, or only of the classes in ``prune_callers``."""
         for kind, (_, replacement) in (
             self.prune_callers if only_prune_callers else self._classes
         ).items():
@@ -119,7 +124,7 @@ class OverriddenRuns:
             kind.run = own
 
     def warn(self, tuner: Any) -> None:
-        """Warn once per class that it is not tuned."""
+        """Warn once per class that its kernels are not tuned."""
         kind = type(tuner)
         if kind in self._warned:
             return
@@ -140,9 +145,10 @@ def _subclasses(kind: type[Autotuner]) -> Iterator[type[Autotuner]]:
 
 
 class Launch:
-    """The launch ``tuner.run(*args, **kwargs)``, for any config.
+    """The launch ``tuner.run(*args, **kwargs)``, which can be made with any config.
 
-    ``undo`` receives callbacks that undo the launch before the next call of the function.
+    Args:
+        undo: callbacks are added to it that undo the launch before the next call of the function.
     """
 
     def __init__(
@@ -160,9 +166,12 @@ class Launch:
             kernel._init_handles()
 
     def run_candidate(self, config: Any, device: Device, timer: Timer, timed: bool) -> Any:
-        """Launch a candidate, with ``timer`` around this launch only."""
+        """Launch a candidate, with ``timer`` around the kernel only.
+
+        If ``timed``, evict the last-level cache before the launch.
+        """
         tuner, arguments = self._tuner, self._arguments(config)
-        # Triton checks this in its ``run``, which is bypassed here.
+        # Triton's ``run``, which is not called here, checks this.
         conflicts = self._kwargs.keys() & config.kwargs.keys()
         if conflicts:
             raise ValueError(
@@ -186,30 +195,30 @@ class Launch:
             raise
         timer.stop()
         if tuner.user_defined_post_hook:
-            # The user's post hook may undo the run, so it must wait for the end of the function.
+            # The user's post hook may undo the run, so it is called after the end of the function.
             self._undo.callback(tuner.post_hook, arguments, exception=None)
         return result
 
     def run_tuned(self, config: Any) -> Any:
-        """Launch the winner in a call of the function that is part of a tuning."""
+        """Launch a tuned winner while other kernels of the function are still being tuned."""
         arguments = self._arguments(config)
         self._restore_later(arguments, self._tuner.restore_value)
         if self._tuner.user_defined_pre_hook:
             self._tuner.pre_hook(arguments, reset_only=True)
-        else:  # Triton's own hook fails for ``None``
+        else:  # Triton's own hook raises if an argument to reset is ``None``
             self._reset(arguments)
         self._run_config_hook(config)
         return self._run(config)
 
     def run_known_config(self, config: Any) -> Any:
-        """Launch a config that was known before the tuning, and undo the launch later."""
+        """Launch a config that was known before the tuning, while other kernels are tuned."""
         names = [*self._tuner.reset_to_zero, *self._tuner.restore_value]
         self._restore_later(self._arguments(config), names)
         self._run_config_hook(config)
         return self._run(config)
 
     def run_in_production(self, config: Any) -> Any:
-        """Launch a config as outside of a tuning, without undo."""
+        """Launch a config as outside of a tuning. The launch is not undone."""
         self._run_config_hook(config)
         return self._run(config)
 

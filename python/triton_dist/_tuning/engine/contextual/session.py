@@ -1,8 +1,9 @@
-"""One tuning: call the function repeatedly. Each call runs one config of every kernel.
+"""Run one tuning by ``contextual_autotune``: call the decorated function repeatedly.
 
-The ranks exchange messages at points that all of them reach: when a kernel has a new key, before
-the launch of a config that must be compiled, and at the end of each call. The last message has the
-steps, failures and times of the call.
+In each call, every kernel that is not tuned yet is launched with one config to try. The ranks
+exchange messages at points that all of them reach: when a kernel has a new key, before the launch
+of a config that must be compiled, and at the end of each call. The message at the end has the
+configs that this rank launched, their failures and their times.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ KernelTunings = MutableMapping[tuple[Any, tuple[Any, ...]], KernelTuning]
 
 _MAX_UNTUNED_KEYS = 8
 _MAX_SLOWDOWN = 3.0
-"""Time limit of a call as a multiple of the previous call: a training step may be long."""
+"""The time limit of a call is at least this multiple of the time of the call before."""
 
 
 class Session:
     """Tuning of the kernels in ``tunings``, and of new kernels, until a call has no step to take.
 
-    It is a context manager around the calls. An exception undoes the last call and drops the
-    unfinished tunings.
+    It is a context manager around the calls. If an exception leaves it, the changes of the last
+    call to restored arguments are undone, and unfinished kernel tunings are dropped.
     """
 
     def __init__(
@@ -87,9 +88,9 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None = None, *_: object
     ) -> None:
-        for place, tuning in list(self._tunings.items()):
+        for key, tuning in list(self._tunings.items()):
             if tuning.is_untuned_default or (kind is not None and tuning.winner is None):
-                del self._tunings[place]
+                del self._tunings[key]
             tuning.close(error)
         if error is not None:
             self._messages.abort(error)
@@ -118,7 +119,7 @@ class Session:
                     return result
 
     def launch(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Launch a kernel in place of ``tuner.run``."""
+        """Launch a kernel. This method replaces ``tuner.run``."""
         key = triton_key(tuner, args, kwargs)
         tuning = self._tunings.get((tuner, key))
         launch = Launch(tuner, args, kwargs, self._current_call.undo)
@@ -145,7 +146,7 @@ class Session:
 
     def end_call(self) -> bool:
         """Exchange the results of the call. Return whether it was the last call."""
-        if self._messages.final_error is not None:  # the function caught and ignored it
+        if self._messages.final_error is not None:  # the function has caught this error
             raise self._messages.final_error
         current_call = self._current_call
         ending = Step(f"end of call {current_call.number}")
@@ -173,7 +174,7 @@ class Session:
             what = f"the kernels launched in call {current_call.number}"
             raise self._messages.record_final_error(RankDisagreement(what, by_rank))
         for tuning, *steps in zip(current_call.reports, *everyone, strict=True):
-            # Record one step: the slowest rank counts, and a failure on any rank.
+            # The time of the step is the maximum over the ranks. A failure on any rank counts.
             own, digest = steps[self._parts.ranks.rank], steps[0].digest
             self._parts.log.line(report_line(self._current_call.number, tuning, own))
             failures: dict[str, Failure] = {}
@@ -202,8 +203,8 @@ class Session:
         if self._messages.final_error is not None:  # the other ranks have the error
             return
         if error is self._current_call.no_config_left:
-            # All configs failed on this rank. Other ranks may run them, and receive the failures of
-            # this rank at the end of their call.
+            # All configs failed on this rank. They may run on other ranks, which receive the
+            # failures of this rank at the end of their call.
             with suppress(Exception):
                 self.end_call()
             return
@@ -212,13 +213,13 @@ class Session:
             return
         ending = Step(f"end of call {self._current_call.number}, which raised {text_of(error)}")
         own = failure_of(error, "launch", int(self._messages.global_rank(self._messages.rank)))
-        # Ranks that raised no error, or another one, raise an error that names this rank.
+        # Ranks without this error raise an error that names this rank.
         with suppress(RankTimeout, RankDisagreement):
             self._messages.all_gather(ending, own)
         self._messages.record_final_error(error)
 
     def _finish(self, tuning: KernelTuning) -> None:
-        """Choose the winner of ``tuning``, because all its configs are measured on all ranks."""
+        """Choose the winner of ``tuning``, after all its configs were measured on all ranks."""
         parts = self._parts
         try:
             record = tuning.finish(self._reduction)
@@ -242,7 +243,8 @@ class Session:
             warn_of_failures(title, record, "the log of each rank lists them")
 
     def _never_ends(self) -> bool:
-        """Return whether each call launches a new key and no call repeats an earlier key."""
+        """Return whether the tuning must end, because each call launches kernels with new keys and
+        earlier keys do not repeat."""
         report = self._current_call.reports
         left = [c for c in self._tunings.values() if c.winner is None and c not in report]
         if not self._current_call.has_new_key or len(left) < _MAX_UNTUNED_KEYS:

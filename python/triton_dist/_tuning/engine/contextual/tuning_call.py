@@ -1,4 +1,4 @@
-"""One call of the function during a tuning, and the launches of each kernel in it on this rank."""
+"""Make the launches of one call of the decorated function during a tuning, on this rank."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ from triton_dist._tuning.values.show import error_text
 from triton_dist.errors import NoValidConfig, RankDisagreement, RankTimeout, WaitTimeout
 
 _ERRORS_OF_OTHER_RANKS = (RankTimeout, RankDisagreement, WaitTimeout)
-"""Errors that do not blame the config that is being launched."""
+"""Errors of which the launched config is not the cause."""
 
 
 @dataclass
 class LaunchReport:
-    """Report of one kernel's step, which is sent to the other ranks."""
+    """Report on the launch of one kernel that is being tuned. It is sent to the other ranks."""
 
     tuning: str
     digest: str
     iteration: int
     timed: bool
     failures: dict[str, Failure] = field(default_factory=dict)
-    """Configs that failed on this rank: the current config and its replacements."""
+    """The configs that failed on this rank: the current config, and configs launched instead."""
     milliseconds: float = 0.0
+    """Time of the launch, if it is timed and did not fail."""
 
 
 class TuningCall:
-    """One call of the function.
+    """One call of the decorated function.
 
     Attributes:
-        steps: the steps of the kernels that are being tuned, in launch order.
-        undo: callbacks to run before the function is called again.
-        has_new_key: whether a kernel had a new key.
-        no_config_left: the error that is raised here if every config of some kernel failed on this
-            rank.
+        reports: reports on the kernels that are being tuned, in launch order.
+        undo: callbacks that undo changes, to run before the function is called again.
+        has_new_key: whether a kernel was launched with a new key.
+        no_config_left: the error of this call if every config of some kernel failed on this rank.
     """
 
     def __init__(
@@ -72,10 +72,7 @@ class TuningCall:
         self.no_config_left: NoValidConfig | None = None
 
     def launch(self, tuning: KernelTuning, launch: Launch) -> Any:
-        """Launch the winner of ``tuning``, or its current candidate if there is no winner yet.
-
-        A ``KernelTuning`` is the tuning of one kernel for one key.
-        """
+        """Launch the winner of ``tuning``, or the config to try next if there is no winner yet."""
         if tuning.winner is None and tuning not in self.reports:
             self._compile_current(tuning, launch)
             if tuning.plan.current is None:
@@ -94,7 +91,7 @@ class TuningCall:
     def why_unusable(self, tuning: KernelTuning, launch: Launch) -> str:
         """Compile a recorded winner. Return, on all ranks, why some rank cannot use it.
 
-        The result is empty if all ranks can. Interpreted kernels need no compilation.
+        The result is empty if all ranks can use it. Interpreted kernels need no compilation.
         """
         if jit_function(tuning.tuner) is None:
             return ""
@@ -103,7 +100,7 @@ class TuningCall:
             with watchdog.paused():
                 launch.compile(tuning.winner)
         except Exception as error:
-            # Ignore other errors here: the launch meets and raises them too.
+            # Ignore other errors here: the launch raises them again.
             own = error_text(error) if blames_config(error) else ""
         step = Step(f"call {self.number}: compile the recorded winner of {tuning.name}")
         whys = self._messages.all_gather(step, own, self._parts.settings.compile_seconds)
@@ -121,7 +118,8 @@ class TuningCall:
                 report.milliseconds = round(timer.milliseconds(), 6)
 
     def unfinished_config(self) -> tuple[KernelTuning, Config] | None:
-        """Return the config that compiles now, or the first launched config that is not done."""
+        """Return the config that compiles now, or the first launched config that the device has
+        not finished."""
         if self._compiling is not None:
             return self._compiling
         # A copy: the watchdog calls this from its thread.
@@ -136,7 +134,8 @@ class TuningCall:
         return int(self._messages.global_rank(self._parts.ranks.rank))
 
     def _compile_current(self, tuning: KernelTuning, launch: Launch) -> None:
-        """Ensure that all ranks can launch the current config, and drop configs that cannot run."""
+        """Compile the config of the next step on all ranks. If it fails, drop it and continue with
+        the step after it."""
         if jit_function(tuning.tuner) is None:
             return
         ahead = tuning.ahead
@@ -174,7 +173,8 @@ class TuningCall:
     def _compile_on_all_ranks(
         self, what: str, tuning: KernelTuning, config: Config, work: Callable[[], object]
     ) -> Failure | None:
-        """Run ``work`` on all ranks. Return the failure of the lowest failed rank, or ``None``."""
+        """Run ``work`` on all ranks. Return the failure of the lowest rank that failed, or
+        ``None``."""
         own: Failure | None = None
         step = Step(f"call {self.number}: {what} {tuning.name} {config}")
         limit, self._compiling = self._parts.settings.compile_seconds, (tuning, config)
@@ -188,10 +188,10 @@ class TuningCall:
         return next((failure for failure in failures if failure is not None), None)
 
     def _launch_current(self, tuning: KernelTuning, launch: Launch) -> Any:
-        """Make the launch of ``tuning`` that counts in this call.
+        """Launch the config of the plan's next step.
 
-        If the config cannot be launched here, another config replaces it for this call. Without a
-        launch, ranks on which the config runs would wait for the signals of this kernel.
+        If it cannot be launched on this rank, launch another config in this call. Without a launch,
+        other ranks, on which the config runs, would wait for signals of this kernel.
         """
         step, device = tuning.plan.current, self._parts.device
         assert step is not None  # otherwise the tuning has a winner
@@ -202,8 +202,6 @@ class TuningCall:
         last: Exception | None = None
         tuning.trying(digest)
         try:
-            # If the config fails here, launch another one, so that other ranks get this kernel's
-            # signals.
             for config in (step.config, *tuning.fallbacks(digest)):
                 try:
                     triton_config = tuning.triton_configs[config.digest]
