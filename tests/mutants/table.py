@@ -502,8 +502,8 @@ MUTANTS = (
     Mutant(
         "sizes: neighbours that could not try a kind of config do not leave it out",
         _CANDIDATES,
-        "near is not None and near.tried_all_kinds(kept)",
-        "near is not None",
+        "neighbours is not None and neighbours.tried_all_kinds(kept)",
+        "neighbours is not None",
         ("tests/tuning/test_sizes.py",),
     ),
     Mutant(

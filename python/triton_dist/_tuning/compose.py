@@ -362,7 +362,7 @@ class _Composer:
         source, validators = sources_of(
             [function, *space.functions], self.validators, self.ignore, self.snapshot, space.classes
         )
-        # Without these arguments, the digest is the same as before they existed.
+        # If both are unset, the digest equals the digest in records of versions without them.
         others: list[object] = [list(self.restore)] if self.restore else []
         others += ["worst_input"] if self.worst_input else []
         digest = codec.digest(space.digest, validators.digests, *others)
