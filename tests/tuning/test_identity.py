@@ -48,7 +48,7 @@ class Program:
             if late:
                 later = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(days=1)
                 patch.setattr(agreement, "_process_start", later)
-                patch.setattr(agreement, "_used", set())
+                patch.setattr(agreement, "_used_digests", set())
             self.module = importlib.import_module("program")
             for op in self.module.ops:
                 op(1)
