@@ -116,10 +116,10 @@ def autotune(
             ``"surrogate"``, for spaces too large to try completely: a model of the measured times
             selects configs, and the fastest of them race. ``"optuna"``: Optuna's TPE sampler
             selects the configs; this needs the extra ``optuna`` on all ranks. ``"auto"``: racing
-            for few candidates, else surrogate. Or a callable that takes a dict from parameter name
-            to its values and returns an object with ``ask`` and ``tell`` (``tune.Search``). ``"prior"``:
-            race the ``max_trials`` configs (by default 8) that ``prior_fn`` predicts to be the
-            fastest; without ``prior_fn``, the first configs of the space.
+            for few candidates, else surrogate. ``"prior"``: race the ``max_trials`` configs (by
+            default 8) that ``prior_fn`` predicts to be the fastest; without ``prior_fn``, the first
+            configs of the space. Or a callable that takes a dict from parameter name to its values
+            and returns an object with ``ask`` and ``tell`` (``tune.Search``).
         effort: ``"quick"``, ``"normal"`` or ``"max"``: try 50, 200 or 1000 candidates of a space
             that is too large to try completely. ``"quick"`` limits every search to 50 candidates.
             ``max_trials`` overrides these numbers.

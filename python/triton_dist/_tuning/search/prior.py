@@ -1,8 +1,9 @@
 """Use predicted times (``prior_fn``): sample promising configs first, and skip hopeless configs.
 
-A skip needs evidence from the race itself: the ratios of measured to predicted times must be so
-equal that the config is slower than the fastest even with a ratio four standard deviations below
-the mean. With bad predictions the ratios differ widely, and nothing is skipped.
+A config is skipped only if the race shows that predictions are good. The race computes the ratio of
+measured to predicted time for each sampled config. A config is hopeless if it is slower than the
+fastest even with a ratio four standard deviations below the mean, on a logarithmic scale. With bad
+predictions the ratios differ widely, and nothing is skipped.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from triton_dist._tuning.search.racing import Racing
 from triton_dist._tuning.values import Config, Policy, Request
 
 _MIN_SAMPLED = 8
-"""Number of candidates that are sampled before a candidate may be skipped."""
-_STANDARD_DEVIATIONS = 4.0
+"""Minimum number of sampled candidates with predictions before a candidate may be skipped."""
+_NUM_STANDARD_DEVIATIONS = 4.0
 
 
 def by_promise(
     candidates: Sequence[Config], policy: Policy, predicted_ms: Mapping[Config, float]
 ) -> list[Config]:
-    """Return the candidates, fastest prediction first, unknown predictions last.
+    """Return the candidates, the fastest prediction first, those without a prediction last.
 
-    The default stays first, except with ``search="prior"``, which may omit it.
+    The default (the first candidate) stays first, except with ``search="prior"``.
     """
     ranked = sorted(candidates, key=lambda config: predicted_ms.get(config, math.inf))
     default = [] if policy.search == "prior" else candidates[:1]
@@ -32,7 +33,7 @@ def by_promise(
 
 
 class PredictedRacing(Racing):
-    """Race in the order of :func:`by_promise`, without hopeless candidates.
+    """Race that samples candidates in their order and skips hopeless candidates.
 
     Args:
         predicted_ms: the predicted milliseconds of each candidate; ``inf``: unknown.
@@ -46,12 +47,13 @@ class PredictedRacing(Racing):
         predicted_ms: Mapping[Config, float],
     ) -> None:
         super().__init__(candidates, policy, incumbent)
-        self._all, self._predicted_ms = self._candidates, predicted_ms
+        self._all_candidates, self._predicted_ms = self._candidates, predicted_ms
 
     def _first_samples(self) -> Iterator[Request]:
-        """Run stage 1. After a failure, run it for candidates that are no longer hopeless."""
+        """Yield the requests of stage 1. After a failure of the fastest candidate, skipped
+        candidates that are no longer hopeless are sampled too."""
         self._candidates = []
-        for config in self._all:
+        for config in self._all_candidates:
             sampled = self._samples.get(config.digest)
             if sampled or config.digest in self._protected or not self._is_hopeless(config):
                 yield from self._sample([config], self._policy.rounds[0])
@@ -59,10 +61,10 @@ class PredictedRacing(Racing):
 
     def _is_hopeless(self, config: Config) -> bool:
         ranked, predicted = self._ranked(self._candidates), self._predicted_ms
-        known = [each for each in ranked if predicted[each] < math.inf]
-        if len(known) < _MIN_SAMPLED or predicted[config] == math.inf:
+        compared = [each for each in ranked if predicted[each] < math.inf]
+        if len(compared) < _MIN_SAMPLED or predicted[config] == math.inf:
             return False
-        ratios = (max(self._optimistic_ms(each), 1e-9) / predicted[each] for each in known)
+        ratios = (max(self._optimistic_ms(each), 1e-9) / predicted[each] for each in compared)
         logs = list(map(math.log, ratios))
-        lowest = statistics.fmean(logs) - _STANDARD_DEVIATIONS * statistics.stdev(logs)
+        lowest = statistics.fmean(logs) - _NUM_STANDARD_DEVIATIONS * statistics.stdev(logs)
         return predicted[config] * math.exp(lowest) > self._optimistic_ms(ranked[0])
