@@ -74,6 +74,8 @@ def offences_of_kernels(
     class_of: dict[str, str] = {}
     for kernel, unspecialised in kernels:
         parameters = parameters_of(kernel)
+        for unknown in sorted(unspecialised - parameters.keys()):
+            yield f"{kernel.name}: {unknown} is not a parameter, and Triton ignores its name"
         for parameter, read in members_read(kernel).items():
             if not read & fields or read & {"dtype", "to", "load", "store"}:
                 continue  # a tensor, a pointer or a descriptor
@@ -151,6 +153,7 @@ GOOD = """
         ("M: Any\n        N", "epoch: Any\n        data", "the fields of Slot"),
         ("N: Any", "type: Any", "mean something else"),
         ('["rank"]', '["rank", "slot"]', "specialised all the same"),
+        ('["rank"]', '["ranks"]', "is not a parameter"),
         ("Slot(data=slot.data, epoch=", "Slot(slot.data, epoch=", "by position"),
         ("M: tl.constexpr = tile.M", "M: tl.constexpr = tile.M; u = tile", "makes tensors"),
         ("tl.store(slot.data, M)", "tl.store(slot.M, M)", "of no class, or of two"),

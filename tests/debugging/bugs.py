@@ -263,7 +263,7 @@ def copies(pulls: bool, late: bool = False, wait: bool = True, reused: bool = Fa
             stream.close()
 
 
-@jit(do_not_specialize=["rank"])
+@jit
 def kernel_neighbours(box, flag, out, TELL: tl.constexpr, WAIT: tl.constexpr):
     """Program 0 stores what program 1 loads, which tells it back by a flag in own memory."""
     offsets = tl.arange(0, 4)

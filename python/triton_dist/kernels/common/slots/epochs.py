@@ -75,7 +75,7 @@ Expected: TypeAlias = Callable[[], Mapping[str, Iterable[int]]]
 """Function that returns the indices of the flags that a call's kernels wait for, by region."""
 
 
-@jit(do_not_specialize=["size", "rank", "num_ranks"])
+@jit(do_not_specialize=["call_tag", "rank", "num_ranks"])
 def kernel_await_consumption(epoch_ptr, consumed_ptr, call_tag, rank, num_ranks):
     """Wait until every peer has consumed the data of the slot's last use. Grid (1,).
 
