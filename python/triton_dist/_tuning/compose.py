@@ -152,10 +152,10 @@ def autotune(
             It uses this to select configs for a size from times at neighbouring sizes. For
             ``None``, it assumes that the time grows with the sizes. Requires ``sizes``.
         prior_fn: ``prior_fn(config, *args, **kwargs)`` returns the predicted milliseconds of a
-            config, without measuring; ``inf`` or NaN if unknown. Configs with small predictions are
-            tried first. Racing skips a config if the measured times of other configs show that its
-            prediction is too large for a winner. With ``TRITON_DIST_AUTOTUNE=prior``, predictions
-            replace measurements. Only the result of rank 0 of the group is used.
+            config, without measuring; ``inf`` or NaN if unknown. Only the result of rank 0 is used.
+            ``"racing"``, ``"exhaustive"`` and ``"prior"`` try configs with small predictions first.
+            A race skips a config if the times of other configs show that its prediction is too
+            large. With ``TRITON_DIST_AUTOTUNE=prior``, predictions replace measurements.
         input_variants_fn: ``input_variants_fn(*args, **kwargs)`` returns mappings from argument
             names to other, equally likely values. The number of mappings must be equal on all
             ranks. It is for functions whose time depends on the values in their tensors. Each

@@ -218,8 +218,9 @@ class AutoTuner(Decorated[P, R_co]):
     ) -> TuningRecord:
         """Return the record for these arguments. Tune if there is no record.
 
-        If a record exists, the function is not called, and tensors without values, such as on the
-        meta device, are enough. For a method, pass the object: ``Layer.forward.tune(layer, x)``.
+        A predicted config (``TRITON_DIST_AUTOTUNE=prior``) is not a record, and is replaced. If a
+        record exists, the function is not called, and tensors without values, such as on the meta
+        device, are enough. For a method, pass the object: ``Layer.forward.tune(layer, x)``.
         ``layer.forward.tune`` does not receive ``layer``.
 
         The arguments and errors of a call apply, and in addition:
