@@ -74,8 +74,8 @@ MUTANTS = (
     Mutant(
         "attention: partial results are merged by their sums of exponentials",
         "kernels/nvidia/sp_ag_attention/kernel.py",
-        "part * (other_sum / total)[:, None]",
-        "part * (own_sum / total)[:, None]",
+        "part * (part_weight / total)[:, None]",
+        "part * (weight / total)[:, None]",
         SP_ATTENTION,
     ),
     Mutant(

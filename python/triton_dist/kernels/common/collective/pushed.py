@@ -53,7 +53,7 @@ class PushedShards(PushedSlots):
 
     def push(
         self,
-        size: int,
+        call_tag: int,
         key: Hashable,
         steps: Callable[[], Iterable[Step]],
         tensors: Any,
@@ -63,12 +63,13 @@ class PushedShards(PushedSlots):
         """Push ``tensors`` and return ``receive()``, which queues kernels that wait for the peers.
 
         Args:
-            size: see ``EpochSlots.take``.
-            key, steps: see ``transfer``; the key need not contain the slot.
-            num_chunks: returns the number of flags of each peer; called only for an error.
+            call_tag: see ``EpochSlots.take``.
+            key, steps: see ``transfer``. This function adds the slot to the key.
+            num_chunks: function that returns the number of flags of each peer, called only for
+                errors.
         """
         slots, awaited, transfer = self.slots, False, None
-        slots.take(size, copied=True)
+        slots.take(call_tag, copied=True)
         stream = self._device.current_stream()
         try:
             transfer = self.transfer((slots.index, key), steps)
@@ -133,7 +134,7 @@ def _chunks(exchange: Exchange, item_bytes: int) -> Iterable[tuple[int, int]]:
 
 
 def heads_check(name: str, x: torch.Tensor) -> Iterator[Check]:
-    """Yield the check that heads are contiguous and all tokens have one distance."""
+    """Yield the check that heads are contiguous and all tokens are equally far apart."""
     batch, tokens, heads, dim = x.shape
     in_row = x.stride(3) == 1 and (heads == 1 or x.stride(2) == dim)
     fits = in_row and (1 in (batch, tokens) or x.stride(0) == tokens * x.stride(1))
@@ -142,13 +143,13 @@ def heads_check(name: str, x: torch.Tensor) -> Iterator[Check]:
 
 
 def row_stride(x: torch.Tensor) -> int:
-    """Return the elements between two tokens."""
-    if x.is_contiguous():  # whose strides of dimensions of size 1 are arbitrary
+    """Return the distance of two tokens of x [batch, tokens, heads, dim] in elements."""
+    if x.is_contiguous():  # the strides of dimensions of size 1 are arbitrary
         return x.shape[2] * x.shape[3]
     return int(x.stride(1) if x.shape[1] > 1 else x.stride(0))
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """Return [batch * tokens, heads * dim] of a tensor, without gradient."""
+    """Return x [batch, tokens, heads, dim] as [batch * tokens, heads * dim], without gradient."""
     batch, tokens, heads, dim = x.shape
     return x.detach().as_strided((batch * tokens, heads * dim), (row_stride(x), 1))

@@ -49,21 +49,25 @@ _PARAMS = (
     (1, 16, 1, 8),
 )  # fmt: skip
 _FEW_PARAMS = ((2, 64, 3, 4), (1, 64, 3, 4), (2, 32, 3, 4), (1, 32, 3, 8), (1, 16, 1, 8))
-"""Candidates of algorithms that are rarely the best."""
+"""Candidates of the algorithms that are rarely the fastest."""
 _FREE_SMS = 4
+"""Number of SMs left free for kernels of other ops."""
 _MAX_ACCUMULATORS = 128
-"""fp32 accumulators of a thread."""
+"""Maximum number of fp32 accumulators per thread. More do not fit in its registers."""
 _ELEMENTS = 4096
-"""Elements of an item's parts that a program loads together."""
+"""Maximum number of elements of an item's parts that a program loads at once."""
 _LSE_BYTES = 16
-"""Bytes of a packed row after the output: the LSE, and padding to whole vectors."""
+"""Bytes of a packed row after the output: the LSE, and padding to a whole 16-byte vector."""
 _RESERVED_BYTES = 1024
-"""Shared memory that CUDA reserves for each program."""
+"""Bytes of shared memory that CUDA reserves for each program."""
 
 
 @functools.cache
 def blocks_of(size: int) -> tuple[int, int]:
-    """Return the powers of two, at least 16 or 0, that together hold ``size`` elements."""
+    """Return the sizes of two blocks that together hold ``size`` elements.
+
+    Both are powers of two of at least 16. The second is 0 if the first block holds all elements.
+    """
     first = 1 << (size.bit_length() - 1)
     rest = size - first
     return first, max(16, triton.next_power_of_2(rest)) if rest else 0
@@ -82,17 +86,17 @@ def shared_memory_of(ctas_per_sm: int) -> int:
 
 
 def fits_device(config: Mapping[str, Any], sizes: DecodeKey) -> bool:
-    """Return whether ``ctas_per_sm`` programs fit on a multiprocessor. An estimate."""
+    """Estimate whether ``ctas_per_sm`` programs fit on an SM."""
     device = current_device()
     if device.interprets:
         return True
-    row = sum(blocks_of(sizes.head_dim))
-    row += 0 if sizes.shares_v else sum(blocks_of(sizes.v_head_dim))
-    # The converted block of an fp8 cache is in shared memory, too.
-    element = sizes.kv_dtype.itemsize * max(1, config["num_stages"] - 1)
-    element += sizes.dtype.itemsize if sizes.kv_dtype == FP8 else 0
+    elements_per_key = sum(blocks_of(sizes.head_dim))
+    elements_per_key += 0 if sizes.shares_v else sum(blocks_of(sizes.v_head_dim))
+    bytes_per_element = sizes.kv_dtype.itemsize * max(1, config["num_stages"] - 1)
+    # A block of an fp8 cache is also stored after its conversion to the dtype of q.
+    bytes_per_element += sizes.dtype.itemsize if sizes.kv_dtype == FP8 else 0
     rows = block_m(sizes)
-    nbytes = config["block_n"] * row * element
+    nbytes = config["block_n"] * elements_per_key * bytes_per_element
     nbytes += rows * (sum(blocks_of(sizes.head_dim)) + config["block_n"]) * sizes.dtype.itemsize
     accumulators = rows * sum(blocks_of(sizes.v_head_dim)) // (32 * config["num_warps"])
     return bool(
@@ -102,9 +106,9 @@ def fits_device(config: Mapping[str, Any], sizes: DecodeKey) -> bool:
     )
 
 
-@dataclass(eq=False, repr=False)  # not frozen: created per call, and freezing costs 1 us
+@dataclass(eq=False, repr=False)  # not frozen, because that would take 1 us more per call
 class Call(OpCall):
-    """One call of ``sp_decode_attn``: its arguments."""
+    """The arguments of one call of ``sp_decode_attn``, and values derived from them."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -140,7 +144,7 @@ class Call(OpCall):
         self.out_heads = self.key.q_heads // self.shards
 
     def params(self) -> tuple[int, int, int, int]:
-        """Return the tunables; those that the caller omits are of the first candidate that fits."""
+        """Return the tunables: the caller's values, else the values of the default config."""
         per_sm, block_n, stages, warps = default_params(self.key)
         return (
             self.ctas_per_sm or per_sm, self.block_n or block_n, self.num_stages or stages,
@@ -148,9 +152,9 @@ class Call(OpCall):
         )  # fmt: skip
 
     def programs(self) -> int:
-        """Return the programs of a launch, which all are resident.
+        """Return the number of programs of a launch, which all must be resident at the same time.
 
-        Some multiprocessors remain for the kernels of other ops, which a peer may start first. Two
+        Some SMs stay free for kernels of other ops, which a peer may start before this op. The
         launches of this op must start in the same order on all ranks.
         """
         device = current_device()
@@ -166,6 +170,7 @@ class Call(OpCall):
         )  # fmt: skip
 
     def new_parts(self, spec: Spec) -> Parts:
+        """Return uninitialised memory for the parts of all tiles."""
         tiles, programs = (n * spec.BLOCK_M for n in (self.batch * spec.TILES, self.programs()))
         width, rows = spec.V0 + spec.V1, tiles + programs
         memory = self.q.new_empty(rows * (width + 1), dtype=torch.float32)
@@ -173,6 +178,7 @@ class Call(OpCall):
         return Parts(*memory.split(sizes))
 
     def outputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return uninitialised memory for the output and the LSE."""
         shape = (*self.q.shape[:-2], self.out_heads)
         out = self.q.new_empty((*shape, self.key.v_head_dim))
         return out, self.q.new_empty(shape, dtype=torch.float32)
@@ -184,12 +190,12 @@ class Call(OpCall):
         return float(self.key.head_dim**-0.5 if self.scale is None else self.scale)
 
     def query(self, q: torch.Tensor) -> Query:
-        """Return the kernel argument of queries, or of gathered shards [ranks, *shape of q]."""
+        """Return the kernel argument for q, or for gathered shards [ranks, *shape of q]."""
         is_gathered = q.ndim > self.q.ndim
-        shard = q.stride(0) if is_gathered else 0
-        own = q[0] if is_gathered else q
-        token = own.stride(1) if own.ndim == 4 else 0
-        return Query(q, shard, own.stride(0), token, own.stride(-2))
+        shard_stride = q.stride(0) if is_gathered else 0
+        shard = q[0] if is_gathered else q
+        token_stride = shard.stride(1) if shard.ndim == 4 else 0
+        return Query(q, shard_stride, shard.stride(0), token_stride, shard.stride(-2))
 
     def kv(self) -> KV:
         k = self.k_cache
@@ -199,7 +205,11 @@ class Call(OpCall):
         return KV._make((k, v, table, self.kv_lens, self.k_scale, self.v_scale, *strides))
 
     def gathered_queries(self, in_kernel: bool) -> torch.Tensor:
-        """Return q, or the shards of all ranks if q is sharded by heads. Collective then."""
+        """Return q, or the gathered shards of all ranks if q is sharded by heads.
+
+        Gathering is collective. If ``in_kernel`` is true, a kernel of this package gathers, else
+        NCCL.
+        """
         q, ctx = self.q.detach(), self.ctx
         if not self.key.has_sharded_queries:
             return q
@@ -214,18 +224,22 @@ class Call(OpCall):
         return rows.view(ctx.num_ranks, *q.shape)
 
     def queries_of_shape(self) -> torch.Tensor:
-        """Return a tensor with shape and strides of ``gathered_queries``. Not collective."""
-        q, size = self.q, self.ctx.num_ranks
-        return q.new_empty((size, *q.shape)) if self.key.has_sharded_queries else q
+        """Return a tensor with the shape and strides of the result of ``gathered_queries``.
+
+        Not collective.
+        """
+        q, num_ranks = self.q, self.ctx.num_ranks
+        return q.new_empty((num_ranks, *q.shape)) if self.key.has_sharded_queries else q
 
     def digest(self) -> int:
-        """Fold the arguments that must be equal on all ranks into the size of a flag."""
+        """Return the call tag, a digest of the arguments that must be equal on all ranks."""
         return digest_of(
             self.batch, self.key._replace(max_kv_len=0, page_size=0), self.window, self.interleave,
             float(self.soft_cap), self.scale_of(), self.sinks is None, self.programs(),
         )  # fmt: skip
 
     def attend(self, spec: Spec, parts: Parts, q: torch.Tensor) -> Launch:
+        """Return the launch that computes the parts of this rank."""
         arguments = (
             self.query(q), self.kv(), parts, self.scale_of(), float(self.soft_cap), self.batch,
             self.ctx.rank,
@@ -234,22 +248,25 @@ class Call(OpCall):
         return Launch(kernel_attend, (self.programs(),), arguments, options)
 
     def options(self) -> dict[str, int]:
+        """Return the compile options of the kernels that compute attention."""
         per_sm, _, stages, warps = self.params()
         maxnreg = min(255, 2048 // (per_sm * warps))
         return {"num_stages": stages, "num_warps": warps, "maxnreg": maxnreg}
 
     def combine(self, spec: Spec, parts: Parts, target: Target, is_final: bool) -> Launch:
+        """Return the launch that combines the parts of this rank (``kernel_combine``)."""
         arguments = (self.kv_lens, parts, target, self.batch, self.ctx.rank, self.programs())
         options = {"IS_FINAL": is_final, "spec": spec, "num_warps": 4}
         items = self.batch * spec.TILES * spec.ITEMS * spec.CHUNKS
         return Launch(kernel_combine, (items,), arguments, options)
 
     def packed_target(self, packed: torch.Tensor) -> Target:
+        """Return the kernel argument that stores outputs and LSEs in packed rows."""
         return Target(packed, self.packed_lse(packed), None, packed.stride(0),
                       packed.stride(0) * packed.element_size() // 4)  # fmt: skip
 
     def packed_lse(self, packed: torch.Tensor) -> torch.Tensor:
-        """Return the column of LSEs in packed rows."""
+        """Return the LSEs of packed rows, a view."""
         return packed.view(torch.float32)[:, self.key.v_head_dim * packed.element_size() // 4]
 
     def library_attention(self, packed: torch.Tensor) -> None:
@@ -275,7 +292,7 @@ class Call(OpCall):
         self.packed_lse(packed).view(shards, batch, -1).copy_(lse.transpose(0, 1))
 
     def own_lens(self) -> torch.Tensor:
-        """Return this rank's number of keys of each sequence of a cyclic cache."""
+        """Return the number of keys of each sequence on this rank, if the cache is cyclic."""
         step = self.interleave or 1
         cycle = step * self.ctx.num_ranks
         rest = (self.kv_lens % cycle - self.ctx.rank * step).clamp(0, step)
@@ -290,7 +307,7 @@ class Call(OpCall):
 
 @functools.lru_cache(4096)
 def default_params(sizes: DecodeKey) -> tuple[int, int, int, int]:
-    """Return the first candidate that fits, or the smallest."""
+    """Return the first candidate that fits, else the last, which needs the least memory."""
     configs = [dict(zip(TUNABLES, each, strict=True)) for each in _PARAMS]
     config = next((each for each in configs if fits_device(each, sizes)), configs[-1])
     return tuple(config[name] for name in TUNABLES)  # type: ignore[return-value]
@@ -304,7 +321,8 @@ def spec_of(
     d0, d1 = blocks_of(key.head_dim)
     v0, v1 = blocks_of(key.v_head_dim)
     rows, tile = key.q_heads // key.kv_heads * key.q_len, block_m(key)
-    # As many items as programs, if possible: several rows, or a chunk of a row.
+    # Choose the size of an item so that there are about as many items as programs. An item is a
+    # chunk of the columns of one row or of several rows.
     columns, all_rows = triton.next_power_of_2(key.v_head_dim), batch * key.q_len * key.q_heads
     chunk = triton.next_power_of_2(max(1, columns * all_rows // programs))
     chunk = min(columns, max(MIN_COLUMNS, chunk))
@@ -325,7 +343,7 @@ def spec_of(
 
 
 class _Algorithm(Algorithm[Call, DecodeKey]):
-    """Base of the algorithms that run our attention."""
+    """Base class of the algorithms that compute attention with a kernel of this package."""
 
     tunables: ClassVar[tuple[str, ...]] = TUNABLES
     params: ClassVar[tuple[tuple[int, ...], ...]] = _FEW_PARAMS
@@ -346,7 +364,7 @@ class _Algorithm(Algorithm[Call, DecodeKey]):
 
 
 class Packets(_Algorithm):
-    """One launch: rows travel in words that mark their own arrival."""
+    """One launch, in which ranks exchange rows in packets (``exchange/packets.py``)."""
 
     name, params = "packets", _PARAMS
 
@@ -365,17 +383,17 @@ class Packets(_Algorithm):
 
     def check_resident(self, call: Call, launch: Launch) -> None:
         """Raise ``CandidateFailed`` if the programs do not fit on the device together."""
-        known = call.params(), call.key.kv_dtype, launch.options["spec"]
-        if call.ctx.device.interprets or known in call.ctx.resident:
+        checked = call.params(), call.key.kv_dtype, launch.options["spec"]
+        if call.ctx.device.interprets or checked in call.ctx.resident:
             return
         launch.compile()
         compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
-        if compiled is None:  # only collecting kernels
+        if compiled is None:  # kernels are only collected, not compiled
             return
         limit = shared_memory_of(call.params()[0])
         if compiled.metadata.shared > limit:
             raise CandidateFailed(f"{compiled.metadata.shared} bytes of shared memory, not {limit}")
-        call.ctx.resident.add(known)
+        call.ctx.resident.add(checked)
 
     def run(self, call: Call) -> Any:
         out, lse = call.outputs()
@@ -386,14 +404,17 @@ class Packets(_Algorithm):
 
 
 class AllToAll(_Algorithm):
-    """Our attention, then NCCL's all-to-all of packed rows (all-gather of a replicated output)."""
+    """Attention by a kernel of this package, then an exchange of packed rows by NCCL.
+
+    The exchange is an all-to-all if the output is sharded, else an all-gather.
+    """
 
     name, min_ranks = "all_to_all", 1
 
     def launches(
         self, call: Call, q: torch.Tensor, target: Target, is_final: bool
     ) -> tuple[Launch, Launch]:
-        """Return our attention and the combination of its parts."""
+        """Return the launches that compute the parts of this rank and combine them."""
         spec = call.spec()
         parts = call.new_parts(spec)
         return call.attend(spec, parts, q), call.combine(spec, parts, target, is_final)
@@ -419,14 +440,14 @@ class AllToAll(_Algorithm):
         return self.merge(call, arrived)
 
     def partial(self, call: Call) -> torch.Tensor:
-        """Return this rank's packed partial outputs, sorted by output shards."""
+        """Return the partial outputs of this rank in packed rows, sorted by output shard."""
         packed, q = call.new_packed(), call.gathered_queries(False)
         for launch in self.launches(call, q, call.packed_target(packed), False):
             call.ctx.buffer.launcher.repeat(launch)
         return packed
 
     def merge(self, call: Call, packed: torch.Tensor) -> Any:
-        """Merge the packed rows of all ranks."""
+        """Return the output and the LSE, merged from the packed rows of all ranks."""
         (out, lse), rows = call.outputs(), len(packed) // call.ctx.num_ranks
         partial, columns = call.packed_target(packed), triton.next_power_of_2(call.key.v_head_dim)
         block = max(1, min(16, 2048 // columns))
@@ -441,24 +462,28 @@ class AllToAll(_Algorithm):
 
 
 class ReduceScatter(AllToAll):
-    """Our attention, then the all-gather of LSEs and the reduce-scatter or all-reduce of NCCL."""
+    """Attention by a kernel of this package, then a sum of weighted outputs by NCCL.
+
+    An all-gather of the LSEs determines the weights. The sum is a reduce-scatter if the output is
+    sharded, else an all-reduce.
+    """
 
     name, min_ranks = "reduce_scatter", 2
 
     def run(self, call: Call) -> Any:
         ctx, packed = call.ctx, self.partial(call)
         dim, heads = call.key.v_head_dim, call.out_heads
-        own = call.packed_lse(packed)
-        lses = libraries.all_gather_rows(own.contiguous().view(1, -1), ctx.group)
+        own_lse = call.packed_lse(packed)
+        lses = libraries.all_gather_rows(own_lse.contiguous().view(1, -1), ctx.group)
         shape = (-1, call.batch, call.q_len, heads)
         if call.sinks is not None:
             sinks = call.sinks.view(-1, 1, 1, heads) / math.log(2)
             sinks = sinks.expand(-1, call.batch, call.q_len, -1).reshape(1, -1)
             lses = torch.cat([lses, sinks])
-        largest = lses.amax(0).clamp(min=torch.finfo(torch.float32).min)
-        total = torch.exp2(lses - largest).sum(0)
-        lse = largest + total.log2()
-        weight = torch.exp2(own - lse.clamp(min=torch.finfo(torch.float32).min))
+        max_lse = lses.amax(0).clamp(min=torch.finfo(torch.float32).min)
+        total = torch.exp2(lses - max_lse).sum(0)
+        lse = max_lse + total.log2()
+        weight = torch.exp2(own_lse - lse.clamp(min=torch.finfo(torch.float32).min))
         addend = (packed[:, :dim] * weight[:, None]).to(packed.dtype)
         lse = lse.view(shape) if call.lse_base == "2" else (lse * math.log(2)).view(shape)
         if call.shard_output:
@@ -470,7 +495,7 @@ class ReduceScatter(AllToAll):
 
 
 def fits_library(sizes: DecodeKey) -> bool:
-    """Return whether PyTorch's flash attention can compute a rank's part."""
+    """Return whether PyTorch's flash attention can compute a rank's partial output."""
     return (
         sizes.num_ranks > 1
         and not current_device().interprets

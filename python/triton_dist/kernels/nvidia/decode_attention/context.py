@@ -34,7 +34,7 @@ from triton_dist.runtime.ranks import Group, process_group_of
 FP8 = torch.float8_e4m3fn
 MAX_QUERY_LENGTH, MAX_BATCH, MAX_HEAD_DIM = 8, 4096, 1024
 MIN_COLUMNS = 64
-"""Smallest chunk of columns, unless all columns are fewer."""
+"""Minimum number of columns of a chunk, unless a row has fewer."""
 
 
 class SpDecodeContext(OpContext[ExchangeBuffer]):
@@ -60,21 +60,21 @@ class SpDecodeContext(OpContext[ExchangeBuffer]):
         packet_bytes = rows * lines * LINE_BYTES if self.num_ranks > 1 else 0
         shard = rows // self.num_ranks * head_dim if shard_queries else 0
         slot_bytes = bytes_of_slot(shard, dtype, self.num_ranks)
-        what = "digest of the shapes and options of sp_decode_attn"
-        disagreements = Disagreements(what, group)
+        value = "digest of the shapes and options of sp_decode_attn"
+        disagreements = Disagreements(value, group)
         with self.allocating() as add:
             buffer = ExchangeBuffer(
                 slot_bytes, group, "sp_decode_attn", packet_bytes, disagreements
             )
             self.buffer = add(buffer)
         device = self.device.torch_device
-        # Epochs of packets and flags of the grid barrier, one word per program.
+        # Row 0: the packet epoch of each program. Row 1: the grid barrier, which uses one word.
         self.words = torch.zeros((2, MAX_CTAS), dtype=torch.int64, device=device)
         self.resident: set[object] = set()
-        """Launches whose programs are known to be resident at the same time."""
+        """Params and specs of the launches whose programs can all be resident at the same time."""
 
     def packets(self) -> Packets:
-        """Return the packets with the epochs of their calls."""
+        """Return the packet memory, with the epochs of this op."""
         return self.buffer.packet_regions()._replace(calls=self.words[0])
 
     def reset(self) -> None:
@@ -99,18 +99,20 @@ def create_sp_decode_context(
 ) -> SpDecodeContext:
     """Create the context of ``sp_decode_attn``. Collective over ``group``.
 
-    Allocates per rank about ``4 * world_size * max_batch * max_q_len * num_q_heads * v_head_dim``
-    elements of ``dtype``.
+    The context uses about ``4 * world_size * max_batch * max_q_len * num_q_heads * v_head_dim``
+    elements of ``dtype`` in the memory of each rank.
 
     Args:
-        rank, world_size, local_world_size: this rank, ranks of the group, and ranks on this host.
-        max_batch: largest number of sequences, 1 to 4096.
-        num_q_heads: query heads over all ranks.
-        head_dim: elements of a query and of a key, a multiple of 8, 16 to 1024.
+        rank, world_size, local_world_size: this rank, the number of ranks of the group, and the
+            number of ranks on this host.
+        max_batch: maximum number of sequences, 1 to 4096.
+        num_q_heads: number of query heads over all ranks.
+        head_dim: number of elements of a query or key, a multiple of 8, 16 to 1024.
         dtype: dtype of queries and outputs: fp16, bf16 or fp32.
-        v_head_dim: elements of a value, a multiple of 8, 16 to 1024; default: ``head_dim``.
-        max_q_len: largest number of new tokens of a sequence, 1 to 8.
-        shard_queries: also allocate memory for queries that are sharded by heads.
+        v_head_dim: number of elements of a value, a multiple of 8, 16 to 1024; default:
+            ``head_dim``.
+        max_q_len: maximum number of new tokens of a sequence, 1 to 8.
+        shard_queries: whether to allocate memory also for queries that are sharded by heads.
         group: process group; default: the world, or this process alone.
 
     Returns:
@@ -148,11 +150,11 @@ def create_sp_decode_context(
 
 
 class DecodeKey(NamedTuple):
-    """Tuning key of a call, which is also its sizes."""
+    """Tuning key of a call. The algorithms also use it as the call's sizes."""
 
     batch: int
     max_kv_len: int
-    """Largest number of keys of a sequence on this rank."""
+    """Maximum number of keys of a sequence on this rank."""
     q_len: int
     q_heads: int
     kv_heads: int
@@ -165,6 +167,7 @@ class DecodeKey(NamedTuple):
     is_contiguous: bool
     """Whether the caches are contiguous."""
     shares_v: bool
+    """Whether values are the first elements of the keys."""
     has_mask: bool
     """Whether the call has a window, a soft cap, several new tokens, or scales without fp8."""
     has_sharded_queries: bool
@@ -177,7 +180,7 @@ def is_finite(number: Any) -> bool:
 
 
 def checked_key(call: Any) -> DecodeKey:
-    """Return the key that a tuning is recorded under. Raise if the call cannot work."""
+    """Return the tuning key of a call. Raise if an argument is invalid."""
     ctx, q, k, v = call.ctx, call.q, call.k_cache, call.v_cache
     checked_buffer(ctx, SpDecodeContext, "sp_decode_attn", "create_sp_decode_context")
     device, heads, table = ctx.device.torch_device, ctx.num_q_heads, call.block_table
@@ -193,12 +196,12 @@ def checked_key(call: Any) -> DecodeKey:
             yield f"{name}.device", each.device, each.device == device, f"{device}"
         yield "q.dtype", q.dtype, q.dtype == ctx.dtype, f"the context's {ctx.dtype}"
         shape = tuple(q.shape)
-        counts = [heads] + ([heads // ctx.num_ranks] if ctx.shard_queries else [])
+        allowed_heads = [heads] + ([heads // ctx.num_ranks] if ctx.shard_queries else [])
         fits = len(shape) in (3, 4) and 1 <= shape[0] <= ctx.max_batch
         fits = fits and (len(shape) == 3 or 1 <= shape[1] <= ctx.max_q_len)
-        fits = fits and shape[-2] in counts and shape[-1] == ctx.head_dim
+        fits = fits and shape[-2] in allowed_heads and shape[-1] == ctx.head_dim
         expected = f"[1 to {ctx.max_batch}, (1 to {ctx.max_q_len},) "
-        expected += f"{' or '.join(map(str, counts))}, {ctx.head_dim}]"
+        expected += f"{' or '.join(map(str, allowed_heads))}, {ctx.head_dim}]"
         yield "q.shape", shape, fits, expected
         batch = shape[0]
         yield "k_cache.dtype", k.dtype, k.dtype in (ctx.dtype, FP8), f"{ctx.dtype} or {FP8}"
@@ -253,12 +256,12 @@ def checked_key(call: Any) -> DecodeKey:
         yield "lse_base", call.lse_base, call.lse_base in ("e", "2"), "'e' or '2'"
 
     raise_first_error("sp_decode_attn", checks())
-    room = k.shape[1] * (1 if table is None else table.shape[1])
+    capacity = k.shape[1] * (1 if table is None else table.shape[1])
     q_len = q.shape[1] if q.ndim == 4 else 1
     has_mask = q_len > 1 or call.window is not None or call.soft_cap > 0
     has_mask = has_mask or (call.k_scale is not None and k.dtype != FP8)
     return DecodeKey(
-        q.shape[0], call.max_kv_len or room, q_len, heads, k.shape[2], ctx.head_dim,
+        q.shape[0], call.max_kv_len or capacity, q_len, heads, k.shape[2], ctx.head_dim,
         ctx.v_head_dim, q.dtype, k.dtype, 0 if table is None else k.shape[1],
         k.is_contiguous() and values.is_contiguous(), v is None, has_mask, q.shape[-2] < heads,
         call.shard_output, ctx.num_ranks,

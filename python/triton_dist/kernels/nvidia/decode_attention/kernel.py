@@ -1,17 +1,18 @@
 """Kernels of decode attention: split-KV attention, and the combination of its parts.
 
-*Work.* A tile is a sequence and up to BLOCK_M rows of one KV head; a row is a new token and a query
-head. A unit is a tile and BLOCK_N keys. All units, in the order of sequences and heads, are divided
-evenly over the programs, which read the lengths on the device. A program therefore works on the end
-of one tile, on whole tiles, and on the begin of another. Each tile has at least one unit, which may
-have no keys.
+*Work.* A row is one query head of one new token. A tile is up to BLOCK_M rows of one sequence and
+one KV head. A unit is the work of one tile on BLOCK_N keys. All units, in the order of sequences
+and heads, are divided evenly over the programs, which read the lengths on the device. The units of
+a program are therefore the end of one tile, whole tiles, and the begin of another tile. Each tile
+has at least one unit, which may have no keys.
 
-*Parts.* The program with a tile's first unit stores its part at ``parts.first[tile]``. Others store
-theirs at ``parts.later[program]``, because a program has one such tile at most. A part is a
-normalised output in fp32 and the base-2 logarithm of its softmax denominator (LSE).
+*Parts.* A part is the result of one program for one tile: a normalised output in fp32 and the
+base-2 logarithm of its softmax denominator (LSE). The program with a tile's first unit stores its
+part at ``parts.first[tile]``. Only the first tile of a program can begin in another program. The
+program stores the part of such a tile at ``parts.later[program]``.
 
-*Items.* After all parts are stored, each item, ROWS rows and COLUMNS columns of a tile, is combined
-by one program.
+*Items.* An item is ROWS rows and COLUMNS columns of a tile. After all parts are stored, one program
+combines the parts of each item.
 
 ======================  ==========  ===================================================
 argument                dtype       shape
@@ -42,15 +43,19 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 class Query(NamedTuple):
+    """Queries and their strides."""
+
     q: Any
     shard: Any
     batch: Any
     token: Any
     head: Any
-    """Strides of the shards, of sequences, of new tokens and of heads."""
+    """``shard``, ``batch``, ``token`` and ``head`` are the strides of these dimensions of q."""
 
 
 class KV(NamedTuple):
+    """The cache, and the strides of keys, values and the block table."""
+
     k: Any
     v: Any
     table: Any
@@ -67,6 +72,8 @@ class KV(NamedTuple):
 
 
 class Parts(NamedTuple):
+    """Memory of the parts of all tiles; see the module docstring."""
+
     first: Any
     later: Any
     first_lse: Any
@@ -74,6 +81,8 @@ class Parts(NamedTuple):
 
 
 class Target(NamedTuple):
+    """Memory of the results. ``row`` and ``lse_row`` are strides of the rows."""
+
     out: Any
     lse: Any
     sinks: Any
@@ -84,13 +93,14 @@ class Target(NamedTuple):
 class Spec(NamedTuple):
     """Constants of a launch.
 
-    D and DV are the dimensions of keys and values. Each is computed as two blocks, whose sizes are
-    powers of two: D0 and D1, V0 and V1; the second may be 0. SHARED_V: values are the first DV
-    elements of keys, and V0 equals D0. PAGE is 0 for a dense cache. INTERLEAVE is the number of
-    consecutive tokens on a rank of a cyclic cache, or 0 for a contiguous one. WINDOW is 0 without a
-    window. OUT_HEADS are the heads of an output shard. HEAD_TILES are the tiles of a KV head, TILES
-    the tiles of a sequence. An item is ROWS rows and COLUMNS columns; a tile has ITEMS blocks of
-    rows and CHUNKS chunks of columns.
+    LANES is the batch size, rounded up to a power of two. D and DV are the dimensions of keys and
+    values. Each is computed as two blocks whose sizes are powers of two: D0 and D1, V0 and V1. D1
+    and V1 may be 0. If SHARED_V is true, values are the first DV elements of keys, and V0 equals
+    D0. PAGE is 0 for a dense cache. In a cyclic cache, the ranks hold INTERLEAVE consecutive tokens
+    in turn; else INTERLEAVE is 0. WINDOW is 0 without a window. SHARD_HEADS is the number of heads
+    of a shard of q, OUT_HEADS of a shard of the output. HEAD_TILES is the number of tiles of a KV
+    head, TILES of a sequence. A tile has ITEMS blocks of ROWS rows and CHUNKS chunks of COLUMNS
+    columns. PARTS is the number of parts that a program combines at once.
     """
 
     NUM_RANKS: Any
@@ -127,8 +137,11 @@ class Spec(NamedTuple):
 
 @jit
 def local_keys(lens_ptr, batch, rank, spec: tl.constexpr):
-    """Return for each sequence the begin and end of this rank's visible keys, the position of its
-    first key, and the length of the sequence; int32 [LANES]."""
+    """Return four int32 [LANES] with one element per sequence.
+
+    They are the begin and end of the keys of this rank that a new token can see, the position of
+    the rank's first key, and the length of the sequence.
+    """
     NUM_RANKS: tl.constexpr = spec.NUM_RANKS
     sequence = tl.arange(0, spec.LANES)
     valid = sequence < batch
@@ -161,7 +174,7 @@ def local_keys(lens_ptr, batch, rank, spec: tl.constexpr):
 
 @jit
 def position_of(index, before, rank, spec: tl.constexpr):
-    """Return the positions of this rank's keys in their sequence."""
+    """Return the positions in the sequence of keys ``index`` of this rank."""
     if spec.INTERLEAVE > 0:
         block = index // spec.INTERLEAVE * spec.NUM_RANKS + rank
         position = block * spec.INTERLEAVE + index % spec.INTERLEAVE
@@ -172,14 +185,14 @@ def position_of(index, before, rank, spec: tl.constexpr):
 
 @jit
 def units_of(begin, end, batch, spec: tl.constexpr):
-    """Return the units of a tile of each sequence, int32 [LANES], for keys ``begin`` to ``end``."""
+    """Return the number of units of a tile of each sequence with keys ``begin`` to ``end``."""
     units = tl.maximum(tl.cdiv(end - begin, spec.BLOCK_N), 1)
     return tl.where(tl.arange(0, spec.LANES) < batch, units, 0)
 
 
 @jit
 def element(values, index, spec: tl.constexpr):
-    """Return element ``index`` of values [LANES]. Memory would have to be loaded again."""
+    """Return element ``index`` of ``values`` [LANES], which are in registers."""
     return tl.sum(tl.where(tl.arange(0, spec.LANES) == index, values, 0), 0)
 
 
@@ -197,7 +210,8 @@ def tile_of(unit, units, spec: tl.constexpr):
 
 @jit
 def rows_of(tile, row, spec: tl.constexpr):
-    """Return sequence, KV head, new token, query head and validity of ``row`` of ``tile``."""
+    """Return the sequence, KV head, new token and query head of ``row`` of ``tile``, and whether
+    the row exists."""
     TILES: tl.constexpr = spec.TILES
     PER_HEAD: tl.constexpr = spec.HEAD_TILES
     GROUP: tl.constexpr = spec.HEADS // spec.KV_HEADS
@@ -213,7 +227,7 @@ def load_tile(
     ptr, offset, rows, BEGIN: tl.constexpr, valid, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Load elements BEGIN to BEGIN + BLOCK, of SIZE, of rows at offsets ``rows``."""
+    """Load elements BEGIN to BEGIN + BLOCK of rows with SIZE elements at offsets ``rows``."""
     column = BEGIN + tl.arange(0, BLOCK)
     mask = valid[:, None]
     if BEGIN + BLOCK > SIZE:
@@ -223,7 +237,7 @@ def load_tile(
 
 @jit
 def attend(query, kv, parts, scale, soft_cap, batch, rank, spec: tl.constexpr):
-    """Compute this program's units and store their parts. Return the units of tiles, [LANES]."""
+    """Compute this program's units and store their parts. Return ``units_of`` the sequences."""
     DTYPE: tl.constexpr = query.q.dtype.element_ty
     BLOCK_M: tl.constexpr = spec.BLOCK_M
     V0: tl.constexpr = spec.V0
@@ -257,7 +271,7 @@ def attend(query, kv, parts, scale, soft_cap, batch, rank, spec: tl.constexpr):
             value_scale *= tl.load(kv.v_scale + (kv_head if spec.HEAD_SCALES else 0))
         if not spec.HAS_SOFT_CAP:
             score_scale *= LOG2E
-        largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        max_score = tl.full([BLOCK_M], float("-inf"), tl.float32)
         denominator = tl.zeros([BLOCK_M], tl.float32)
         acc0 = tl.zeros([BLOCK_M, V0], tl.float32)
         if spec.V1 > 0:
@@ -291,12 +305,12 @@ def attend(query, kv, parts, scale, soft_cap, batch, rank, spec: tl.constexpr):
                 if spec.WINDOW > 0:
                     visible = visible & (distance < spec.WINDOW)
             scores = tl.where(visible, scores, float("-inf"))
-            larger = tl.maximum(largest, tl.max(scores, 1))
-            base = tl.where(larger == float("-inf"), 0.0, larger)
+            new_max = tl.maximum(max_score, tl.max(scores, 1))
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)
             weights = tl.exp2(scores - base[:, None])
-            decay = tl.exp2(largest - base)
+            decay = tl.exp2(max_score - base)
             denominator = denominator * decay + tl.sum(weights, 1)
-            largest = larger
+            max_score = new_max
             weights = weights.to(DTYPE)
             if spec.SHARED_V:
                 v0 = k0
@@ -312,29 +326,30 @@ def attend(query, kv, parts, scale, soft_cap, batch, rank, spec: tl.constexpr):
                 v1 = load_tile(kv.v, v_head, v_row, spec.V0, in_keys, spec.DV, spec.V1, DTYPE)
                 acc1 = acc1 * decay[:, None]
                 acc1 = tl.dot(weights, v1, acc1, input_precision=spec.PRECISION)
-        # Rows without keys: avoid 0 / 0 and log2(0).
+        # Avoid 0 / 0 and log2(0) in rows without keys.
         divisor = tl.where(denominator > 0, denominator, 1.0)
         inverse = value_scale / divisor
-        lse = tl.where(denominator > 0, largest + tl.log2(divisor), float("-inf"))
+        lse = tl.where(denominator > 0, max_score + tl.log2(divisor), float("-inf"))
         is_first = tile_begin >= begin
-        at = tl.where(is_first, current, tl.program_id(0)).to(tl.int64) * BLOCK_M + row
+        part_row = tl.where(is_first, current, tl.program_id(0)).to(tl.int64) * BLOCK_M + row
         part = tl.where(is_first, parts.first, parts.later)
         part_lse = tl.where(is_first, parts.first_lse, parts.later_lse)
-        tl.store(part_lse + at, lse, mask=in_tile)
+        tl.store(part_lse + part_row, lse, mask=in_tile)
         column = tl.arange(0, spec.V0)
         acc0 *= inverse[:, None]
-        tl.store(part + at[:, None] * WIDTH + column[None, :], acc0, mask=in_tile[:, None])
+        tl.store(part + part_row[:, None] * WIDTH + column[None, :], acc0, mask=in_tile[:, None])
         if spec.V1 > 0:
             column = spec.V0 + tl.arange(0, spec.V1)
             acc1 *= inverse[:, None]
-            tl.store(part + at[:, None] * WIDTH + column[None, :], acc1, mask=in_tile[:, None])
+            part_ptr = part + part_row[:, None] * WIDTH + column[None, :]
+            tl.store(part_ptr, acc1, mask=in_tile[:, None])
         tile_begin += blocks
     return units
 
 
 @jit
 def rows_of_item(item, spec: tl.constexpr):
-    """Return tile, rows, int32 [ROWS], and chunk of the columns of an item."""
+    """Return the tile, the rows in the tile, int32 [ROWS], and the chunk of columns of an item."""
     CHUNKS: tl.constexpr = spec.CHUNKS
     ITEMS: tl.constexpr = spec.ITEMS
     block = item // CHUNKS
@@ -344,7 +359,7 @@ def rows_of_item(item, spec: tl.constexpr):
 
 @jit
 def item_exists(item, spec: tl.constexpr):
-    """Return whether any row of the item is valid."""
+    """Return whether any row of the item exists."""
     tile, row, _ = rows_of_item(item, spec)
     _, _, _, _, valid = rows_of(tile, row, spec)
     return tl.max(valid.to(tl.int32), 0) != 0
@@ -352,7 +367,7 @@ def item_exists(item, spec: tl.constexpr):
 
 @jit
 def combine_item(parts, units, programs, item, spec: tl.constexpr):
-    """Return output, fp32 [ROWS, COLUMNS], and LSE, [ROWS], of the item over its parts.
+    """Combine the parts of an item. Return its output, fp32 [ROWS, COLUMNS], and LSE, [ROWS].
 
     ``programs`` is the number of programs that ran ``attend``.
     """
@@ -362,28 +377,29 @@ def combine_item(parts, units, programs, item, spec: tl.constexpr):
     _, _, _, _, valid = rows_of(tile, row, spec)
     column = chunk * spec.COLUMNS + tl.arange(0, spec.COLUMNS)
     mask = valid[:, None] & (column < spec.DV)[None, :]
-    at = tile.to(tl.int64) * spec.BLOCK_M + row
-    lse = tl.load(parts.first_lse + at, mask=valid, other=float("-inf"), cache_modifier=".cg")
-    first_ptr = parts.first + at[:, None] * WIDTH + column[None, :]
+    first_row = tile.to(tl.int64) * spec.BLOCK_M + row
+    lse_ptr = parts.first_lse + first_row
+    lse = tl.load(lse_ptr, mask=valid, other=float("-inf"), cache_modifier=".cg")
+    first_ptr = parts.first + first_row[:, None] * WIDTH + column[None, :]
     out = tl.load(first_ptr, mask=mask, other=0.0, cache_modifier=".cg")
     lane = tl.arange(0, spec.LANES)
     sequence = tile // TILES
-    own = tl.sum(tl.where(lane == sequence, units, 0), 0)
-    tile_begin = tl.sum(tl.where(lane < sequence, units, 0), 0) * TILES + tile % TILES * own
+    tile_units = tl.sum(tl.where(lane == sequence, units, 0), 0)
+    tile_begin = tl.sum(tl.where(lane < sequence, units, 0), 0) * TILES + tile % TILES * tile_units
     share = tl.cdiv(tl.sum(units, 0) * TILES, programs)
-    first_program, last_program = tile_begin // share, (tile_begin + own - 1) // share
+    first_program, last_program = tile_begin // share, (tile_begin + tile_units - 1) // share
     for begin in range(first_program + 1, last_program + 1, spec.PARTS):
         program = begin + tl.arange(0, spec.PARTS)
         exists = (program <= last_program)[:, None] & valid[None, :]
-        later = program.to(tl.int64)[:, None] * spec.BLOCK_M + row[None, :]
+        part_row = program.to(tl.int64)[:, None] * spec.BLOCK_M + row[None, :]
         part_lse = tl.load(
-            parts.later_lse + later, mask=exists, other=float("-inf"), cache_modifier=".cg"
+            parts.later_lse + part_row, mask=exists, other=float("-inf"), cache_modifier=".cg"
         )
-        part_ptr = parts.later + later[:, :, None] * WIDTH + column[None, None, :]
+        part_ptr = parts.later + part_row[:, :, None] * WIDTH + column[None, None, :]
         part_mask = exists[:, :, None] & (column < spec.DV)[None, None, :]
         part = tl.load(part_ptr, mask=part_mask, other=0.0, cache_modifier=".cg")
-        larger = tl.maximum(lse, tl.max(part_lse, 0))
-        base = tl.where(larger == float("-inf"), 0.0, larger)
+        max_lse = tl.maximum(lse, tl.max(part_lse, 0))
+        base = tl.where(max_lse == float("-inf"), 0.0, max_lse)
         weight, part_weight = tl.exp2(lse - base), tl.exp2(part_lse - base[None, :])
         total = weight + tl.sum(part_weight, 0)
         out = out * weight[:, None] + tl.sum(part * part_weight[:, :, None], 0)
@@ -395,25 +411,28 @@ def combine_item(parts, units, programs, item, spec: tl.constexpr):
 
 @jit
 def shard_row(sequence, token, head, batch, spec: tl.constexpr):
-    """Return the index of a row in an output sorted by shards of OUT_HEADS heads."""
+    """Return the index of a row in an output that is sorted by shards of OUT_HEADS heads."""
     index = (head // spec.OUT_HEADS * batch + sequence) * spec.Q_LEN + token
     return index * spec.OUT_HEADS + head % spec.OUT_HEADS
 
 
 @jit
-def with_sink(largest, sinks_ptr, head, valid):
-    """Return the base of exponents and the weight of the sink of each head."""
-    sink = tl.full(largest.shape, float("-inf"), tl.float32)
+def with_sink(max_lse, sinks_ptr, head, valid):
+    """Return the maximum of LSEs and the head's sink, and the sink's weight relative to it.
+
+    If the maximum is minus infinity, 0 is returned instead of it.
+    """
+    sink = tl.full(max_lse.shape, float("-inf"), tl.float32)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=valid, other=float("-inf")).to(tl.float32) * LOG2E
-    base = tl.maximum(largest, sink)
+    base = tl.maximum(max_lse, sink)
     base = tl.where(base == float("-inf"), 0.0, base)
     return base, tl.exp2(sink - base)
 
 
 @jit
 def lse_of(base, total, spec: tl.constexpr):
-    """Return the LSE in the base of the caller."""
+    """Return the LSE in the base that the caller chose, for weights relative to ``base``."""
     lse = base + tl.log2(tl.where(total > 0, total, 1.0))
     lse = tl.where(total > 0, lse, float("-inf"))
     return lse if spec.BASE_2 else lse * LN2
@@ -431,7 +450,7 @@ def kernel_combine(
 ):  # fmt: skip
     """Combine the parts of this rank. Grid (items,).
 
-    Unless IS_FINAL, other ranks have parts too: the LSE stays in base 2 and sinks are not added.
+    If IS_FINAL is false, other ranks have parts too. The LSE then is in base 2 and without sinks.
     """
     item = tl.program_id(0)
     if item_exists(item, spec):
@@ -463,21 +482,21 @@ def kernel_merge(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid, column = row < rows, tl.arange(0, COLUMNS)
     mask = valid[:, None] & (column < spec.DV)[None, :]
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    max_lse = tl.full([ROWS], float("-inf"), tl.float32)
     for source in tl.static_range(NUM_RANKS):
-        at = (source * rows + row).to(tl.int64)
-        lse_ptr = partial_lse_ptr + at * partial_lse_row
-        largest = tl.maximum(largest, tl.load(lse_ptr, mask=valid, other=float("-inf")))
+        source_row = (source * rows + row).to(tl.int64)
+        lse_ptr = partial_lse_ptr + source_row * partial_lse_row
+        max_lse = tl.maximum(max_lse, tl.load(lse_ptr, mask=valid, other=float("-inf")))
     head = row % spec.OUT_HEADS
     if spec.OUT_HEADS < spec.HEADS:
         head += rank * spec.OUT_HEADS
-    base, total = with_sink(largest, target.sinks, head, valid)
+    base, total = with_sink(max_lse, target.sinks, head, valid)
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     for source in tl.static_range(NUM_RANKS):
-        at = (source * rows + row).to(tl.int64)
-        lse_ptr = partial_lse_ptr + at * partial_lse_row
+        source_row = (source * rows + row).to(tl.int64)
+        lse_ptr = partial_lse_ptr + source_row * partial_lse_row
         weight = tl.exp2(tl.load(lse_ptr, mask=valid, other=float("-inf")) - base)
-        part_ptr = partial_ptr + at[:, None] * partial_row + column[None, :]
+        part_ptr = partial_ptr + source_row[:, None] * partial_row + column[None, :]
         sums += tl.load(part_ptr, mask=mask, other=0.0).to(tl.float32) * weight[:, None]
         total += weight
     out = sums / tl.where(total > 0, total, 1.0)[:, None]

@@ -1,16 +1,16 @@
-"""Decode attention over ranks in one launch: partial outputs travel in packets.
+"""Decode attention over ranks in one launch, which exchanges partial outputs in packets.
 
     attend │ grid barrier │ combine own parts → peers │ poll peers' rows, merge
 
-The programs store the parts of this rank and count themselves in device memory. After all of them,
-each program combines its items, sends the rows, and merges them with the rows of all peers. Rows
-travel in words that mark their own arrival (``common/exchange/packets.py``), so nothing else is
-awaited. All programs must be resident at the same time.
+The programs store the parts of this rank and increment a counter in device memory. After all of
+them did, each program combines its items, sends the rows, and merges them with the rows of all
+peers. Rows are sent in packets (``common/exchange/packets.py``), so the receiver needs no flags.
+All programs must be resident at the same time.
 
-In memory, a row of a source rank is, for each chunk of columns, a line with the base-2 LSE and the
-elements in the dtype of the output. A rank rounds its own rows, too, and adds in the order of
-ranks, so all ranks get equal bits. If the output is sharded by heads, a row goes only to the owner
-of its head.
+A sent row has, for each chunk of columns, one line with the base-2 LSE, then lines with the
+elements in the dtype of the output. A rank also rounds its own rows to this dtype and adds in the
+order of ranks, so all ranks get equal bits. If the output is sharded by heads, a row is sent only
+to the owner of its head.
 """
 
 from __future__ import annotations
@@ -50,10 +50,13 @@ from triton_dist.language.signals import CALL_TAG_BITS
 
 @jit
 def arrive(counter_ptr):
-    """Count this program after its parts are stored. All programs add MAX_CTAS in a call."""
+    """Count this program after its parts are stored. All programs together add MAX_CTAS per call.
+
+    The counter is a flag with the call tag 0.
+    """
     programs = tl.num_programs(0)
     added = tl.where(tl.program_id(0) == 0, MAX_CTAS - programs + 1, 1)
-    dl.notify(counter_ptr, added.to(tl.int64) << CALL_TAG_BITS, op="add")  # a size of 0
+    dl.notify(counter_ptr, added.to(tl.int64) << CALL_TAG_BITS, op="add")
 
 
 @jit
@@ -64,7 +67,8 @@ def owners(head, rank, spec: tl.constexpr):
 
 @jit
 def lines_of(row, chunk, spec: tl.constexpr, PER_LINE: tl.constexpr):
-    """Return the lines of an item's rows, the line of each LSE, and the first columns; flat."""
+    """Return three 1-D tensors: the lines of an item's elements, the line of each row's LSE, and
+    the first column of each line of elements."""
     LINES: tl.constexpr = spec.COLUMNS // PER_LINE
     SIZE: tl.constexpr = row.shape[0] * LINES
     lse_line = row * (spec.DV // PER_LINE + spec.CHUNKS) + chunk * (LINES + 1)
@@ -76,7 +80,7 @@ def lines_of(row, chunk, spec: tl.constexpr, PER_LINE: tl.constexpr):
 
 @jit
 def per_line(values, spec: tl.constexpr, PER_LINE: tl.constexpr):
-    """Repeat values [rows] for each line of a row, flat."""
+    """Repeat ``values`` [rows] for each line of a row. Return a 1-D tensor."""
     LINES: tl.constexpr = spec.COLUMNS // PER_LINE
     repeated = tl.broadcast_to(values[:, None], [values.shape[0], LINES])
     return tl.reshape(repeated, [values.shape[0] * LINES])
@@ -92,13 +96,13 @@ def send_item(
     lse_payload = tl.join(lse.to(tl.int32, bitcast=True), tl.zeros(lse.shape, tl.int32))
     owner = owners(head, rank, spec)
     for step in tl.static_range(1, NUM_RANKS):
-        goes = valid
+        is_sent = valid
         if spec.OUT_HEADS < spec.HEADS:
-            goes = valid & (owner == (rank + step) % spec.NUM_RANKS)
+            is_sent = valid & (owner == (rank + step) % spec.NUM_RANKS)
         target = (targets[step - 1],)
-        in_row = per_line(goes.to(tl.int32), spec, PER_LINE) != 0
+        in_row = per_line(is_sent.to(tl.int32), spec, PER_LINE) != 0
         send_lines(target, offset, payload, line, in_row & (column < spec.DV), tag)
-        send_lines(target, offset, lse_payload, lse_line, goes, tag)
+        send_lines(target, offset, lse_payload, lse_line, is_sent, tag)
 
 
 @jit
@@ -106,8 +110,11 @@ def merge_item(
     target, packets, shards, tag, payload, lse, line, lse_line, column, index, head, valid, rank,
     spec: tl.constexpr,
 ):  # fmt: skip
-    """Wait for the rows of an item of all peers, and store the result. ``payload`` [lines, 2] and
-    ``lse`` [rows] are this rank's; ``index`` [rows] are rows of the output."""
+    """Wait for the rows of an item from all peers, and store the merged rows.
+
+    ``payload`` [lines, 2] and ``lse`` [rows] are of this rank. ``index`` [rows] are the rows of
+    the output.
+    """
     NUM_RANKS: tl.constexpr = spec.NUM_RANKS
     DTYPE: tl.constexpr = target.out.dtype.element_ty
     PER_LINE: tl.constexpr = 64 // DTYPE.primitive_bitwidth
@@ -120,18 +127,19 @@ def merge_item(
         lse_lines = lse_lines + (shards[peer] + all_lse_lines * LINE_WORDS,)  # noqa: RUF005
     payloads = poll_lines(lines + lse_lines, tag, in_row, packets.timeout_words)
     tl.debug_barrier()
-    largest, lses = own_lse, tl.tuple([])
+    max_lse, lses = own_lse, tl.tuple([])
     for peer in tl.static_range(PEERS):
         clear(shards[peer], line, in_row)
         clear(shards[peer], lse_line, valid)
         bits, _ = tl.split(payloads[PEERS + peer])
         peer_lse = bits.to(tl.float32, bitcast=True)
         lses = lses + (peer_lse,)  # noqa: RUF005
-        largest = tl.maximum(largest, peer_lse)
-    base, total = with_sink(largest, target.sinks, per_line(head, spec, PER_LINE), in_row)
+        max_lse = tl.maximum(max_lse, peer_lse)
+    base, total = with_sink(max_lse, target.sinks, per_line(head, spec, PER_LINE), in_row)
     sums = tl.zeros([payload.shape[0], PER_LINE], tl.float32)
     for source in tl.static_range(NUM_RANKS):
-        addend, source_lse = payload, own_lse  # Select, because ``rank`` is not a constant.
+        # Select with ``tl.where``, because ``rank`` is not a constant.
+        addend, source_lse = payload, own_lse
         if source < PEERS:
             addend = tl.where(source < rank, payloads[source], addend)
             source_lse = tl.where(source < rank, lses[source], source_lse)
@@ -150,18 +158,18 @@ def merge_item(
     tl.store(target.lse + index * target.lse_row, lse, mask=in_row & (column == 0))
 
 
-@jit(do_not_specialize=["batch", "rank", "size"])
+@jit(do_not_specialize=["batch", "rank", "call_tag"])
 def kernel_decode_packets(
-    query, kv, parts, target, packets, counter_ptr, scale, soft_cap, batch, rank, size,
+    query, kv, parts, target, packets, counter_ptr, scale, soft_cap, batch, rank, call_tag,
     spec: tl.constexpr,
 ):  # fmt: skip
-    """Run a call over all ranks. Grid (programs,), all of them resident."""
+    """Run a call over all ranks. Grid (programs,); all programs must be resident."""
     DTYPE: tl.constexpr = target.out.dtype.element_ty
     PER_LINE: tl.constexpr = 64 // DTYPE.primitive_bitwidth
     epoch = next_epoch(packets.calls)
     units = attend(query, kv, parts, scale, soft_cap, batch, rank, spec)
     arrive(counter_ptr)
-    tag = tag_of(epoch, size)
+    tag = tag_of(epoch, call_tag)
     targets = peers_at(packets, rank, spec.NUM_RANKS)
     offset = packet_offset(epoch, rank, packets.shard_words, spec.NUM_RANKS)
     shards = shards_of(packets, epoch, peers_of(rank, spec.NUM_RANKS), spec.NUM_RANKS, 2)
@@ -175,7 +183,7 @@ def kernel_decode_packets(
         item = program + index * programs
         if item_exists(item, spec):
             out, lse = combine_item(parts, units, programs, item, spec)
-            # This rank's rows are rounded like the rows of peers.
+            # Round this rank's rows like the rows of peers.
             payload = payload_of(tl.reshape(out.to(DTYPE), [out.numel]))
             tile, tile_row, chunk = rows_of_item(item, spec)
             sequence, _, token, head, valid = rows_of(tile, tile_row, spec)

@@ -1,4 +1,4 @@
-"""Algorithms of AllGather-attention: how k and v are gathered, and which library attends."""
+"""Algorithms of AllGather-attention, which gather k and v and compute attention with a library."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ from triton_dist.runtime.launch import Launch
 
 R = TypeVar("R")
 _MERGE_ELEMENTS = 4096
-"""Elements that a program merges."""
+"""Number of elements that a program merges."""
 Gathered = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
-"""Wait for the k and v of a rank, and return them, [batch, tokens, kv_heads, head_dim]."""
+"""Function that waits for the k and v of a rank, and returns them, [batch, tokens, kv_heads,
+head_dim]."""
 
 
 class AttentionKey(NamedTuple):
-    """Tuning key of a call, which is also its sizes."""
+    """Tuning key of a call. The algorithms also use it as the call's sizes."""
 
     M: int
     """Batch size times tokens of a rank."""
@@ -51,11 +52,12 @@ class AttentionKey(NamedTuple):
     is_causal: bool
     zigzag: bool
     sequences: int
+    """Number of ``seq_lens``, or 1."""
     num_ranks: int
 
 
 class Piece(NamedTuple):
-    """Attention of tokens [first, end) of this rank over keys [k_first, k_end) of a rank."""
+    """Attention of tokens [first, end) of this rank over keys [k_first, k_end) of one rank."""
 
     first: int
     end: int
@@ -64,9 +66,9 @@ class Piece(NamedTuple):
     is_causal: bool
 
 
-@dataclass(eq=False, repr=False)  # not frozen: created per call, and freezing costs 1 us
+@dataclass(eq=False, repr=False)  # not frozen, because that would take 1 us more per call
 class AttentionCall(OpCall):
-    """One call of ``sp_ag_attention``: its arguments."""
+    """The arguments of one call of ``sp_ag_attention``, and values derived from them."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -127,16 +129,16 @@ class AttentionCall(OpCall):
 
     @property
     def agreement(self) -> str:
-        """Text on which ranks must agree in addition to the key."""
+        """Text that, like the tuning key, must be equal on all ranks."""
         return f"{self.key.M} tokens, seq_lens {self.lengths}"
 
     @property
     def digest(self) -> int:
-        """Value that must be equal on all ranks."""
+        """Call tag, a digest of the arguments that must be equal on all ranks."""
         return digest_of(self.key, self.lengths)
 
     def pieces(self, source: int) -> Iterator[Piece]:
-        """Yield the attention of this rank's tokens over the tokens of rank ``source``."""
+        """Yield the pieces of the attention of this rank's tokens over the keys of ``source``."""
         rank, first = self.ctx.rank, 0
         for length in self.lengths:
             middle, end = first + length // 2, first + length
@@ -154,14 +156,14 @@ class AttentionCall(OpCall):
             first = end
 
     def shards(self, gathered: Gathered) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Yield each rank, from this one on, and its k and v."""
+        """Yield each rank with its k and v, beginning with this rank."""
         yield self.ctx.rank, self.k.detach(), self.v.detach()
         for step in range(1, self.ctx.num_ranks):
             source = (self.ctx.rank + step) % self.ctx.num_ranks
             yield source, *gathered(source)
 
     def attend(self, gathered: Gathered) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to the parts of all ranks."""
+        """Return attention over the k and v of all ranks, and its log-sum-exp."""
         q, shards = self.q.detach(), self.shards(gathered)
         source, k, v = next(shards)
         parts = [self.partial(q, k, v, piece) for piece in self.pieces(source)]
@@ -176,6 +178,7 @@ class AttentionCall(OpCall):
     def partial(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the attention of a piece and its log-sum-exp."""
         keys = slice(piece.k_first, piece.k_end)
         q, k, v = q[:, piece.first : piece.end], k[:, keys], v[:, keys]
         return attention(str(self.backend), q, k, v, piece.is_causal, self.scale)
@@ -185,14 +188,15 @@ class AttentionCall(OpCall):
         out: torch.Tensor,
         lse: torch.Tensor,
         part: torch.Tensor,
-        other: torch.Tensor,
+        part_lse: torch.Tensor,
         first: int,
     ) -> None:
+        """Merge a part, which begins at token ``first``, into ``out`` and ``lse``."""
         batch, tokens, heads, dim = part.shape
         lanes = triton.next_power_of_2(dim)
         block = max(1, _MERGE_ELEMENTS // lanes)
         rows = batch * tokens * heads
-        arguments = (out, lse, part, other, rows, out.shape[1], tokens, first)
+        arguments = (out, lse, part, part_lse, rows, out.shape[1], tokens, first)
         options = {"HEADS": heads, "DIM": dim, "LANES": lanes, "BLOCK": block, "num_warps": 4}
         grid = (-(-rows // block),)
         self.ctx.buffer.slots.launcher.repeat(Launch(kernel_merge, grid, arguments, options))
@@ -200,24 +204,24 @@ class AttentionCall(OpCall):
     def gradients(
         self, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the gradients of q, k and v, for the gradient of ``out``."""
-        ctx, q, size = self.ctx, self.q.detach(), self.ctx.num_ranks
+        """Return the gradients of q, k and v, given the gradient of ``out``."""
+        ctx, q, num_ranks = self.ctx, self.q.detach(), self.ctx.num_ranks
         dq = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
-        dkv = q.new_zeros((size, 2, *self.k.shape))
+        dkv = q.new_zeros((num_ranks, 2, *self.k.shape))
 
         def attend(gathered: Gathered) -> None:
             for source, k, v in self.shards(gathered):
                 for piece in self.pieces(source):
                     rows, keys = slice(piece.first, piece.end), slice(piece.k_first, piece.k_end)
-                    one, *others = attention_gradients(
+                    dq_part, *dkv_part = attention_gradients(
                         str(self.backend), grad[:, rows], q[:, rows], k[:, keys], v[:, keys],
                         out[:, rows], lse[:, :, rows], piece.is_causal, self.scale,
                     )  # fmt: skip
-                    dq[:, rows] += one
-                    dkv[source, 0, :, keys], dkv[source, 1, :, keys] = others
+                    dq[:, rows] += dq_part
+                    dkv[source, 0, :, keys], dkv[source, 1, :, keys] = dkv_part
 
         self.chosen.run_gathered(self, attend)  # type: ignore[attr-defined]
-        if size == 1:
+        if num_ranks == 1:
             dk, dv = dkv[0]
         else:
             dk, dv = libraries.reduce_scatter(dkv.flatten(0, 1), ctx.group)
@@ -225,7 +229,7 @@ class AttentionCall(OpCall):
 
 
 def backends() -> tuple[str, ...]:
-    """Return the libraries' attention on this device, the usually fastest first."""
+    """Return the names of the libraries for this device, the usually fastest first."""
     return ("cpu",) if current_device().torch_device.type == "cpu" else ("cudnn", "flash")
 
 
@@ -237,7 +241,8 @@ def attention(
     causal: bool,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention [batch, tokens, heads, dim] and its log-sum-exp [batch, heads, tokens]."""
+    """Return the attention, [batch, tokens, heads, dim], and its log-sum-exp, [batch, heads,
+    tokens]."""
     ops = torch.ops.aten
     if backend == "cpu":
         k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
@@ -266,36 +271,36 @@ def attention_gradients(
     causal: bool,
     scale: float | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of q, k and v. ``out`` and ``lse`` are over the keys of all ranks."""
+    """Return the gradients of q, k and v. ``out`` and ``lse`` are results over all ranks' keys."""
     ops, groups = torch.ops.aten, q.shape[2] // k.shape[2]
     if backend == "cpu":
         k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
     grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
     lse, lengths = lse.contiguous(), (q.shape[2], k.shape[2])
     if backend == "cpu":
-        found = ops._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradients = ops._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale
         )
     else:
         random = torch.zeros(2, dtype=torch.uint64, device=q.device)
         rest = (None, None, *lengths, 0.0, causal)
         if backend == "flash":
-            found = ops._scaled_dot_product_flash_attention_backward(
+            gradients = ops._scaled_dot_product_flash_attention_backward(
                 grad, q, k, v, out, lse, *rest, random, random[:0], scale=scale
             )
         else:
-            found = ops._scaled_dot_product_cudnn_attention_backward(
+            gradients = ops._scaled_dot_product_cudnn_attention_backward(
                 grad, q, k, v, out, lse[..., None], random[:1].long(), random[:1].long(), None,
                 *rest, scale=scale,
             )  # fmt: skip
-    dq, dk, dv = (x.transpose(1, 2) for x in found)
+    dq, dk, dv = (x.transpose(1, 2) for x in gradients)
     if backend == "cpu":
         dk, dv = (x.unflatten(2, (-1, groups)).sum(3) for x in (dk, dv))
     return dq, dk, dv
 
 
 class _Algorithm(Algorithm[AttentionCall, AttentionKey]):
-    """Base of the algorithms: the library that attends is tuned."""
+    """Base class of the algorithms. The library is a tunable."""
 
     tunables: ClassVar[tuple[str, ...]] = ("backend",)
 
@@ -317,7 +322,7 @@ class _Algorithm(Algorithm[AttentionCall, AttentionKey]):
 
 
 class CopyEngine(_Algorithm):
-    """Copy engines push k and v while the library attends to the parts that are here."""
+    """Copy engines push k and v while the library attends to the parts that have arrived."""
 
     name = "copy_engine"
 
@@ -329,6 +334,7 @@ class CopyEngine(_Algorithm):
             self.wait(call, 0).compile()
 
     def wait(self, call: AttentionCall, source: int) -> Launch:
+        """Return the launch that waits for the k and v of rank ``source``."""
         slots = call.ctx.buffer.slots
         pushed = Pushed(slots["shards"].local, slots["arrivals"].local, slots.epoch)
         arguments = (pushed, call.digest, source)
@@ -341,6 +347,7 @@ class CopyEngine(_Algorithm):
         )  # fmt: skip
 
     def part(self, call: AttentionCall, source: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Wait on the stream for the k and v of rank ``source``, and return them."""
         slots = call.ctx.buffer.slots
         key = kernel_await_shard, slots.index, call.digest, source
         slots.launcher.run(key, lambda: self.wait(call, source))
@@ -348,13 +355,14 @@ class CopyEngine(_Algorithm):
 
     @staticmethod
     def shard(call: AttentionCall, rank: int, source: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the memory of ``rank`` for k and v of ``source``."""
+        """Return the memory on ``rank`` that receives the k and v of ``source``."""
         elements = call.k.numel()
         memory = call.ctx.buffer.slots["shards"].peers[rank].view(call.k.dtype)
         k, v = memory[2 * source * elements :][: 2 * elements].view(2, *call.k.shape)
         return k, v
 
     def steps(self, call: AttentionCall) -> Iterator[Step]:
+        """Yield the copies of this rank's k and v, and of the flags."""
         ctx, slots = call.ctx, call.ctx.buffer.slots
         rows, width = call.k.shape[0] * call.k.shape[1], call.k.shape[2] * call.k.shape[3]
         for step in range(1, ctx.num_ranks):
@@ -367,12 +375,12 @@ class CopyEngine(_Algorithm):
 
 
 class Collective(_Algorithm):
-    """The group's all-gather (NCCL; gloo on CPU ranks) before all attention."""
+    """All-gather by ``torch.distributed`` (NCCL, or gloo on CPU ranks), then all attention."""
 
     name = "collective"
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        # CPU ranks test our kernels, so the library is not a candidate there.
+        # CPU ranks test the kernels of this package, so libraries are no candidates there.
         return [(backend,) for backend in backends()] if current_device().has_nccl else []
 
     def gather(self, call: AttentionCall, attend: Callable[[Gathered], R]) -> R:

@@ -34,12 +34,12 @@ class SPAttentionContext(OpContext[PushedShards]):
         self.max_tokens, self.kv_heads, self.head_dim = max_tokens, kv_heads, head_dim
         self.dtype = dtype
         nbytes = 2 * max_tokens * kv_heads * head_dim * dtype.itemsize
-        what = "digest of the shapes and options of a call of sp_ag_attention"
+        value = "digest of the shapes and options of a call of sp_ag_attention"
         with self.allocating() as add:
             self.buffer = add(
                 PushedShards(
                     nbytes if self.num_ranks > 1 else 16, group, "sp_ag_attention",
-                    Disagreements(what, group),
+                    Disagreements(value, group),
                 )
             )  # fmt: skip
 
@@ -57,13 +57,14 @@ def create_sp_ag_attention_context(
 ) -> SPAttentionContext:
     """Create the context of ``sp_ag_attention``. Collective over ``group``.
 
-    Allocates per rank twice the k and v of all ranks.
+    In the memory of each rank, the context uses twice the bytes of the k and v of all ranks.
 
     Args:
-        rank, world_size, local_world_size: this rank, ranks of the group, and ranks on this host.
-        max_tokens: largest batch size times tokens of a rank in any call.
-        kv_heads: heads of k and v.
-        head_dim: elements of a head, a multiple of 8.
+        rank, world_size, local_world_size: this rank, the number of ranks of the group, and the
+            number of ranks on this host.
+        max_tokens: maximum, over all calls, of the batch size times the tokens of a rank.
+        kv_heads: number of heads of k and v.
+        head_dim: number of elements of a head, a multiple of 8.
         dtype: dtype of q, k and v: fp16 or bf16; on CPU ranks also fp32.
         group: process group; default: the world, or this process alone.
 

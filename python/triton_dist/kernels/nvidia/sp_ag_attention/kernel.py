@@ -1,4 +1,4 @@
-"""Kernels of AllGather-attention: wait for a shard, and merge partial results."""
+"""Kernels of AllGather-attention, which wait for a shard and merge partial results."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from triton_dist._jit import jit
 from triton_dist.kernels.common.peers import flag_of, timeout_word_of
 
 
-@jit(do_not_specialize=["size", "source"])
-def kernel_await_shard(pushed, size, source):
+@jit(do_not_specialize=["call_tag", "source"])
+def kernel_await_shard(pushed, call_tag, source):
     """Wait until the shard of rank ``source`` has arrived. Grid (1,).
 
-    Kernels that follow on the stream see the shard.
+    Kernels that follow on the stream can read the shard.
     """
-    value = flag_of(pushed.epoch, size)
+    value = flag_of(pushed.epoch, call_tag)
     dl.wait(pushed.arrivals + source, 1, value, timeout_word_of(pushed.epoch), True)
 
 
@@ -24,11 +24,11 @@ def kernel_merge(
     out_ptr, lse_ptr, part_ptr, part_lse_ptr, rows, tokens, part_tokens, first, HEADS: tl.constexpr,
     DIM: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Merge attention over more keys into out, in place. Grid (blocks of rows,).
+    """Merge attention over more keys (``part``) into ``out``, in place. Grid (blocks of rows,).
 
-    out: [batch, tokens, HEADS, DIM]; part: [batch, part_tokens, HEADS, DIM], which has ``rows``
-    heads and concerns the tokens from ``first`` on. lse and part_lse: fp32 [batch, HEADS, tokens],
-    natural logarithms of the sums of exponentials.
+    ``out`` is [batch, tokens, HEADS, DIM], ``part`` [batch, part_tokens, HEADS, DIM]. ``part`` has
+    ``rows`` rows of DIM elements and begins at token ``first`` of ``out``. ``lse`` and ``part_lse``
+    are their log-sum-exps, fp32 [batch, HEADS, tokens] and [batch, HEADS, part_tokens], to base e.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, LANES)[None, :]
@@ -37,18 +37,18 @@ def kernel_merge(
     token = row // HEADS - batch * part_tokens
     exists = row < rows
     mask = exists[:, None] & (column < DIM)
-    part_at = (batch * HEADS + head) * part_tokens + token
-    at = (batch * HEADS + head) * tokens + first + token
-    own = tl.load(lse_ptr + at, mask=exists, other=0.0)
-    other = tl.load(part_lse_ptr + part_at, mask=exists, other=0.0)
-    largest = tl.maximum(own, other)
-    own_sum, other_sum = tl.exp(own - largest), tl.exp(other - largest)
-    total = own_sum + other_sum
+    part_index = (batch * HEADS + head) * part_tokens + token
+    index = (batch * HEADS + head) * tokens + first + token
+    lse = tl.load(lse_ptr + index, mask=exists, other=0.0)
+    part_lse = tl.load(part_lse_ptr + part_index, mask=exists, other=0.0)
+    max_lse = tl.maximum(lse, part_lse)
+    weight, part_weight = tl.exp(lse - max_lse), tl.exp(part_lse - max_lse)
+    total = weight + part_weight
     out = out_ptr + (((batch * tokens + first + token) * HEADS + head) * DIM)[:, None] + column
     part = tl.load(part_ptr + (row * DIM)[:, None] + column, mask=mask, other=0.0).to(tl.float32)
     value = tl.load(out, mask=mask, other=0.0).to(tl.float32)
-    value = value * (own_sum / total)[:, None] + part * (other_sum / total)[:, None]
+    value = value * (weight / total)[:, None] + part * (part_weight / total)[:, None]
     tl.store(out, value.to(out_ptr.dtype.element_ty), mask=mask)
-    # All warps must have loaded lse: without the barrier, some read merged values.
+    # Several warps load the same LSE. Without the barrier, some would load a merged LSE.
     tl.debug_barrier()
-    tl.store(lse_ptr + at, largest + tl.log(total), mask=exists)
+    tl.store(lse_ptr + index, max_lse + tl.log(total), mask=exists)

@@ -1,23 +1,24 @@
-"""AllGather-attention: attention over a sequence that ranks share, without exchanging heads.
+"""AllGather-attention: attention over a sequence of which each rank has a part.
 
-Each rank has its part of q, k and v. Copy engines push k and v of every rank to all others while a
-library computes attention over the part that is here. A one-block kernel then waits for the next
-part, the library attends to it, and a small kernel merges the results by their log-sum-exps.
+Each rank has its part of the tokens of q, k and v, with all heads. Copy engines push k and v of
+every rank to all other ranks while a library computes attention over the rank's own part. Then, for
+each other part, a kernel of one block waits for the part, the library attends to the part, and a
+small kernel merges the results by their log-sum-exps.
 
 Timeline of one call (W = 3):
     main stream  ─┬─ own part │ wait, part of rank+1, merge │ wait, part of rank+2, merge ─┬─ end
     copy streams  └─ k, v → rank-1, flag │ k, v → rank-2, flag ────────────────────────────┘
 
-A causal sequence is balanced by zig-zag order: of 2 W chunks, rank r has the chunks r and
-2 W - 1 - r. All queries of a rank then attend to the first chunk of each earlier rank, and its
-second chunk attends to both chunks of each later rank, so every rank has equal work and each part
-is one call of the library.
+Zig-zag order gives every rank equal work on a causal sequence: of 2 W chunks, rank r has the chunks
+r and 2 W - 1 - r. Both chunks of a rank attend to the first chunk of each earlier rank. Only the
+second chunk of a rank attends to later ranks, to both of their chunks. The attention over the part
+of another rank is therefore one call of the library.
 
-The backward gathers k and v again in this way. Gradients of k and v return by reduce-scatter.
+The backward gathers k and v again in the same way. A reduce-scatter sums the gradients of k and v.
 
 Algorithms:
     * ``"copy_engine"``: the timeline above.
-    * ``"collective"``: the group's all-gather before all attention, without overlap.
+    * ``"collective"``: all-gather by ``torch.distributed``, then all attention. No overlap.
 """
 
 from __future__ import annotations
@@ -52,27 +53,30 @@ def sp_ag_attention(
     algorithm: str | None = None,
     accepted_key: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention of q over k and v of all ranks, and its log-sum-exp; tuned over all ranks.
+    """Return the attention of q over k and v of all ranks, and its log-sum-exp. Tuned over all
+    ranks.
 
     The rules for calls are in the docstring of ``triton_dist.kernels.nvidia``. All ranks have equal
     shapes.
 
     Args:
-        q: [batch, tokens of this rank, q_heads, head_dim], dtype of the context, contiguous heads.
+        q: [batch, tokens of this rank, q_heads, head_dim], dtype of the context. The heads of each
+            token must be contiguous.
         k, v: [batch, tokens of this rank, kv_heads, head_dim].
         ctx: context of ``create_sp_ag_attention_context``.
-        is_causal: a token attends to itself and earlier tokens.
-        zigzag: this rank has the chunks r and 2 W - 1 - r of 2 W chunks of a causal sequence;
-            ``False``: part r of W parts. Without ``is_causal``, the order does not matter.
-        seq_lens: tokens on each rank of every sequence, for sequences packed into a batch of 1;
-            equal on all ranks. Default: one sequence per batch.
+        is_causal: whether a token attends only to itself and earlier tokens.
+        zigzag: if true, rank r of W has the chunks r and 2 W - 1 - r of 2 W chunks of a causal
+            sequence, else chunk r of W chunks. Without ``is_causal``, the order does not matter.
+        seq_lens: for several sequences packed into a batch of 1: the number of tokens of each
+            sequence on a rank, equal on all ranks. Default: each row of the batch is a sequence.
         scale: factor of the products of q and k; default: 1 / sqrt(head_dim).
         backend: library: ``"cudnn"`` or ``"flash"`` on GPUs, ``"cpu"`` on CPU ranks (tuned).
         algorithm: ``"copy_engine"`` (default) or ``"collective"`` (tuned).
         accepted_key: reserved for the tuner.
 
     Returns:
-        out, like q, and the log-sum-exp, fp32 [batch, q_heads, tokens of this rank].
+        The attention, with the shape and dtype of q, and the log-sum-exp, fp32 [batch, q_heads,
+        tokens of this rank].
 
     Raises:
         InvalidArgument: an argument does not fit the context or the algorithm.
@@ -99,7 +103,7 @@ def sp_ag_attention_backward(
     Args:
         grad: gradient of ``out``.
         q, k, v, ctx: arguments of ``sp_ag_attention``.
-        out, lse: its results.
-        options: its other arguments.
+        out, lse: results of ``sp_ag_attention``.
+        options: other arguments of ``sp_ag_attention``.
     """
     return AttentionCall(q, k, v, ctx, **options).gradients(grad, out, lse)

@@ -1,4 +1,4 @@
-"""Algorithms of the Ulysses ops, which differ only in the direction."""
+"""Algorithms of the two Ulysses ops, which differ only in the direction of the exchange."""
 
 from __future__ import annotations
 
@@ -53,40 +53,45 @@ _MIN_COPY_ENGINE_BYTES = 1 << 20
 
 
 class HeadsKey(NamedTuple):
-    """Tuning key of a call, which is also its sizes."""
+    """Tuning key of a call. The algorithms also use it as the call's sizes."""
 
     M: int
     """Batch size times tokens of all ranks."""
     widths: tuple[int, ...]
-    """Elements of a token of q, k and v on a rank after ``ulysses_pre_attn``; 0 without it."""
+    """Number of elements per token of q, k and v on a rank after ``ulysses_pre_attn``. 0 for a
+    tensor that is ``None``."""
     dtype: torch.dtype
     replicas: int
+    """Number of ranks that share a KV head."""
     is_batched: bool
     has_lengths: bool
     num_ranks: int
 
 
 class Block(NamedTuple):
-    """Blocks of one of q, k and v: what each rank sends to each other rank."""
+    """The blocks of one of the tensors q, k and v. A rank sends one block to each other rank."""
 
     part: int
     """0 for q, 1 for k and 2 for v."""
     x: torch.Tensor
     width: int
-    """Elements of a row."""
+    """Number of elements of a row of the block."""
     skipped: int
-    """Elements of a row of the parts before."""
+    """Sum of the widths of the tensors before this one."""
     replicas: int
+    """Number of ranks that share a head."""
 
 
-@dataclass(eq=False, repr=False)  # not frozen: created per call, and freezing costs 1 us
+@dataclass(eq=False, repr=False)  # not frozen, because that would take 1 us more per call
 class HeadsCall(OpCall):
-    """One call of ``ulysses_pre_attn``, which exchanges the sequence for the heads (``to_heads``),
-    or of ``ulysses_post_attn``."""
+    """The arguments of one call, and values derived from them.
+
+    The call is of ``ulysses_pre_attn`` if ``to_heads`` is true, else of ``ulysses_post_attn``.
+    """
 
     to_heads: bool
     tensors: dict[str, Any]
-    """Tensors by the names of arguments, in the order q, k, v."""
+    """Tensors by argument name, in the order q (or o), k, v."""
     ctx: UlyssesContext
     seq_lens: Sequence[int] | None = None
     num_ctas: int | None = None
@@ -103,9 +108,9 @@ class HeadsCall(OpCall):
             raise_first_error(function, self.checks())
         self.x = list(self.tensors.values())
         first = self.x[0]
-        self.batch, own = int(first.shape[0]), int(first.shape[1])
+        self.batch, tokens = int(first.shape[0]), int(first.shape[1])
         ctx, lengths = self.ctx, self.seq_lens
-        equal = own if self.to_heads else own // ctx.num_ranks
+        equal = tokens if self.to_heads else tokens // ctx.num_ranks
         self.lengths = (equal,) * ctx.num_ranks if lengths is None else tuple(map(int, lengths))
         self.total = sum(self.lengths)
         shards = [ctx.num_ranks // (ctx.replicas if part else 1) for part in range(3)]
@@ -152,9 +157,9 @@ class HeadsCall(OpCall):
                 yield f"{name}.stride()", x.stride(), x.is_contiguous(), "a contiguous tensor"
         name, shape, tokens = f"{main}.shape", tuple(first.shape), int(first.shape[1])
         if lengths is not None:
-            whole = lengths[ctx.rank] if to_heads else sum(lengths)
-            expected = f"{whole} tokens, as seq_lens = {tuple(lengths)} require"
-            yield name, shape, tokens == whole, expected
+            required = lengths[ctx.rank] if to_heads else sum(lengths)
+            expected = f"{required} tokens, as seq_lens = {tuple(lengths)} require"
+            yield name, shape, tokens == required, expected
         else:
             expected = f"tokens that are a multiple of world_size = {size}, or seq_lens"
             yield name, shape, to_heads or tokens % size == 0, expected
@@ -168,11 +173,11 @@ class HeadsCall(OpCall):
 
     @property
     def agreement(self) -> str:
-        """Text on which ranks must agree in addition to the key."""
+        """Text that, like the tuning key, must be equal on all ranks."""
         return f"{self.batch} batches, seq_lens {self.lengths}"
 
     def outputs(self) -> list[Any]:
-        """Return uninitialised results."""
+        """Return uninitialised memory for the results, ``None`` for absent tensors."""
         tokens = self.total if self.to_heads else self.own_tokens
         out: list[Any] = [None] * 3
         for block in self.blocks():
@@ -187,7 +192,7 @@ class HeadsCall(OpCall):
 
     @property
     def digest(self) -> int:
-        """Value that must be equal on all ranks."""
+        """Call tag, a digest of the arguments that must be equal on all ranks."""
         return digest_of(self.to_heads, self.batch, self.lengths, self.widths, self.params.values)
 
     def blocks(self) -> Iterator[Block]:
@@ -200,26 +205,29 @@ class HeadsCall(OpCall):
 
 
 def default_params() -> LaunchParams:
-    """Return the parameters of calls that pass none. The interpreter runs programs in sequence."""
+    """Return the launch parameters of calls that pass none.
+
+    The interpreter gets few programs, because it runs them one after the other.
+    """
     return _INTERPRETED if current_device().interprets else _DEFAULT
 
 
 def pre_attn_call(
     q: Any, k: Any, v: Any, ctx: UlyssesContext, *options: Any, **others: Any
 ) -> HeadsCall:
-    """Return a call of ``ulysses_pre_attn``, from its arguments."""
+    """Return the call of ``ulysses_pre_attn`` with the given arguments."""
     return HeadsCall(True, {"q": q, "k": k, "v": v}, ctx, *options, **others)
 
 
 def post_attn_call(
     o: Any, ctx: UlyssesContext, k: Any = None, v: Any = None, *options: Any, **others: Any
 ) -> HeadsCall:
-    """Return a call of ``ulysses_post_attn``, from its arguments."""
+    """Return the call of ``ulysses_post_attn`` with the given arguments."""
     return HeadsCall(False, {"o": o, "k": k, "v": v}, ctx, *options, **others)
 
 
 class _Algorithm(Algorithm[HeadsCall, HeadsKey]):
-    """Base of the algorithms of both ops."""
+    """Base class of the algorithms of both ops."""
 
     def run(self, call: HeadsCall) -> Any:
         out = call.outputs()
@@ -232,11 +240,11 @@ class _Algorithm(Algorithm[HeadsCall, HeadsKey]):
 
     @abstractmethod
     def move(self, call: HeadsCall, out: list[Any]) -> None:
-        """Launch the exchange over several ranks."""
+        """Exchange blocks between several ranks, and store the results in ``out``."""
 
 
 class Push(_Algorithm):
-    """Programs store blocks into the slots of the other ranks and copy out what arrives."""
+    """Programs store blocks in the slots of other ranks, and copy received blocks to ``out``."""
 
     name = "push"
     tunables = "num_ctas", "block_bytes", "num_chunks"
@@ -246,7 +254,7 @@ class Push(_Algorithm):
         return (params.values for params in candidates)
 
     def fits(self, config: Mapping[str, Any], sizes: HeadsKey) -> bool:
-        # Each program has a block of q to send per chunk, or the config is the smallest.
+        # Each program must have a block of q to send per chunk, or the config must be the smallest.
         nbytes = sizes.M // sizes.num_ranks * sizes.widths[0] * sizes.dtype.itemsize
         block, chunks = config["block_bytes"], config["num_chunks"]
         step = config["num_ctas"] * block * chunks
@@ -263,7 +271,7 @@ class Push(_Algorithm):
         buffer.timeout_words.end()
 
     def repeat(self, launcher: Any, call: HeadsCall, out: list[Any]) -> None:
-        """Launch the kernel, or repeat the launch of a call that differs only in addresses."""
+        """Launch the kernel, or repeat the launch of an earlier call with other addresses."""
         tensors = {
             f"{name}.{head}": each
             for name, each_of in (("x", call.x), ("results", out))
@@ -299,7 +307,7 @@ class Push(_Algorithm):
         return Launch(self.kernel, (self.programs * params.num_ctas,), arguments, options)
 
     programs: ClassVar[int] = 2
-    """Programs per worker: one that sends and one that receives."""
+    """Number of programs per worker. One sends and one receives."""
     kernel: ClassVar[Any] = kernel.kernel_exchange_heads
 
     def memory(self, call: HeadsCall) -> tuple[Any, ...]:
@@ -308,7 +316,7 @@ class Push(_Algorithm):
 
 
 class CopyEngine(Push):
-    """Copy engines push chunks of blocks; a kernel copies out what arrives."""
+    """Copy engines push chunks of blocks. A kernel copies received chunks to ``out``."""
 
     name = "copy_engine"
     programs = 1
@@ -336,7 +344,7 @@ class CopyEngine(Push):
         )  # fmt: skip
 
     def steps(self, call: HeadsCall) -> Iterator[Step]:
-        """Yield the copies of this rank's blocks, chunk by chunk, as the kernel cuts them."""
+        """Yield the copies of this rank's blocks, chunk by chunk, in the chunks of the kernel."""
         ctx, slots, chunks = call.ctx, call.ctx.pushed.slots, call.params.num_chunks
         for chunk in range(chunks):
             for step in range(1, ctx.num_ranks):
@@ -362,7 +370,10 @@ class CopyEngine(Push):
 
     @staticmethod
     def pieces(call: HeadsCall, peer: int, first: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield rows of a block that are adjacent in x: first, end, and first row of x."""
+        """Yield pieces of rows [first, end) of a block that are adjacent in x.
+
+        A piece is its first row and end in the block, and its first row in x.
+        """
         if call.to_heads:
             if first < end:
                 yield first, end, first
@@ -376,13 +387,13 @@ class CopyEngine(Push):
 
 
 class Collective(_Algorithm):
-    """The group's all-to-all (NCCL; gloo on CPU ranks) between two permutations."""
+    """All-to-all by ``torch.distributed`` (NCCL, or gloo on CPU ranks) between two permutations."""
 
     name = "collective"
     is_fallback = True
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        # CPU ranks test our kernels, so the library is not a candidate there.
+        # CPU ranks test the kernels of this package, so libraries are no candidates there.
         return [()] if current_device().has_nccl else []
 
     def fits(self, config: Mapping[str, Any], sizes: HeadsKey) -> bool:
@@ -398,11 +409,16 @@ class Collective(_Algorithm):
                 else:
                     block = x.narrow(1, sum(lengths[:peer]), lengths[peer])
                 sent.append(block.reshape(-1))
-        row = batch * sum(call.widths)
-        owns, others = [row * call.own_tokens] * ctx.num_ranks, [row * n for n in lengths]
-        sizes, received_sizes = (owns, others) if call.to_heads else (others, owns)
+        per_token = batch * sum(call.widths)
+        own_sizes = [per_token * call.own_tokens] * ctx.num_ranks
+        peer_sizes = [per_token * tokens for tokens in lengths]
+        sent_sizes, received_sizes = (
+            (own_sizes, peer_sizes) if call.to_heads else (peer_sizes, own_sizes)
+        )
         received = sent[0].new_empty(sum(received_sizes))
-        dist.all_to_all_single(received, torch.cat(sent), received_sizes, sizes, group=ctx.group)
+        dist.all_to_all_single(
+            received, torch.cat(sent), received_sizes, sent_sizes, group=ctx.group
+        )
         for part, _, width, skipped, replicas in call.blocks():
             rows = []
             for source, all_rows in enumerate(received.split(received_sizes)):

@@ -39,13 +39,13 @@ class UlyssesContext(OpContext[ExchangeBuffer]):
         self.q_heads, self.kv_heads, self.head_dims = q_heads, kv_heads, head_dims
         self.dtype = dtype
         self.replicas = max(1, self.num_ranks // kv_heads)
-        """Ranks that share a KV head."""
+        """Number of ranks that share a KV head."""
         head_dim, v_head_dim = head_dims
         local_kv = max(1, kv_heads // self.num_ranks)
         self.widths = (
             q_heads // self.num_ranks * max(head_dims), local_kv * head_dim, local_kv * v_head_dim
         )  # fmt: skip
-        """Largest number of elements of a token of q, k and v on this rank after the exchange."""
+        """Maximum numbers of elements per token of q, k and v on a rank after the exchange."""
         tokens = max(max_tokens, self.num_ranks * max_local_tokens)
         nbytes = tokens * sum(self.widths) * dtype.itemsize if self.num_ranks > 1 else 1
         disagreements = Disagreements("digest of shapes and seq_lens of a Ulysses op", group)
@@ -55,24 +55,25 @@ class UlyssesContext(OpContext[ExchangeBuffer]):
             self.pushed = add(PushedShards(shard_bytes, group, "ulysses", disagreements))
         self._lengths: BoundedDict[tuple[int, ...], torch.Tensor] = BoundedDict()
         self._captured_lengths: dict[tuple[int, ...], torch.Tensor] = {}
-        """Lengths that CUDA graphs read."""
+        """Lengths that CUDA graphs read, so they must stay alive."""
 
     def lengths(self, seq_lens: tuple[int, ...]) -> torch.Tensor:
-        """Return ``seq_lens`` and the sums of the lengths before each, int32 [2, ranks].
+        """Return an int32 [2, ranks] on the device: ``seq_lens``, and the tokens before each rank.
 
-        The first call for some lengths copies them to the device, which a capture does not allow.
+        The first call with new lengths copies them to the device, so it must not be in a graph
+        capture.
         """
-        known = self._captured_lengths.get(seq_lens)
-        if known is None:
-            known = self._lengths.get(seq_lens)
-        if known is None:
+        lengths = self._captured_lengths.get(seq_lens)
+        if lengths is None:
+            lengths = self._lengths.get(seq_lens)
+        if lengths is None:
             before = [sum(seq_lens[:rank]) for rank in range(self.num_ranks)]
             device = self.device.torch_device
-            known = torch.tensor([seq_lens, before], dtype=torch.int32, device=device)
-            self._lengths[seq_lens] = known
+            lengths = torch.tensor([seq_lens, before], dtype=torch.int32, device=device)
+            self._lengths[seq_lens] = lengths
         if self.device.is_capturing():
-            self._captured_lengths[seq_lens] = known
-        return known
+            self._captured_lengths[seq_lens] = lengths
+        return lengths
 
 
 def create_ulysses_context(
@@ -91,18 +92,20 @@ def create_ulysses_context(
 ) -> UlyssesContext:
     """Create the context of the Ulysses ops. Collective over ``group``.
 
-    Allocates per rank about 4 times the bytes of the largest q, k and v of a rank.
+    In the memory of each rank, the context uses about 4 times the bytes of the largest q, k and v
+    of a rank.
 
     Args:
-        rank, world_size, local_world_size: this rank, ranks of the group, and ranks on this host.
-        max_tokens: largest batch size times sequence length (tokens of all ranks) in any call.
-        q_heads: heads of q, a multiple of ``world_size`` and of ``kv_heads``.
-        kv_heads: heads of k and v, a multiple or a divisor of ``world_size``.
-        head_dim: elements of a head of q and k, a multiple of 8.
+        rank, world_size, local_world_size: this rank, the number of ranks of the group, and the
+            number of ranks on this host.
+        max_tokens: maximum, over all calls, of the batch size times the tokens of all ranks.
+        q_heads: number of heads of q, a multiple of ``world_size`` and of ``kv_heads``.
+        kv_heads: number of heads of k and v, a multiple or a divisor of ``world_size``.
+        head_dim: number of elements of a head of q and k, a multiple of 8.
         dtype: fp16, bf16 or fp32.
-        v_head_dim: elements of a head of v; default: ``head_dim``.
-        max_local_tokens: largest batch size times tokens of one rank in any call; default: an equal
-            part of ``max_tokens``.
+        v_head_dim: number of elements of a head of v, a multiple of 8; default: ``head_dim``.
+        max_local_tokens: maximum, over all calls, of the batch size times the tokens of one rank;
+            default: ``max_tokens`` divided by ``world_size``, rounded up.
         group: process group; default: the world, or this process alone.
 
     Returns:

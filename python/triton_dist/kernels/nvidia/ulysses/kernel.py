@@ -1,13 +1,18 @@
 """Kernels of the Ulysses exchange; ``op.py`` describes the ops.
 
-Terms: in a *local* tensor [batch, tokens of the rank, all heads], a rank has all heads of its part
-of the sequence. In a *global* tensor [batch, all tokens, heads of the rank] it has a part of the
-heads. A call turns local tensors into global tensors (``TO_HEADS``) or the reverse. The *block* of
-a source and a target is the part that the source has before the call and the target after it: all
-batches and tokens of the local side, and the heads of the global side. A row of a block has WIDTH
-elements. KV heads that several ranks share travel to each of them; on the way back they are summed.
+Terms:
+    * A *local* tensor is [batch, tokens of the rank, all heads].
+    * A *global* tensor is [batch, all tokens, heads of the rank].
+    * If ``TO_HEADS`` is true, a call converts local tensors to global tensors, else global tensors
+      to local tensors.
+    * A *block* is the part that a source rank has before the call and a target rank after the call.
+      It has all batches and tokens of the rank with the local tensor, and the heads of the rank
+      with the global tensor. A row of a block has WIDTH elements.
 
-Blocks are contiguous in the slots. Chunks cut each block along its rows, so copy engines can send
+If several ranks share a KV head, the head is sent to each of them. In the other direction, the
+blocks of these ranks are added.
+
+Blocks are contiguous in the slots. A chunk is a range of rows of a block, so copy engines can send
 a chunk with one copy. Flags, epochs and slots follow ``common/exchange/protocol.py``.
 """
 
@@ -30,7 +35,7 @@ from triton_dist.kernels.common.peers import flag_of, target_at
 
 
 class Heads(NamedTuple):
-    """Tensors of a call, or their row pitches in elements; ``None`` if a call has fewer."""
+    """Tensors of a call, or their row strides in elements. ``None`` for absent tensors."""
 
     q: Any
     k: Any
@@ -38,10 +43,10 @@ class Heads(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """Tokens of a call.
+    """Numbers of tokens of a call.
 
-    lengths: int32 [2, NUM_RANKS], tokens of each rank and of the ranks before it, or ``None`` if
-    all ranks have an equal number.
+    ``lengths`` is int32 [2, NUM_RANKS]: the number of tokens of each rank, and of all ranks before
+    each rank. It is ``None`` if all ranks have equally many.
     """
 
     lengths: Any
@@ -50,9 +55,9 @@ class Sequence(NamedTuple):
 class UlyssesPlan(NamedTuple):
     """Constants of a launch.
 
-    WORKERS: programs that share the elements of a chunk. Q, K, V: elements of a row of a block, 0
-    without the tensor. REPLICAS: ranks that share a KV
-    head. IS_BATCHED: whether the batch size exceeds 1. ``Plan`` describes the other constants.
+    WORKERS programs share the elements of a chunk. Q, K and V are the WIDTH of the blocks of each
+    tensor, 0 for absent tensors. REPLICAS is the number of ranks that share a KV head. IS_BATCHED
+    is true if the batch size exceeds 1. ``Plan`` describes the other constants.
     """
 
     NUM_RANKS: Any
@@ -70,7 +75,7 @@ class UlyssesPlan(NamedTuple):
 
 @jit
 def length_of(sequence, length, rank, plan: tl.constexpr):
-    """Return the tokens of a rank and of the ranks before it, per batch."""
+    """Return the number of tokens of ``rank``, and of all ranks before ``rank``, per batch."""
     before = rank * length
     if sequence.lengths is not None:
         length = tl.load(sequence.lengths + rank)
@@ -80,9 +85,9 @@ def length_of(sequence, length, rank, plan: tl.constexpr):
 
 @jit
 def block_start(source, tokens, before, batch, plan: tl.constexpr):
-    """Return the begin of the block of ``source`` in a slot, in rows of all tensors.
+    """Return the number of rows in a slot before the block of ``source``.
 
-    ``tokens``: tokens of the block. ``before``: tokens of the ranks before the source.
+    ``tokens`` is the number of tokens of the block, ``before`` of the ranks before the source.
     """
     if plan.TO_HEADS:
         return before.to(tl.int64) * batch
@@ -91,21 +96,23 @@ def block_start(source, tokens, before, batch, plan: tl.constexpr):
 
 @jit
 def elements_of(round, worker, chunk, rows, WIDTH: tl.constexpr, plan: tl.constexpr):
-    """Return first row, offsets from its begin, and mask, of a worker's elements of a chunk."""
+    """Return the first row of a worker's elements of a chunk, their offsets from its begin, and
+    their mask."""
     chunk_rows = tl.cdiv(rows, plan.NUM_CHUNKS)
     first = chunk * chunk_rows
     end = tl.minimum(first + chunk_rows, rows)
-    begin_of = (worker.to(tl.int64) + round * plan.WORKERS) * plan.BLOCK
-    skipped = begin_of // WIDTH
-    offset = (begin_of - skipped * WIDTH).to(tl.int32) + tl.arange(0, plan.BLOCK)
-    # In int64 and without minimum, from which the compiler knows that vectors are whole.
-    mask = tl.arange(0, plan.BLOCK) < (end - first) * WIDTH - begin_of
+    skipped_elements = (worker.to(tl.int64) + round * plan.WORKERS) * plan.BLOCK
+    skipped = skipped_elements // WIDTH
+    offset = (skipped_elements - skipped * WIDTH).to(tl.int32) + tl.arange(0, plan.BLOCK)
+    # The right side is in int64 and has no minimum. The compiler can then derive that vectors are
+    # not divided by the mask.
+    mask = tl.arange(0, plan.BLOCK) < (end - first) * WIDTH - skipped_elements
     return first + skipped, offset, mask
 
 
 @jit
 def rounds_of(rows, WIDTH: tl.constexpr, plan: tl.constexpr):
-    """Return the number of blocks of BLOCK elements of each worker per chunk."""
+    """Return how many times each worker processes BLOCK elements of a chunk."""
     blocks = tl.cdiv(tl.cdiv(rows, plan.NUM_CHUNKS) * WIDTH, plan.BLOCK)
     return tl.cdiv(blocks, plan.WORKERS)
 
@@ -130,7 +137,8 @@ def send_part(
 ):  # fmt: skip
     """Store this program's elements of a chunk of a block at ``target``.
 
-    ``before``: tokens of the ranks before the target; ``column``: its first element of a row.
+    ``before`` is the number of tokens of the ranks before the target rank. ``column`` is the first
+    element of a row of x that the target rank receives.
     """
     rows = batch.to(tl.int64) * tokens
     for round in range(rounds_of(rows, WIDTH, plan)):
@@ -147,9 +155,9 @@ def send_part(
 
 @jit
 def send(
-    x, pitches, sequence, slots, call, worker, chunk, length, total, batch, plan: tl.constexpr
+    x, row_strides, sequence, slots, call, worker, chunk, length, total, batch, plan: tl.constexpr
 ):
-    """Store a chunk of this rank's blocks in the slots of the other ranks."""
+    """Store one chunk of each of this rank's blocks in the slots of the other ranks."""
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     own_tokens, own_before = length_of(sequence, length, call.rank, plan)
     for step in tl.static_range(1, NUM_RANKS):
@@ -161,19 +169,19 @@ def send(
         target = target_at(slots.table, peer, slots.data) + call.offset + start
         rows = batch.to(tl.int64) * tokens
         send_part(
-            x.q, pitches.q, target, worker, chunk, peer * plan.Q, tokens, before, total, batch,
+            x.q, row_strides.q, target, worker, chunk, peer * plan.Q, tokens, before, total, batch,
             plan.Q, plan,
         )  # fmt: skip
         kv_head = peer // plan.REPLICAS
         if x.k is not None:
             send_part(
-                x.k, pitches.k, target + rows * plan.Q, worker, chunk, kv_head * plan.K, tokens,
+                x.k, row_strides.k, target + rows * plan.Q, worker, chunk, kv_head * plan.K, tokens,
                 before, total, batch, plan.K, plan,
             )  # fmt: skip
         if x.v is not None:
             send_part(
-                x.v, pitches.v, target + rows * (plan.Q + plan.K), worker, chunk, kv_head * plan.V,
-                tokens, before, total, batch, plan.V, plan,
+                x.v, row_strides.v, target + rows * (plan.Q + plan.K), worker, chunk,
+                kv_head * plan.V, tokens, before, total, batch, plan.V, plan,
             )  # fmt: skip
 
 
@@ -183,10 +191,10 @@ def receive_local(
     batch, rank, part: tl.constexpr, REPLICAS: tl.constexpr, WIDTH: tl.constexpr,
     plan: tl.constexpr,
 ):  # fmt: skip
-    """Write a chunk of a local tensor: for each head, the sum over the ranks that share it.
+    """Write a chunk of a local tensor. Heads are summed over the ranks that share them.
 
-    ``blocks_ptr`` is the block of rank 0; blocks are ``block_elements`` apart. The rank's own
-    block is in x.
+    ``blocks_ptr`` points to the block of rank 0. Blocks are ``block_elements`` elements apart. The
+    rank's own block is in x.
     """
     rows = batch.to(tl.int64) * tokens
     SHARDS: tl.constexpr = plan.NUM_RANKS // REPLICAS
@@ -200,7 +208,7 @@ def receive_local(
             needed = mask
             if REPLICAS == 1:
                 needed = mask & ((rank == shard) if part == "own" else (rank != shard))
-            # Bypass L1, which may hold stale data.
+            # The loads bypass L1, which may hold stale data.
             for replica in tl.static_range(REPLICAS):
                 source = shard * REPLICAS + replica
                 block = blocks_ptr + source * block_elements + first_row * WIDTH + offset
@@ -220,7 +228,10 @@ def receive_global(
     x_ptr, stride, out_ptr, block_ptr, worker, chunk, tokens, before, total, batch,
     WIDTH: tl.constexpr, plan: tl.constexpr,
 ):  # fmt: skip
-    """Copy a chunk of the block at ``block_ptr`` to a global tensor; ``None``: of x."""
+    """Copy a chunk of a block to a global tensor.
+
+    The block is at ``block_ptr``, or in x if ``block_ptr`` is ``None``.
+    """
     rows = batch.to(tl.int64) * tokens
     for round in range(rounds_of(rows, WIDTH, plan)):
         first_row, offset, mask = elements_of(round, worker, chunk, rows, WIDTH, plan)
@@ -237,13 +248,13 @@ def receive_global(
 
 @jit
 def receive(
-    x, pitches, results, sequence, slots_ptr, worker, chunk, length, total, batch, rank,
+    x, row_strides, results, sequence, slots_ptr, worker, chunk, length, total, batch, rank,
     part: tl.constexpr, plan: tl.constexpr,
 ):  # fmt: skip
-    """Write a chunk of blocks for this rank to results, from the slot at ``slots_ptr``.
+    """Write one chunk of each block for this rank to ``results``, from the slot at ``slots_ptr``.
 
-    ``part``: "own" for the rank's own block, "others" for the other blocks. Sums of gradients read
-    the own block with the others.
+    ``part`` is "own" for the block that the rank sends to itself, "others" for the other blocks.
+    Blocks that are summed over ranks are all read in the part "others".
     """
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     SUM: tl.constexpr = plan.Q + plan.K + plan.V
@@ -260,62 +271,64 @@ def receive(
             if step == 0:
                 block, k_block, v_block = None, None, None
             receive_global(
-                x.q + rank * plan.Q, pitches.q, results.q, block, worker, chunk, tokens, before,
+                x.q + rank * plan.Q, row_strides.q, results.q, block, worker, chunk, tokens, before,
                 total, batch, plan.Q, plan,
             )  # fmt: skip
             if x.k is not None:
                 receive_global(
-                    x.k + kv_head * plan.K, pitches.k, results.k, k_block, worker, chunk, tokens,
-                    before, total, batch, plan.K, plan,
+                    x.k + kv_head * plan.K, row_strides.k, results.k, k_block, worker, chunk,
+                    tokens, before, total, batch, plan.K, plan,
                 )  # fmt: skip
             if x.v is not None:
                 receive_global(
-                    x.v + kv_head * plan.V, pitches.v, results.v, v_block, worker, chunk, tokens,
-                    before, total, batch, plan.V, plan,
+                    x.v + kv_head * plan.V, row_strides.v, results.v, v_block, worker, chunk,
+                    tokens, before, total, batch, plan.V, plan,
                 )  # fmt: skip
     else:
         tokens, before = length_of(sequence, length, rank, plan)
         rows = batch.to(tl.int64) * tokens
         receive_local(
-            x.q, pitches.q, results.q, slots_ptr, rows * SUM, worker, chunk, tokens, before, total,
-            batch, rank, part, 1, plan.Q, plan,
+            x.q, row_strides.q, results.q, slots_ptr, rows * SUM, worker, chunk, tokens, before,
+            total, batch, rank, part, 1, plan.Q, plan,
         )  # fmt: skip
         if x.k is not None and (plan.REPLICAS == 1 or part == "others"):
             receive_local(
-                x.k, pitches.k, results.k, slots_ptr + rows * plan.Q, rows * SUM, worker, chunk,
+                x.k, row_strides.k, results.k, slots_ptr + rows * plan.Q, rows * SUM, worker, chunk,
                 tokens, before, total, batch, rank, part, plan.REPLICAS, plan.K, plan,
             )  # fmt: skip
         if x.v is not None and (plan.REPLICAS == 1 or part == "others"):
             receive_local(
-                x.v, pitches.v, results.v, slots_ptr + rows * (plan.Q + plan.K), rows * SUM,
+                x.v, row_strides.v, results.v, slots_ptr + rows * (plan.Q + plan.K), rows * SUM,
                 worker, chunk, tokens, before, total, batch, rank, part, plan.REPLICAS, plan.V,
                 plan,
             )  # fmt: skip
 
 
-@jit(do_not_specialize=["length", "total", "batch", "size", "rank"])
+@jit(do_not_specialize=["length", "total", "batch", "call_tag", "rank"])
 def kernel_exchange_heads(
-    x, pitches, results, sequence, slots, peers, length, total, batch, size, rank,
+    x, row_strides, results, sequence, slots, peers, length, total, batch, call_tag, rank,
     plan: tl.constexpr,
 ):  # fmt: skip
-    """Store blocks in the slots of the other ranks; write what arrives to results.
+    """Store blocks in the slots of the other ranks, and write received blocks to ``results``.
 
-    Grid (2 * WORKERS,): the first half of the programs sends, so that the link never waits for a
-    copy. Program WORKERS + p receives what programs p of the other ranks send.
+    Grid (2 * WORKERS,). Programs 0 to WORKERS - 1 only send, so that the link does not wait for
+    copies to the results. Program WORKERS + p receives the elements that the programs p of the
+    other ranks send.
 
-    ``length``: tokens of a rank, unless ``sequence`` has lengths; ``total``: tokens of all ranks.
+    ``length`` is the number of tokens of a rank, unless ``sequence`` has lengths. ``total`` is the
+    number of tokens of all ranks.
     """
-    call = begin(slots, peers, size, rank, plan)
+    call = begin(slots, peers, call_tag, rank, plan)
     worker = tl.program_id(0)
     if worker < plan.WORKERS:
         for chunk in range(plan.NUM_CHUNKS):
-            send(x, pitches, sequence, slots, call, worker, chunk, length, total, batch, plan)
+            send(x, row_strides, sequence, slots, call, worker, chunk, length, total, batch, plan)
             notify_ranks(call, 0, chunk_flag(call, chunk), plan)
     else:
         worker -= plan.WORKERS
         for chunk in range(plan.NUM_CHUNKS):
             receive(
-                x, pitches, results, sequence, slots.data, worker, chunk, length, total, batch,
+                x, row_strides, results, sequence, slots.data, worker, chunk, length, total, batch,
                 rank, "own", plan,
             )  # fmt: skip
         senders = tl.full((plan.LANES,), 0, tl.int32) + worker
@@ -323,27 +336,28 @@ def kernel_exchange_heads(
             token = await_programs(peers, 0, senders, chunk_flag(call, chunk), plan)
             slots_ptr = slots.data + after_wait(call.offset, token)
             receive(
-                x, pitches, results, sequence, slots_ptr, worker, chunk, length, total, batch, rank,
-                "others", plan,
+                x, row_strides, results, sequence, slots_ptr, worker, chunk, length, total, batch,
+                rank, "others", plan,
             )  # fmt: skip
 
 
-@jit(do_not_specialize=["length", "total", "batch", "size", "rank"])
+@jit(do_not_specialize=["length", "total", "batch", "call_tag", "rank"])
 def kernel_receive_heads(
-    x, pitches, results, sequence, pushed, length, total, batch, size, rank, plan: tl.constexpr
-):
-    """Write the blocks that copy engines push to results, as they arrive. Grid (WORKERS,)."""
-    value = flag_of(pushed.epoch, size)
+    x, row_strides, results, sequence, pushed, length, total, batch, call_tag, rank,
+    plan: tl.constexpr,
+):  # fmt: skip
+    """Write the blocks that copy engines push to ``results``, chunk by chunk. Grid (WORKERS,)."""
+    value = flag_of(pushed.epoch, call_tag)
     worker = tl.program_id(0)
     for chunk in range(plan.NUM_CHUNKS):
         receive(
-            x, pitches, results, sequence, pushed.shards, worker, chunk, length, total, batch, rank,
-            "own", plan,
+            x, row_strides, results, sequence, pushed.shards, worker, chunk, length, total, batch,
+            rank, "own", plan,
         )  # fmt: skip
     for chunk in range(plan.NUM_CHUNKS):
         token = await_pushed(pushed, value, chunk, rank, plan.NUM_RANKS)
         slots_ptr = pushed.shards + after_wait(tl.zeros((), tl.int64), token)
         receive(
-            x, pitches, results, sequence, slots_ptr, worker, chunk, length, total, batch, rank,
+            x, row_strides, results, sequence, slots_ptr, worker, chunk, length, total, batch, rank,
             "others", plan,
         )  # fmt: skip

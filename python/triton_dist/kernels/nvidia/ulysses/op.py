@@ -1,27 +1,31 @@
-"""Ulysses sequence parallelism on one host: exchange the sequence for the heads, and back.
+"""Ulysses sequence parallelism on one host, which shards by heads during attention.
 
-Each of W ranks has a part of the sequence with all heads. ``ulysses_pre_attn`` gives each rank the
-whole sequence for its part of the heads of q, k and v, so that each rank computes attention for
-its heads. ``ulysses_post_attn`` returns the output of the attention to sequence parts. Each is the
-other's backward. If there are fewer KV heads than ranks, W / kv_heads ranks receive the same head,
-and the way back adds their gradients.
+Outside attention, each of W ranks has a part of the sequence with all heads. ``ulysses_pre_attn``
+gives each rank the whole sequence for its part of the heads of q, k and v, so that each rank can
+compute attention for its heads. ``ulysses_post_attn`` converts the output of the attention back, to
+a part of the sequence with all heads. Each op is the backward of the other op. If there are fewer
+KV heads than ranks, W / kv_heads ranks receive the same head. ``ulysses_post_attn`` adds the
+gradients of these ranks.
 
 Timeline of a call, one launch on every rank, in chunks of rows:
     chunk 0 → peers, flag │ chunk 1 → peers, flag │ …                │
                           │ wait, copy chunk 0 out │ chunk 1 │ … │
 
 Design:
-    * Blocks are contiguous in the receive memory, so sources write long rows and copy engines send
-      a block with one copy.
-    * Results are new tensors, because autograd keeps them. The copy out of the receive memory
-      overlaps with the transfer of the next chunk.
-    * Parts may have different lengths. All ranks pass the lengths of all ranks, so the host reads
-      no device memory; flags compare them.
+    * A block is the part of a tensor that one rank sends to another rank. Blocks are contiguous in
+      the receive memory, so sources write long rows and copy engines send a block with one copy.
+    * Results are new tensors, because autograd keeps them. The copy from the receive memory to the
+      results overlaps with the transfer of the next chunk.
+    * The parts of the sequence may have different lengths. All ranks pass the lengths of all ranks,
+      so the host reads no device memory. The flags contain a digest of the lengths, so different
+      arguments are detected.
 
 Algorithms:
     * ``"push"``: the timeline above.
-    * ``"copy_engine"``: copy engines push chunks; a kernel copies out what arrives.
-    * ``"collective"``: the group's all-to-all (NCCL; gloo on CPU ranks) between two permutations.
+    * ``"copy_engine"``: copy engines push chunks, and a kernel copies received chunks to the
+      results.
+    * ``"collective"``: all-to-all by ``torch.distributed`` (NCCL, or gloo on CPU ranks) between two
+      permutations.
 """
 
 from __future__ import annotations
@@ -60,21 +64,23 @@ def ulysses_pre_attn(
     algorithm: str | None = None,
     accepted_key: Any = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return q, k and v of the whole sequence for this rank's heads; tuned over all ranks.
+    """Return q, k and v of the whole sequence for this rank's heads. Tuned over all ranks.
 
     The rules for calls are in the docstring of ``triton_dist.kernels.nvidia``. Rank r of W receives
-    the q heads ``r * q_heads / W`` and following, and the KV heads that they use.
+    ``q_heads / W`` heads of q from head ``r * q_heads / W`` on, and the KV heads that they use.
 
     Args:
-        q: [batch, tokens of this rank, q_heads, head_dim], dtype of the context. Rows of tokens may
-            have any common distance, as views of a packed QKV projection have.
-        k, v: [batch, tokens of this rank, kv_heads, head_dim or v_head_dim], or ``None``. v may be
-            ``None`` if k is.
+        q: [batch, tokens of this rank, q_heads, head_dim], dtype of the context. The heads of each
+            token must be contiguous. All tokens must have the same distance, which may be larger
+            than a token, as in a view of a packed QKV projection.
+        k, v: [batch, tokens of this rank, kv_heads, head_dim or v_head_dim], or ``None``. If k is
+            ``None``, v must be ``None``.
         ctx: context of ``create_ulysses_context``.
-        seq_lens: tokens of each rank, per batch, equal on all ranks; default: the tokens of this
-            rank on all ranks. The first call for some lengths must not be in a graph capture.
-        num_ctas, block_bytes, num_chunks: programs of a launch, bytes that a program moves per
-            step, and chunks of each block (tuned).
+        seq_lens: number of tokens of each rank, per batch, equal on all ranks; default: every rank
+            has the number of tokens of this rank. The first call with new lengths must not be in a
+            graph capture.
+        num_ctas, block_bytes, num_chunks: number of workers (programs that share a chunk), bytes
+            that a program copies at once, and number of chunks of each block (tuned).
         algorithm: ``"push"`` (default), ``"copy_engine"`` or ``"collective"`` (tuned).
         accepted_key: reserved for the tuner.
 
@@ -111,17 +117,17 @@ def ulysses_post_attn(
     algorithm: str | None = None,
     accepted_key: Any = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return this rank's part of the sequence with all heads; tuned over all ranks.
+    """Return this rank's part of the sequence with all heads. Tuned over all ranks.
 
     Args:
         o: [batch, tokens of all ranks, q_heads / W, head_dim or v_head_dim], contiguous, dtype of
-            the context: output of the attention, or gradient of q.
+            the context: the output of the attention, or the gradient of q.
         ctx: context of ``create_ulysses_context``.
         k, v: gradients of k and v, [batch, tokens of all ranks, KV heads of this rank, dim], for
             the backward of ``ulysses_pre_attn``. Gradients of a KV head that several ranks use are
             added in fp32 and rounded once.
         seq_lens, num_ctas, block_bytes, num_chunks, algorithm, accepted_key: see
-            ``ulysses_pre_attn``. The tokens of ranks are equal by default.
+            ``ulysses_pre_attn``. By default, all ranks have equally many tokens.
 
     Returns:
         New tensors [batch, tokens of this rank, all heads, dim], one for each of o, k and v that is
