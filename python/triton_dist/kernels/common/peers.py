@@ -101,7 +101,7 @@ def fold_to_tag(number: int) -> int:
 
 @functools.lru_cache(4096)
 def digest_of(*arguments: Hashable) -> int:
-    """Fold arguments that must be equal on all ranks into the tag of a call."""
+    """Fold arguments that must be equal on all ranks into a call tag."""
     return fold_to_tag(zlib.crc32(repr(arguments).encode()))
 
 

@@ -50,7 +50,7 @@ class CollectiveContext(OpContext[ExchangeBuffer], ABC):
 
     @staticmethod
     def packet_bytes(nbytes: int, num_ranks: int) -> int:
-        """Return the maximum bytes of a tensor that travels in packets; 0 disables packets."""
+        """Return the maximum bytes of a tensor that is sent in packets. 0 disables packets."""
         return 0
 
 

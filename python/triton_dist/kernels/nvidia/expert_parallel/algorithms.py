@@ -1,4 +1,4 @@
-"""Algorithms of expert-parallel dispatch and combine."""
+"""Algorithms of expert-parallel dispatch, and helpers that dispatch and combine share."""
 
 from __future__ import annotations
 
@@ -53,9 +53,11 @@ from triton_dist.runtime.launch import Launch
 
 _MAX_META, _MAX_LAYOUTS = 32, 64
 _MIN_PROGRAMS = 4
-"""A dispatch has a program of each kind."""
+"""A dispatch has at least one program of each of the four kinds."""
 _FREE_SMS = 4
-_LINE_ELEMENTS = 16  # of the smallest dtype; rows in packets have whole lines
+"""Number of SMs left free for other launches."""
+_LINE_ELEMENTS = 16
+"""Elements of the smallest dtype in a line. A row in packets must fill whole lines."""
 _DISPATCH = tuple(
     LaunchParams(ctas, nbytes) for ctas in (160, 128, 64) for nbytes in (16384, 8192, 4096)
 )
@@ -65,7 +67,7 @@ ALIGNMENTS = tuple(1 << power for power in range(9))
 
 
 class Key(NamedTuple):
-    """Tuning key of a dispatch or combine, which is also its sizes."""
+    """Tuning key of a dispatch or combine. The algorithms also use it as the call's sizes."""
 
     M: int
     """``max_tokens`` of the call."""
@@ -75,14 +77,14 @@ class Key(NamedTuple):
     dtype: torch.dtype
     num_ranks: int
     scales: str
-    """"none", "given" or "computed"; "none" for a combine."""
+    """"none", "given" or "computed". "none" for a combine."""
     has_weights: bool
     has_capacity: bool
     """Whether the capacity is below ``max_tokens``."""
     replicas: int
-    """Columns of ``expert_map``; 0 without a map."""
+    """Number of columns of ``expert_map``. 0 without a map."""
     id_dtype: torch.dtype | None
-    """Dtype of ``topk_ids``; ``None`` for a combine."""
+    """Dtype of ``topk_ids``. ``None`` for a combine."""
     alignment: int
     num_sms: int | None
     routing_skew: str | None
@@ -93,17 +95,17 @@ def ceil_div(number: int, by: int) -> int:
 
 
 def int32s(device: torch.device, *sizes: int) -> tuple[torch.Tensor, ...]:
-    """Return int32 vectors in one allocation, each at a multiple of 16 bytes."""
+    """Return int32 vectors in one allocation. Each begins at a multiple of 16 bytes."""
     padded = [ceil_div(size, 4) * 4 for size in sizes]
     vectors = torch.empty(sum(padded), dtype=torch.int32, device=device).split(padded)
     return tuple(vector[:size] for vector, size in zip(vectors, sizes, strict=True))
 
 
 def most_programs(num_sms: int | None, per_sm: int = 2) -> int:
-    """Return the largest number of programs of a launch if ``per_sm`` fit on a multiprocessor.
+    """Return the maximum number of programs of a launch if ``per_sm`` programs fit on an SM.
 
     Programs wait for peers. Ranks may start the launches of two contexts in different orders, so
-    some multiprocessors must remain for the second launch.
+    some SMs must stay free for the second launch.
     """
     device = current_device()
     resident = MAX_CTAS if device.interprets else per_sm * (device.num_sms - _FREE_SMS)
@@ -116,13 +118,16 @@ def num_sms_check(num_sms: int | None) -> Check:
 
 
 def launch_options(params: LaunchParams, per_sm: int = 2, warp_bytes: int = 512) -> dict[str, int]:
-    """Return options that let ``per_sm`` programs run on a multiprocessor."""
+    """Return compile options that let ``per_sm`` programs run on an SM at the same time."""
     warps = max(4, min(16, params.block_bytes // warp_bytes))
     return {"num_warps": warps, "maxnreg": min(255, 2048 // (per_sm * warps))}
 
 
 def packet_programs_of_sm(num_ranks: int, block_bytes: int = 0) -> int:
-    """Return the programs with packets that fit; sums of large blocks need more registers."""
+    """Return how many programs that poll lines fit on an SM.
+
+    Programs need more registers with more ranks, and for sums of larger blocks.
+    """
     return 2 if num_ranks == 2 and block_bytes <= 8192 else 1
 
 
@@ -133,7 +138,7 @@ def fits_packets(sizes: Key) -> bool:
 
 @functools.lru_cache(4096)
 def plan_of(num_ranks: int, experts: int, topk: int, **constants: Any) -> EPPlan:
-    """Return the constants of a launch for ``experts`` per rank; ``constants`` replaces some."""
+    """Return the constants of a launch. ``experts`` is per rank. ``constants`` replace defaults."""
     lanes, topk_lanes = triton.next_power_of_2(num_ranks), triton.next_power_of_2(topk)
     plan = EPPlan(
         NUM_RANKS=num_ranks, LANES=lanes, BLOCK=1, TOPK=topk, TOPK_LANES=topk_lanes,
@@ -145,9 +150,9 @@ def plan_of(num_ranks: int, experts: int, topk: int, **constants: Any) -> EPPlan
     return plan._replace(**constants)
 
 
-@dataclass(eq=False, repr=False)  # not frozen: created per call, and freezing costs 1 us
+@dataclass(eq=False, repr=False)  # not frozen, because that would take 1 us more per call
 class DispatchCall(OpCall):
-    """One call of ``ep_dispatch``: its arguments."""
+    """The arguments of one call of ``ep_dispatch``, and values derived from them."""
 
     x: torch.Tensor
     topk_ids: torch.Tensor
@@ -180,7 +185,7 @@ class DispatchCall(OpCall):
         self.chosen.check(self)
 
     def checked_key(self) -> Key:
-        """Return the key that a tuning is recorded under. Raise if the call cannot work."""
+        """Return the tuning key of the call. Raise if an argument is invalid."""
         ctx, ids, skew = self.ctx, self.topk_ids, self.routing_skew
         checked_buffer(ctx, EPContext, "ep_dispatch", "create_ep_context")
         limit = ctx.max_tokens if self.max_tokens is None else self.max_tokens
@@ -239,7 +244,8 @@ class DispatchCall(OpCall):
         )  # fmt: skip
 
     def start(self, receive: bool) -> Received:
-        """Launch the call; without ``receive``, the result's ``wait`` launches the second half."""
+        """Launch the call. If ``receive`` is false, ``wait`` of the result launches the second
+        half."""
         if self.ctx.pending is not None:
             expected = "no other dispatch before wait() of the result of ep_send"
             raise InvalidArgument("ep_dispatch", "ctx", "a context with a pending send", expected)
@@ -277,27 +283,30 @@ class DispatchCall(OpCall):
         )  # fmt: skip
 
     def wire(self) -> torch.Tensor:
-        """Return the receive buffer, flat."""
+        """Return the receive buffer as a 1-D tensor."""
         return self.ctx.buffer.memory["rows"].local.view(self.wire_dtype)
 
     def launch_kernel(
         self, layout: EPLayout, send: bool, receive: bool, copies: int | None = None
     ) -> None:
-        """Launch the programs that send, or that receive, or both; 0 ``copies`` send no rows."""
+        """Launch the programs that send, the programs that receive, or both.
+
+        ``copies`` replaces the number of copy programs. If it is 0, no rows are sent.
+        """
         ctx = self.ctx
         locations = None
         if self.capacity < self.limit:
             if send:
-                # Count what the user's calls drop, not the tuner's.
-                is_users = copies is None and not waits.are_limited()
-                self.locations = self.locate(ctx.dropped if is_users else ctx.dropped_in_tuning)
+                # The user's counter must not count tokens that calls of the tuner drop.
+                is_tuning = copies is not None or waits.are_limited()
+                self.locations = self.locate(ctx.dropped_in_tuning if is_tuning else ctx.dropped)
             locations = self.locations
         meta_programs, copies, _ = self.programs(self.plan(), copies)
         launch = self.kernel(layout, locations, send, receive, copies)
         ctx.buffer.repeat(launch, meta_programs + copies)
 
     def locate(self, dropped: torch.Tensor) -> torch.Tensor:
-        """Number the tokens for each rank, if the capacity is limited; add to ``dropped``."""
+        """Return ``kernel_locate``'s locations for a limited capacity. Add to ``dropped``."""
         ctx = self.ctx
         (locations,) = int32s(ctx.device.torch_device, ctx.num_ranks * self.limit)
         arguments = (
@@ -309,6 +318,7 @@ class DispatchCall(OpCall):
         return locations
 
     def digest(self, plan: EPPlan, *programs: int) -> int:
+        """Return the call tag, a digest of the arguments that must be equal on all ranks."""
         weighted = self.topk_weights is not None
         return digest_of(self.limit, plan.TOPK, plan.SCALES, self.wire_dtype, weighted, *programs)
 
@@ -337,7 +347,7 @@ class DispatchCall(OpCall):
 
 
 class Push(Algorithm[DispatchCall, Key]):
-    """Programs store each token once at each rank that has one of its experts. One launch."""
+    """One launch. Programs store each token once on each rank that owns one of its experts."""
 
     name = "push"
     tunables: ClassVar[tuple[str, ...]] = ("num_ctas", "block_bytes")
@@ -361,12 +371,12 @@ class Push(Algorithm[DispatchCall, Key]):
         return call.kernel(layout, locations, True, True, None)
 
     def start(self, call: DispatchCall, received: Received, receive: bool) -> None:
-        """Launch the call. Only ``Push`` can omit the second half."""
+        """Launch the call. If ``receive`` is false, omit the second half; only ``Push`` can."""
         call.launch_kernel(received.layout, True, receive)
 
 
 class Packets(Push):
-    """Ids and rows travel in words that mark their own arrival. One launch, for few tokens."""
+    """One launch for few tokens. Receivers poll the words of ids and rows instead of flags."""
 
     name = "packets"
 
@@ -400,7 +410,8 @@ class Packets(Push):
         metas = min(metas, ceil_div(total, 8))
         layouts = min(ctx.num_ranks * metas, ceil_div(total, 4))
         copies = min(call.params.num_ctas, total - metas - layouts)
-        # One program per block of a row: a program then waits only for smaller program numbers.
+        # Each program handles one block of all its rows. It then waits only for programs with
+        # smaller numbers.
         blocks = ceil_div(ctx.hidden, plan.BLOCK)
         copies -= copies % blocks if copies > blocks else 0
         programs = metas + copies + layouts
@@ -417,14 +428,14 @@ class Packets(Push):
 
 
 class Collective(Push):
-    """The group's all-gather (NCCL; gloo on CPU ranks) moves all rows to all ranks."""
+    """All-gather of all rows by ``torch.distributed`` (NCCL, or gloo on CPU ranks)."""
 
     name = "collective"
     tunables = ()
     is_fallback = True
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        # CPU ranks test our kernels, so the library is not a candidate there.
+        # CPU ranks test the kernels of this package, so libraries are no candidates there.
         return [()] if current_device().has_nccl else []
 
     def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
@@ -444,7 +455,8 @@ class Collective(Push):
             x = torch.empty_like(x, dtype=call.wire_dtype)
             if len(x):
                 quantisation(call.x.detach(), x, scale, False).run()
-            # A column counts as contiguous whatever its strides; libraries need stride 1.
+            # PyTorch treats a single column as contiguous for any strides. Libraries require that
+            # the last stride is 1.
             scale = scale.reshape(-1).view(len(x), groups)
         for source, target in ((x, received.rows), (scale, received.scales)):
             if source is not None and target is not None:

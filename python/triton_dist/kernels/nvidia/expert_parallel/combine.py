@@ -1,7 +1,8 @@
 """Kernels and algorithms of expert-parallel combine; ``op.py`` describes the op.
 
-Sums travel as unmarked lines (``packets.py``), so each program adds a block when its words have
-arrived. A rank sends after all ranks have begun the call, hence cleared the lines of the last call.
+Sums are sent in unmarked lines (``packets.py``), so a program adds a block as soon as its words
+have arrived. A rank sends sums only after all ranks have begun the call. Each rank has then cleared
+the lines of the call before.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ _COMBINE = tuple(
 
 @jit
 def check_rows(y_rows, ep_layout, ep_plan: tl.constexpr):
-    """Report a y that is too short for the positions in use. Its missing products are zero."""
+    """Report a fault if y has fewer rows than positions in use. Missing products count as zero."""
     is_short = tl.load(ep_layout.ends + ep_plan.EXPERTS - 1) > y_rows
     if (tl.program_id(0) == 0) & is_short:
         report_fault(ep_layout.control, FAULT_ROWS)
@@ -93,7 +94,7 @@ def sum_of_choices(
         is_local, products = is_local + (exists,), products + (product,)  # noqa: RUF005
         weights = weights + (weight,)  # noqa: RUF005
     total = tl.full((ep_plan.BLOCK,), 0.0, tl.float32)
-    # Most products are on other ranks: skip them, but only after all loads have begun.
+    # Skip products of other ranks, which are most. All loads have been issued before this loop.
     for choice in tl.static_range(TOPK):
         if is_local[choice]:
             total += products[choice].to(tl.float32) * weights[choice]
@@ -105,9 +106,9 @@ def send_sums(
     y_ptr, y_rows, packets, peers, ep_layout, call, begun, item, max_tokens, hidden,
     ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """For each peer, send block ``item`` of the sums of this rank's products of the peer's tokens.
+    """Send block ``item`` of the sums of this rank's products to each peer, for the peer's tokens.
 
-    Skip tokens without products on this rank. Return ``begun``.
+    Skip tokens without products on this rank. Return the updated ``begun`` (``await_begun``).
     """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     PER_LINE: tl.constexpr = LINE_BITS // y_ptr.dtype.element_ty.primitive_bitwidth
@@ -119,15 +120,15 @@ def send_sums(
         source = (call.rank + step) % NUM_RANKS
         target = target_at(packets.table, source, packets.words)
         route = (source * max_tokens + token) * TOPK
-        latest = -1
+        max_position = -1
         for choice in tl.static_range(TOPK):
             position = tl.load(ep_layout.position_of_route + route + choice)
-            latest = tl.maximum(latest, position)
-        if latest >= 0:
+            max_position = tl.maximum(max_position, position)
+        if max_position >= 0:
             sums = sum_of_choices(y_ptr, y_rows, ep_layout, route, column, hidden, ep_plan)
             begun = await_begun(begun, 0, peers, call, ep_plan)
             target += first_line(packets, call.rank, token, row_lines) * LINE_WORDS
-            # Lines have no gaps: columns after the row are zero.
+            # Fill the last line with zeros, because the receiver waits for whole lines.
             row_ptr, in_lines = target.to(y_ptr.dtype) + column, column < row_lines * PER_LINE
             store(row_ptr, sums.to(y_ptr.dtype.element_ty), in_lines)
     return begun
@@ -135,6 +136,7 @@ def send_sums(
 
 @jit
 def first_line(packets, source, token, row_lines):
+    """Return the index of the first 16-byte line of a token's sums from ``source``."""
     return packet_offset(0, source, packets.shard_words, 1, 1) // 2 + token * row_lines
 
 
@@ -143,7 +145,7 @@ def add_sums(
     y_ptr, y_rows, out_ptr, packets, ep_layout, call, item, max_tokens, hidden,
     ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """Add block ``item`` of the sums of this rank's tokens in the order of ranks."""
+    """Add the sums of all ranks for block ``item`` of this rank's tokens, in the order of ranks."""
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     BLOCK: tl.constexpr = ep_plan.BLOCK
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
@@ -183,10 +185,10 @@ def kernel_combine(
     y_ptr, y_rows, out_ptr, packets, peers, ep_layout, tokens, max_tokens, hidden, rank, num_chunks,
     digest, ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """Sum the products of each token over experts and ranks into out [tokens, hidden].
+    """Sum the products of each token over experts and ranks into ``out`` [tokens, hidden].
 
-    Grid (programs,). Each program sends blocks of sums chunk by chunk, and adds the blocks that it
-    receives of the chunk before.
+    Grid (programs,). Each program sends its blocks of sums in chunks. After each chunk, the program
+    adds the received blocks of the chunk before.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = next_epoch(packets.calls)
@@ -196,12 +198,12 @@ def kernel_combine(
     call = Call(flags=flags, epoch=epoch, offset=epoch * 0, call_tag=digest, rank=rank)
     if program == 0:
         notify_ranks(call, 0, chunk_flag(call, 0), ep_plan)
-        tl.store(peers.calls, epoch * MAX_CTAS)  # The host finds late flags by this word.
+        tl.store(peers.calls, epoch * MAX_CTAS)  # The host uses this word to find late flags.
     blocks = tl.cdiv(hidden, ep_plan.BLOCK)
     stride = tl.cdiv(tl.cdiv(max_tokens * blocks, programs), num_chunks) * programs
     begun = 0
     for chunk in range(num_chunks + 1):
-        # The first program sets the flags, so it has the last of the items.
+        # Program 0 also sets flags, so give it the last item, which may not exist.
         first = chunk * stride + programs - 1 - program
         end = tl.minimum((chunk + 1) * stride, max_tokens * blocks)
         if chunk < num_chunks:
@@ -227,9 +229,9 @@ def kernel_combine(
 def kernel_partial_sums(
     y_ptr, y_rows, out_ptr, ep_layout, tokens, hidden, ep_plan: tl.constexpr
 ):  # fmt: skip
-    """Store this rank's sum for each token of all ranks in out [tokens, hidden].
+    """Store this rank's sum for each token of all ranks in ``out`` [tokens, hidden].
 
-    The input of a reduce-scatter by a library.
+    ``out`` is the input of the reduce-scatter of a library.
     """
     check_rows(y_rows, ep_layout, ep_plan)
     token = tl.program_id(0).to(tl.int64)
@@ -245,7 +247,7 @@ def kernel_partial_sums(
 
 @dataclass(eq=False, repr=False)
 class CombineCall(OpCall):
-    """One call of ``ep_combine``: its arguments."""
+    """The arguments of one call of ``ep_combine``, and values derived from them."""
 
     y: torch.Tensor
     received: Received
@@ -271,7 +273,7 @@ class CombineCall(OpCall):
         self.chosen.check(self)
 
     def checked_key(self) -> Key:
-        """Return the key that a tuning is recorded under. Raise if the call cannot work."""
+        """Return the tuning key of the call. Raise if an argument is invalid."""
         ctx, received, function = self.ctx, self.received, "ep_combine"
         checked_buffer(ctx, EPContext, function, "create_ep_context")
 
@@ -318,7 +320,7 @@ class CombineCall(OpCall):
 
 
 class CombinePush(Algorithm[CombineCall, Key]):
-    """Each rank sends one sum per token to its source, which adds the sums. One launch."""
+    """One launch. Ranks send one sum per token to the token's rank, which adds the sums."""
 
     name = "push"
     tunables: ClassVar[tuple[str, ...]] = ("num_ctas", "block_bytes", "num_chunks")
@@ -358,7 +360,8 @@ class CombinePush(Algorithm[CombineCall, Key]):
 
 
 class CombineCollective(Algorithm[CombineCall, Key]):
-    """Sums of all tokens, then the group's reduce-scatter (NCCL; gloo on CPU ranks)."""
+    """Sums of this rank's products for the tokens of all ranks, then a reduce-scatter by
+    ``torch.distributed`` (NCCL, or gloo on CPU ranks)."""
 
     name = "collective"
     is_fallback = True

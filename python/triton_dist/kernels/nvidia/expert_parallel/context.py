@@ -1,4 +1,4 @@
-"""Context of expert-parallel dispatch and combine, and what a dispatch returns."""
+"""Context of expert-parallel dispatch and combine, and the result of a dispatch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MAX_EXPERTS, MAX_TOPK = 512, 16
 ANY_SIZE = range(2**31)
 SCALE_ELEMENTS: int = kernel.SCALE_ELEMENTS.value
 MAX_PACKET_TOKENS = 128
-"""Tokens of a rank up to which they can travel in packets."""
+"""Maximum number of tokens of a rank for the algorithm ``"packets"``."""
 _IN_USE = "at least num_positions() rows"
 FAULTS = {
     kernel.FAULT_ID.value: (
@@ -50,15 +50,15 @@ FAULTS = {
 }  # fmt: skip
 _BLOCK_IDS = 256
 META_ALIGNMENT = 128
-"""Elements; slots of ids begin at multiples."""
+"""Slots of ids begin at multiples of this number of elements."""
 
 
 class EPContext(OpContext[ExchangeBuffer]):
     """Symmetric memory of ``ep_dispatch`` and ``ep_combine``. A context manager.
 
     Attributes:
-        dropped: int32 [1] on the device, tokens that calls and replays have dropped because of
-            ``capacity``, without calls of the tuner.
+        dropped: int32 [1] on the device, the number of tokens that calls and replays have dropped
+            because of ``capacity``. Calls of the tuner do not count.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class EPContext(OpContext[ExchangeBuffer]):
         meta = num_ranks * (max_tokens * (2 * topk + 1) + counts)
         meta = -(-meta // META_ALIGNMENT) * META_ALIGNMENT
         scales = num_ranks * capacity * -(-hidden // SCALE_ELEMENTS)
-        # For each token in packets: its meta lines, its row and its scales.
+        # In packets, each token has meta lines, the lines of its row, and the lines of its scales.
         packet_tokens = min(max_tokens, MAX_PACKET_TOKENS) if num_ranks > 1 else 0
         blocks = -(-packet_tokens // block_tokens(topk, True))
         self.meta_lines = packet_tokens * topk + blocks * -(-self.local_experts // 4)
         row_lines = -(-row_bytes // (2 * LINE_BYTES))
         packet_lines = self.meta_lines + packet_tokens * row_lines
-        what = "digest of max_tokens, topk, weights, scales and num_ctas of a dispatch or combine"
-        disagreements = Disagreements(what, group)
+        value = "digest of max_tokens, topk, weights, scales and num_ctas of a dispatch or combine"
+        disagreements = Disagreements(value, group)
         with self.allocating() as add:
             self.buffer = add(
                 ExchangeBuffer(
@@ -108,7 +108,7 @@ class EPContext(OpContext[ExchangeBuffer]):
             self.sums = add(sums)
         device = self.device.torch_device
         self.epochs = torch.zeros((2, MAX_CTAS), dtype=torch.int64, device=device)
-        # Both addresses are multiples of 16 bytes, so they use one kernel.
+        # The addresses of both are multiples of 16 bytes, so Triton compiles one kernel for both.
         self.dropped, _, self.dropped_in_tuning = torch.zeros(
             5, dtype=torch.int32, device=device
         ).split((1, 3, 1))
@@ -118,25 +118,26 @@ class EPContext(OpContext[ExchangeBuffer]):
         self.pending: Received | None = None
         """Result of an ``ep_send`` whose ``wait`` has not been called."""
         self.await_send: Callable[..., None] = lambda *tensors: None
-        """Makes the current stream wait for the stream of the last ``ep_send``, and use tensors of
-        that stream."""
+        """Function that makes the current stream wait for the stream of the last ``ep_send``, and
+        records that the current stream uses the given tensors of the other stream."""
 
     def packets(self, buffer: ExchangeBuffer) -> Packets:
-        """Return the packets of ``buffer`` with the epochs of their calls."""
+        """Return the packet memory of ``buffer``, with the epochs of its op."""
         epochs = self.epochs[0 if buffer is self.buffer else 1]
         return buffer.packet_regions()._replace(calls=epochs)
 
     def check(self) -> None:
-        """Wait for the device and raise the errors that kernels have noted.
+        """Wait for the device and raise the errors that kernels have recorded.
 
         Raises:
             InvalidArgument: on every rank, if a rank passed an id that is not an expert, or a
-                weight that is NaN; on this rank, if a ``y`` or ``out`` was too short.
+                weight that is NaN. On this rank, if a ``y`` or ``out`` was too short.
             RankDisagreement: ranks passed different ``max_tokens``, ``topk``, scales, weights or
                 numbers of programs.
         """
         super().check()
-        # Calls do not check faults: ranks could raise before different calls, and hang.
+        # Only this function checks faults. If calls did, ranks could raise before different calls,
+        # and other ranks would then hang.
         fault = int(self.faults[0])
         if fault:
             self.faults[0] = 0
@@ -158,13 +159,13 @@ def matrix_checks(
     columns: Sequence[int],
     *dtypes: torch.dtype,
 ) -> Iterator[Check]:
-    """Yield the checks of a contiguous matrix; ``rows`` and ``columns`` are the valid sizes."""
+    """Yield the checks of a contiguous matrix. ``rows`` and ``columns`` are the valid sizes."""
     yield from tensor_checks(**{name: matrix})
     shape, device = tuple(matrix.shape), ctx.device.torch_device
     fits = len(shape) == 2 and shape[0] in rows and shape[1] in columns
     fits_all = fits and matrix.dtype in dtypes and matrix.device == device
     if fits_all and matrix.is_contiguous() and not is_differentiated(matrix):
-        return  # before the texts, which take several microseconds
+        return  # formatting the texts below would take several microseconds
     sizes = [f"{n[0]}" if len(n) == 1 else f"{n[0]} to {n[-1]}" for n in (rows, columns)]
     yield f"{name}.shape", shape, fits, f"[{', '.join(sizes)}]"
     expected = " or ".join(map(str, dtypes))
@@ -190,19 +191,22 @@ def create_ep_context(
 ) -> EPContext:
     """Create the context of ``ep_dispatch`` and ``ep_combine``. Collective over ``group``.
 
-    Allocates per rank about ``world_size * (capacity + max_tokens) * hidden`` elements of
-    ``dtype``, and for packets 3 times ``world_size * min(max_tokens, 128) * hidden`` elements.
+    In the memory of each rank, the context uses about ``world_size * (capacity + max_tokens) *
+    hidden`` elements of ``dtype``, and for packets 3 times ``world_size * min(max_tokens, 128) *
+    hidden`` elements.
 
     Args:
-        rank, world_size, local_world_size: this rank, ranks of the group, and ranks on this host.
-        max_tokens: largest number of tokens of a rank.
-        hidden: elements of a token.
-        num_experts: physical experts of all ranks, a multiple of ``world_size``, at most 512 per
-            rank. Rank r has experts ``r * num_experts / world_size`` on.
-        topk: experts per token, 1 to 16.
+        rank, world_size, local_world_size: this rank, the number of ranks of the group, and the
+            number of ranks on this host.
+        max_tokens: maximum number of tokens of a rank.
+        hidden: number of elements of a token.
+        num_experts: number of physical experts of all ranks, a multiple of ``world_size``, at most
+            512 per rank. Rank r owns ``num_experts / world_size`` experts from expert ``r *
+            num_experts / world_size`` on.
+        topk: maximum number of experts per token, 1 to 16.
         dtype: dtype of results: fp16, bf16 or fp32.
-        capacity: tokens that a rank can receive from each rank, 1 to ``max_tokens`` (default).
-            Further tokens are dropped and counted in ``dropped``.
+        capacity: maximum number of tokens that a rank receives from each rank, 1 to ``max_tokens``
+            (default). Further tokens are dropped and counted in ``dropped``.
         can_combine: whether to allocate the memory of ``ep_combine``.
         group: process group; default: the world, or this process alone.
 
@@ -238,7 +242,7 @@ def create_ep_context(
 
 @functools.cache
 def block_tokens(topk: int, in_packets: bool = False) -> int:
-    """Return the tokens of a block, whose ids a program reads at a time."""
+    """Return the number of tokens of a block. A program reads the ids of one block at once."""
     routes: int = packets.BLOCK_ROUTES.value if in_packets else _BLOCK_IDS
     return routes // int(triton.next_power_of_2(topk))
 
@@ -254,18 +258,19 @@ class Received:
         rows: received tokens, each stored once, in memory of the context. The next dispatch with
             the context overwrites them.
         scales: fp32 [rows, hidden / 128], scales of fp8 rows, or ``None``.
-        row_of_position: int32, index of the row in ``rows``; -1 for padding of an expert to the
-            alignment.
+        row_of_position: int32 [positions], index in ``rows``, or -1 for positions that only align
+            the next expert (padding).
         ends: int32 [local experts], end of the positions of each expert.
-        counts: int32 [local experts, ranks], routes of each expert by source rank.
-        weights: fp32, weight of each position; ``None`` if the dispatch had no ``topk_weights``.
-        position_of_route: int32 [ranks * max_tokens, topk]; -1 for routes to other ranks.
-        local_ids: int32 [ranks * max_tokens, topk], local expert of each route, or -1: the
-            ``topk_ids`` of ``grouped_gemm`` for ``rows``, unless the capacity is limited.
-        destinations: int32 [max_tokens], ranks to which this rank's tokens went: bit r is rank r.
+        counts: int32 [local experts, ranks], number of routes of each expert by source rank.
+        weights: fp32 [positions], or ``None`` if the dispatch had no ``topk_weights``.
+        position_of_route: int32 [ranks * max_tokens, topk], -1 for routes to other ranks.
+        local_ids: int32 [ranks * max_tokens, topk], local expert of each route, or -1 for routes to
+            other ranks. Unless the capacity is limited, these are the ``topk_ids`` of
+            ``grouped_gemm`` for ``rows``.
+        destinations: int32 [max_tokens]. Bit r is set if the token was sent to rank r.
         tokens: number of this rank's tokens.
-        max_tokens: largest number of tokens of a rank in this call.
-        layout: these tensors as an argument of kernels.
+        max_tokens: maximum number of tokens of a rank in this call.
+        layout: the tensors above as an argument of kernels.
     """
 
     ctx: EPContext
@@ -285,13 +290,13 @@ class Received:
     routing_skew: str | None = None
 
     def wait(self) -> Received:
-        """Receive the rows of ``ep_send``; required before the next call with the context.
+        """Receive the rows of ``ep_send``. Required before the next call with the context.
 
         The current stream may differ from the stream of ``ep_send``.
         """
         if self.ctx.pending is self:
             self.ctx.pending = None
-            # All int32 arrays have one allocation.
+            # All int32 arrays are in the allocation of ``row_of_position``.
             weights = () if self.weights is None else (self.weights,)
             self.ctx.await_send(self.row_of_position, *weights)
             self.receive()
@@ -299,7 +304,7 @@ class Received:
 
     @property
     def positions(self) -> Positions:
-        """The ``topk_ids`` of ``grouped_gemm`` for ``rows``; ``alignment`` must be 1."""
+        """The ``topk_ids`` of ``grouped_gemm`` for ``rows``. Requires an ``alignment`` of 1."""
         self._check_received("positions")
         topk, number = self.local_ids.shape[1], len(self.row_of_position)
         if number != self.local_ids.numel():
@@ -307,7 +312,7 @@ class Received:
         return Positions(self.ends, number, self.row_of_position, self.max_tokens, topk)
 
     def num_positions(self) -> int:
-        """Return the number of positions in use, padding included. Wait for the dispatch.
+        """Wait for the dispatch, and return the number of positions in use, including padding.
 
         Cannot be captured in a CUDA graph.
         """
@@ -320,15 +325,16 @@ class Received:
             raise InvalidArgument(function, "self", "the result of ep_send", expected)
 
     def expanded(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a row for each position, and their scales. Rows of padding are zero.
+        """Return a row for each position, and the rows' scales. Rows of padding are zero.
 
         Args:
-            out: [at least the positions in use, hidden], contiguous, dtype of ``rows``; default:
-                room for the worst routing. If it is too short, ``ctx.check()`` raises.
+            out: memory for the rows, [at least the positions in use, hidden], contiguous, dtype of
+                ``rows``; default: new memory for the worst routing. If ``out`` is too short,
+                ``ctx.check()`` raises.
 
         Raises:
-            InvalidArgument: ``out`` has another shape, dtype or device, or is not contiguous; or
-                ``wait()`` of the result of ``ep_send`` has not been called.
+            InvalidArgument: ``out`` has another shape, dtype or device, or is not contiguous. Or
+                the dispatch is an ``ep_send`` without ``wait()``.
         """
         self._check_received("expanded")
         hidden = self.rows.shape[1]

@@ -1,30 +1,35 @@
 """Kernels of expert-parallel dispatch; ``op.py`` describes the ops.
 
-Terms: a *route* is a (token, choice) pair, a *source* the rank that owns a token. *Experts* are
-physical: E / W experts per rank. The *row* of a token on a rank is ``source * capacity + location``
-in the receive buffer; the location is the token's index, or its index among the tokens that the
-source sends to the rank if the capacity is limited. The *position* of a route is its index among
-the routes of a rank, sorted by (expert, source, token, choice).
+Terms:
+    * A *route* is a pair (token, choice). The *source* of a token is the rank that owns the token.
+    * *Experts* are physical, E / W per rank.
+    * The *location* of a token on a rank is the token's index on its source. If the capacity is
+      limited, it is the index among the tokens that the source sends to the rank.
+    * The *row* of a token in the receive buffer is ``source * capacity + location``.
+    * The *position* of a route is its index among the routes to a rank, sorted by (expert, source,
+      token, choice).
 
 A dispatch is one launch. Its programs are, in this order:
 
-* *meta* programs store ids and weights of this rank's tokens at every rank, then set flags;
-* *copy* programs store rows at the ranks of their experts, then set flags. Before the first row of
-  a peer, they wait until every peer has begun the call;
-* *layout* programs wait for the ids of all ranks and write the positions of local routes;
+* *meta* programs store ids and weights of this rank's tokens on every rank, then set flags;
+* *copy* programs store rows on the ranks of their experts, then set flags. Before they store the
+  first row on a peer, they wait until every peer has begun the call;
+* *layout* programs wait for the ids of all ranks, and write the positions of local routes;
 * one program waits for all flags of the copy programs.
 
-A launch may contain only the first two kinds, or the last two. Programs start in the order of their
-numbers. A program waits only for flags of an earlier kind, or of programs with smaller numbers, so
-one free place on each GPU is enough for a launch to finish.
+A launch may contain only the first two kinds, or only the last two. Programs start in the order of
+their numbers. A program waits only for flags of an earlier kind, or of programs with smaller
+numbers. A launch therefore finishes even if each GPU runs only one program at a time.
 
-*One buffer for rows.* A peer stores rows only after this rank's begun flag (phase 1), so after this
-rank's consumers of earlier rows, which precede the call on the stream. Ids and weights travel
-before that, so they alternate between two slots: a peer that begins a second call later has waited
-for rows of the call in between.
+*One buffer for rows.* A peer stores rows only after this rank has set its begun flag (phase 1). The
+kernels that read the rows of earlier calls precede the call on the stream, so they have ended.
 
-Flags, epochs and slots follow ``common/exchange/protocol.py``. The size in a flag is a digest of
-the arguments that must be equal on all ranks.
+*Two slots for ids and weights.* They are stored before the begun flags, so calls alternate between
+two slots. When a peer uses a slot again, two calls later, it has waited for this rank's rows of the
+call in between. This rank had then finished the first call.
+
+Flags, epochs and slots follow ``common/exchange/protocol.py``. The call tag in a flag is a digest
+of the arguments that must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -50,25 +55,28 @@ from triton_dist.kernels.common.peers import target_at
 SCALE_ELEMENTS = tl.constexpr(128)
 """Elements of a row per fp8 scale."""
 SCALES_OF_LINE = tl.constexpr(4)
+"""fp32 scales in a 16-byte line."""
 INVALID = tl.constexpr(-2)
-"""Expert of an id that is neither an expert nor -1, or that the map of experts lacks."""
+"""Replaces ids that are neither experts nor -1, and ids without an expert in the map."""
 FAULT_ID, FAULT_WEIGHT = tl.constexpr(1), tl.constexpr(2)
 FAULT_ROWS, FAULT_OUT = tl.constexpr(3), tl.constexpr(4)
-"""The y of a combine, or the out of an expansion, has fewer rows than positions are in use."""
+"""The y of a combine, or the ``out`` of ``expanded``, has fewer rows than positions in use."""
 _FP8_MAXIMUM = tl.constexpr(448.0)
 _COUNTS = tl.constexpr(4096)
-"""Counts of routes that a layout program loads at a time."""
+"""Number of counts that a layout program loads at once."""
 _PROGRAMS = tl.constexpr(4096)
-"""More than the programs of a launch; the counter of calls advances by it in each call."""
+"""Increment of the counter of calls per call. Exceeds the number of programs of a launch."""
 
 
 class EPMemory(NamedTuple):
-    """Symmetric memory of a dispatch, with the addresses at each rank (int64 [NUM_RANKS]).
+    """Symmetric memory of a dispatch. The tables are the addresses on each rank, int64 [NUM_RANKS].
 
-    rows: [NUM_RANKS * capacity, hidden]; scales: fp32 [NUM_RANKS * capacity, hidden / 128] or None.
-    meta: int32, two slots of ``meta_elements``: ids and bits of weights [NUM_RANKS, max_tokens,
-    TOPK], locations [NUM_RANKS, max_tokens], then numbers of routes [NUM_RANKS, blocks, EXPERTS]; a
-    block has META_TOKENS tokens.
+    * ``rows`` is [NUM_RANKS * capacity, hidden].
+    * ``scales`` is fp32 [NUM_RANKS * capacity, hidden / 128], or ``None``.
+    * ``meta`` is int32, two slots of ``meta_elements`` elements. A slot has the ids [NUM_RANKS,
+      max_tokens, TOPK], the bits of the weights in the same shape, the locations [NUM_RANKS,
+      max_tokens], and the numbers of routes [NUM_RANKS, blocks, EXPERTS]. A block has META_TOKENS
+      tokens.
     """
 
     rows: Any
@@ -81,10 +89,9 @@ class EPMemory(NamedTuple):
 
 
 class EPLayout(NamedTuple):
-    """Result of the layout programs; ``op.py`` describes the arrays of ``Received``.
+    """Results of the layout programs. ``Received`` describes the arrays.
 
-    counts: [EXPERTS, NUM_RANKS], routes of each expert and source. control: int64, address of the
-    host word for faults.
+    ``control`` is int64 [1], the address of the word in host memory for faults.
     """
 
     row_of_position: Any
@@ -98,12 +105,12 @@ class EPLayout(NamedTuple):
 
 
 class EPPlan(NamedTuple):
-    """Constants of a launch. Names with LANES are powers of two.
+    """Constants of a launch. Names with LANES, BINS and BLOCKS are powers of two.
 
-    EXPERTS: local experts. BLOCKS: at least the blocks of all ranks in packets. META_TOKENS,
-    TOPK_LANES: tokens and choices of a block, which a program reads at a time.
-    REPLICAS: columns of the map of experts. ALIGNMENT: of the first position of an expert.
-    SCALES: "none", "given", or "computed" for rows that are quantised before they are sent.
+    EXPERTS is the number of experts per rank. BLOCKS is at least the number of blocks of all ranks
+    in packets. A program reads the ids of META_TOKENS tokens, a block, at once. REPLICAS is the
+    number of columns of the map of experts. The first position of an expert is a multiple of
+    ALIGNMENT. SCALES is "none", "given", or "computed" if rows are quantised before they are sent.
     """
 
     NUM_RANKS: Any
@@ -124,10 +131,11 @@ class EPPlan(NamedTuple):
 
 
 @jit
-def begin_call_of(peers, size, rank, continues: tl.constexpr, ep_plan: tl.constexpr):
-    """Begin a call; once per program. A launch that ``continues`` belongs to the last call.
+def begin_call_of(peers, call_tag, rank, continues: tl.constexpr, ep_plan: tl.constexpr):
+    """Begin a call. Each program calls this once.
 
-    ``offset`` of the result is an int64 zero: rows are counted from it.
+    A launch with ``continues`` belongs to the call of the launch before. ``offset`` of the result
+    is an int64 zero, which makes the indices of rows int64.
     """
     peer = tl.arange(0, ep_plan.LANES)
     table = tl.load(peers.table + peer, mask=peer < ep_plan.NUM_RANKS, other=0)
@@ -136,19 +144,20 @@ def begin_call_of(peers, size, rank, continues: tl.constexpr, ep_plan: tl.conste
         step = tl.where(tl.program_id(0) == 0, _PROGRAMS - tl.num_programs(0) + 1, 1).to(tl.int64)
         counted = tl.atomic_add(peers.calls + 1, step, sem="relaxed", scope="gpu")
         epoch = counted // _PROGRAMS + 1
-        # The host finds late flags by the first word.
+        # The host uses the first word to find late flags.
         if tl.program_id(0) == 0:
             tl.atomic_add(peers.calls, MAX_CTAS, sem="relaxed", scope="gpu")
     else:
         epoch = tl.load(peers.calls + 1) // _PROGRAMS
-    return Call(flags=flags, epoch=epoch, offset=epoch * 0, call_tag=size, rank=rank)
+    return Call(flags=flags, epoch=epoch, offset=epoch * 0, call_tag=call_tag, rank=rank)
 
 
 @jit
 def physical_expert(logical, token, map_ptr, num_experts, rank, ep_plan: tl.constexpr):
-    """Return the physical experts of logical ids: -1 if masked, INVALID if out of range.
+    """Return the physical experts of logical ids.
 
-    Tokens alternate between the replicas of an expert.
+    The result is -1 for an id of -1, and INVALID for ids out of range. Tokens alternate between the
+    replicas of an expert.
     """
     valid = (logical >= 0) & (logical < num_experts)
     expert = tl.where(valid, logical, tl.where(logical == -1, -1, INVALID)).to(tl.int32)
@@ -160,9 +169,9 @@ def physical_expert(logical, token, map_ptr, num_experts, rank, ep_plan: tl.cons
             replicas += (tl.load(replicas_ptr + replica) >= 0).to(tl.int32)
         choice = (token + rank) % tl.maximum(replicas, 1)
         mapped = tl.load(replicas_ptr + choice).to(tl.int32)
-        # The map is invalid if a row is empty, or if -1 precedes an expert.
-        known = (replicas > 0) & (mapped >= 0) & (mapped < ep_plan.EXPERTS * ep_plan.NUM_RANKS)
-        expert = tl.where(valid, tl.where(known, mapped, INVALID), expert)
+        # A map is invalid if a row has no expert, or -1 before an expert.
+        exists = (replicas > 0) & (mapped >= 0) & (mapped < ep_plan.EXPERTS * ep_plan.NUM_RANKS)
+        expert = tl.where(valid, tl.where(exists, mapped, INVALID), expert)
     return expert
 
 
@@ -171,9 +180,10 @@ def read_block(
     first, ids_ptr, weights_ptr, locations_ptr, map_ptr, num_experts, ep_layout, rank, tokens,
     max_tokens, ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """Return experts, bits of weights and numbers of routes per expert [BINS] of a block of tokens.
+    """Return the experts and bits of weights of a block of tokens, and its routes per expert.
 
-    Tokens from ``tokens`` on are masked. Bit r of ``destinations`` becomes whether rank r gets it.
+    The routes per expert are [BINS]. Experts of tokens from ``tokens`` on are -1. Also store the
+    tokens' ``destinations``.
     """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     BINS: tl.constexpr = ep_plan.BINS
@@ -205,7 +215,7 @@ def send_meta(
     program, ids_ptr, weights_ptr, locations_ptr, map_ptr, num_experts, memory, ep_layout, call,
     tokens, max_tokens, meta, ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """Store ids, weights, locations and counts of this rank's tokens at every rank; set flags."""
+    """Store ids, weights, locations and counts of this rank's tokens on every rank. Set flags."""
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     TOPK: tl.constexpr = ep_plan.TOPK
     EXPERTS: tl.constexpr = ep_plan.EXPERTS
@@ -221,21 +231,21 @@ def send_meta(
         token = first + tl.arange(0, ep_plan.META_TOKENS)
         in_call = token < max_tokens
         stored = in_call[:, None] & (choice < TOPK)
-        at = (call.rank * max_tokens + token)[:, None] * TOPK + choice
+        route = (call.rank * max_tokens + token)[:, None] * TOPK + choice
         item = call.rank * tl.cdiv(max_tokens, ep_plan.META_TOKENS) + first // ep_plan.META_TOKENS
         with dl.mark("push"):
             for step in tl.static_range(NUM_RANKS):
                 peer = (call.rank + step) % NUM_RANKS
                 target = target_at(memory.meta_table, peer, memory.meta) + offset
-                tl.store(target + at, expert, mask=stored)
+                tl.store(target + route, expert, mask=stored)
                 if weights_ptr is not None:
-                    tl.store(target + plane + at, bits, mask=stored)
+                    tl.store(target + plane + route, bits, mask=stored)
                 if locations_ptr is not None:
                     location = tl.load(
                         locations_ptr + peer * max_tokens + token, mask=in_call, other=-1
                     )
-                    place = call.rank * max_tokens + token
-                    tl.store(target + 2 * plane + place, location, mask=in_call)
+                    index = call.rank * max_tokens + token
+                    tl.store(target + 2 * plane + index, location, mask=in_call)
                 local = bin - peer * EXPERTS
                 tl.store(
                     target + 2 * plane + NUM_RANKS * max_tokens + item * EXPERTS + local, count,
@@ -246,10 +256,10 @@ def send_meta(
 
 @jit
 def quantise(x):
-    """Return a block of a row in units of its scales, and one scale per SCALE_ELEMENTS."""
+    """Return a block of a row divided by its scales, and one scale per SCALE_ELEMENTS elements."""
     GROUPS: tl.constexpr = x.numel // SCALE_ELEMENTS
     values = tl.reshape(x.to(tl.float32), [GROUPS, SCALE_ELEMENTS])
-    # A row of zeros keeps a scale that can divide.
+    # The minimum avoids 0 / 0 for zeros.
     scale = tl.maximum(tl.max(tl.abs(values), 1), 1e-12) / _FP8_MAXIMUM
     return tl.reshape(values / scale[:, None], [x.numel]), scale
 
@@ -275,7 +285,10 @@ def has_owner(expert, rank, ep_plan: tl.constexpr):
 
 @jit
 def store(target, values, mask, UNMARKED: tl.constexpr = True):
-    """Store ``values``; if ``UNMARKED``, the complement of their bits, and another NaN for 0."""
+    """Store ``values``, or if ``UNMARKED`` is true, the complement of their bits.
+
+    A complement of 0, which only a NaN has, is replaced by the complement of another NaN.
+    """
     if UNMARKED:
         BITS: tl.constexpr = values.dtype.primitive_bitwidth
         INT: tl.constexpr = tl.int8 if BITS == 8 else tl.int16 if BITS == 16 else tl.int32
@@ -300,10 +313,11 @@ def send_rows(
     program, x_ptr, x_scale_ptr, ids_ptr, locations_ptr, map_ptr, num_experts, rows, scales,
     strides, peers, call, tokens, max_tokens, hidden, rank, copies, ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """Store this program's tokens once at each rank that has one of their experts.
+    """Store this program's tokens once on each rank that owns one of their experts.
 
-    ``rows[i]`` and ``scales[i]`` are where rank ``rank + i`` receives the first token, ``strides``
-    the strides of peers. Without ``call``, data travels in unmarked lines.
+    ``rows[i]`` and ``scales[i]`` are the addresses of the first token on rank ``rank + i``.
+    ``strides`` are the strides of rows and scales on peers. If ``call`` is ``None``, rows are sent
+    in unmarked lines (``packets.py``).
     """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     UNMARKED: tl.constexpr = call is None
@@ -325,57 +339,62 @@ def send_rows(
             scale = tl.load(scale_ptr, mask=group < groups, other=0.0)
         x = x.to(rows[0].dtype.element_ty)
         expert = physical_expert(ids, item // blocks, map_ptr, num_experts, rank, ep_plan)
-        # This rank's rows come first: they need not wait for the peers.
+        # Begin with this rank's rows, because they need not wait for peers.
         for step in tl.static_range(NUM_RANKS):
             peer, location = (rank + step) % NUM_RANKS, token
-            goes = has_owner(expert, peer, ep_plan)
+            is_sent = has_owner(expert, peer, ep_plan)
             if locations_ptr is not None:
                 location = tl.load(locations_ptr + peer * max_tokens + token).to(tl.int64)
-                goes = goes & (location >= 0)
+                is_sent = is_sent & (location >= 0)
             row_stride, scale_stride, stored = hidden, groups, groups
             if step > 0:
                 row_stride, scale_stride = strides
                 if not UNMARKED:
                     begun = await_begun(begun, 1, peers, call, ep_plan)
             row_ptr = rows[step] + location * row_stride + column
-            store(row_ptr, x, (column < hidden) & goes, UNMARKED and step > 0)
+            store(row_ptr, x, (column < hidden) & is_sent, UNMARKED and step > 0)
             if ep_plan.SCALES != "none":
-                if UNMARKED and step > 0:  # whole lines
+                if UNMARKED and step > 0:  # the receiver waits for whole lines
                     stored = tl.cdiv(groups, SCALES_OF_LINE) * SCALES_OF_LINE
                 scale_ptr = scales[step] + location * scale_stride + group
-                store(scale_ptr, scale, (group < stored) & goes, UNMARKED and step > 0)
+                store(scale_ptr, scale, (group < stored) & is_sent, UNMARKED and step > 0)
 
 
 @jit
 def begin_experts(
     total, ep_layout, timeout_words, program, programs, length, ep_plan: tl.constexpr
 ):  # fmt: skip
-    """Return the first position of each expert with ``total`` routes; store ends and padding."""
+    """Return the first position of each expert, and store the ends and the padding.
+
+    ``total`` [EXPERT_LANES] is the number of routes of each expert, ``length`` the length of the
+    arrays of positions.
+    """
     ALIGNMENT: tl.constexpr = ep_plan.ALIGNMENT
     expert = tl.arange(0, ep_plan.EXPERT_LANES)
     is_expert = expert < ep_plan.EXPERTS
-    # If ranks disagree, waits end early and counts may be arbitrary: stay in the arrays.
+    # If ranks disagree, waits end early and counts may be arbitrary. Keep positions in the arrays.
     aligned = (total + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     begin = tl.minimum(tl.maximum(tl.cumsum(aligned, 0) - aligned, 0), length)
     end = tl.minimum(tl.maximum(begin + aligned, 0), length)
     if program == 0:
-        # A wait that gave up leaves positions unwritten. Readers stop at the ends.
+        # If a wait gave up, positions are missing. Ends of 0 prevent that kernels read positions.
         gave_up = tl.load(timeout_words + 1, volatile=True) != 0
         tl.store(ep_layout.ends + expert, tl.where(gave_up, 0, end), mask=is_expert)
     for padding in range(program, ALIGNMENT, programs):
-        at = begin + total + padding
-        is_padding = is_expert & (at >= 0) & (at < end)
-        tl.store(ep_layout.row_of_position + at, -1, mask=is_padding)
+        position = begin + total + padding
+        is_padding = is_expert & (position >= 0) & (position < end)
+        tl.store(ep_layout.row_of_position + position, -1, mask=is_padding)
         if ep_layout.weights is not None:
-            tl.store(ep_layout.weights + at, 0.0, mask=is_padding)
+            tl.store(ep_layout.weights + position, 0.0, mask=is_padding)
     return begin
 
 
 @jit
-def place_routes(ep_layout, position, ids, local, row, bits, here, valid, length):
-    """Write the positions of a block of routes, from ``position`` [EXPERT_LANES] of each expert on.
+def place_routes(ep_layout, begin, ids, local, row, bits, index, valid, length):
+    """Write the positions of a block of routes.
 
-    ``local`` is the local expert of each route, or -1, ``here`` its index among all routes.
+    ``begin`` [EXPERT_LANES] is the first free position of each expert. ``local`` is the local
+    expert of each route, or -1. ``index`` is the route's index among the routes of all ranks.
     """
     ROUTES: tl.constexpr = local.shape[0]
     PAIRED: tl.constexpr = min(32, ROUTES)
@@ -385,20 +404,20 @@ def place_routes(ep_layout, position, ids, local, row, bits, here, valid, length
         other = first + tl.arange(0, PAIRED)
         precedes = tl.gather(local, other, 0)[None, :] == local[:, None]
         before += tl.sum((precedes & (other[None, :] < lane[:, None])).to(tl.int32), 1)
-    at = tl.gather(position, tl.maximum(local, 0), 0) + before
-    mine = (local >= 0) & (at >= 0) & (at < length)
+    position = tl.gather(begin, tl.maximum(local, 0), 0) + before
+    is_local = (local >= 0) & (position >= 0) & (position < length)
     with dl.mark("store"):
-        tl.store(ep_layout.row_of_position + at, row, mask=mine)
-    tl.store(ep_layout.position_of_route + here, tl.where(mine, at, -1), mask=valid)
-    tl.store(ep_layout.local_ids + here, tl.where(mine, local, -1), mask=valid)
+        tl.store(ep_layout.row_of_position + position, row, mask=is_local)
+    tl.store(ep_layout.position_of_route + index, tl.where(is_local, position, -1), mask=valid)
+    tl.store(ep_layout.local_ids + index, tl.where(is_local, local, -1), mask=valid)
     fault = tl.where(ids <= INVALID, FAULT_ID, 0)
     if ep_layout.weights is not None:
         weight = bits.to(tl.float32, bitcast=True)
-        tl.store(ep_layout.weights + at, weight, mask=mine)
+        tl.store(ep_layout.weights + position, weight, mask=is_local)
         fault = tl.where((ids >= 0) & (weight != weight), FAULT_WEIGHT, fault)
-    worst = tl.max(fault, 0)
-    if worst != 0:
-        report_fault(ep_layout.control, worst)
+    max_fault = tl.max(fault, 0)
+    if max_fault != 0:
+        report_fault(ep_layout.control, max_fault)
 
 
 @jit
@@ -406,11 +425,11 @@ def lay_out(
     program, programs, has_locations: tl.constexpr, memory, peers, ep_layout, call, max_tokens,
     capacity, meta, ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """Write the positions of this program's blocks of routes, and what belongs to them.
+    """Write the positions, rows, local ids and weights of this program's blocks of routes.
 
-    The sources have counted the routes of each block and expert. The first position of an expert is
-    the aligned number of routes of the experts before it. The position of a route follows the
-    routes of its expert in earlier blocks, and those before it in its block.
+    The sources have sent the number of routes of each block and expert. The first position of an
+    expert is the sum of the aligned numbers of routes of the experts before. The position of a
+    route follows the routes of its expert in earlier blocks, and earlier in its block.
     """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     EXPERTS: tl.constexpr = ep_plan.EXPERTS
@@ -456,8 +475,8 @@ def lay_out(
         first_route = (item - source * blocks) * ep_plan.META_TOKENS * ep_plan.TOPK
         end_route = tl.minimum(first_route + ep_plan.META_TOKENS * ep_plan.TOPK, routes)
         route = first_route + tl.arange(0, ROUTES)
-        valid, here = route < end_route, source * routes + route
-        ids = tl.load(meta_ptr + here, mask=valid, other=-1, cache_modifier=".cg")
+        valid, index = route < end_route, source * routes + route
+        ids = tl.load(meta_ptr + index, mask=valid, other=-1, cache_modifier=".cg")
         local = ids - call.rank * EXPERTS
         location = route // ep_plan.TOPK
         if has_locations:
@@ -465,13 +484,13 @@ def lay_out(
                 location_ptr + source * max_tokens + location, mask=valid, other=-1,
                 cache_modifier=".cg",
             )  # fmt: skip
-        mine = (local >= 0) & (local < EXPERTS) & (location >= 0)
+        is_local = (local >= 0) & (local < EXPERTS) & (location >= 0)
         bits = tl.full((ROUTES,), 0, tl.int32)
         if ep_layout.weights is not None:
-            bits = tl.load(meta_ptr + plane + here, mask=valid, other=0, cache_modifier=".cg")
+            bits = tl.load(meta_ptr + plane + index, mask=valid, other=0, cache_modifier=".cg")
         place_routes(
-            ep_layout, position, ids, tl.where(mine, local, -1), source * capacity + location, bits,
-            here, valid, length,
+            ep_layout, position, ids, tl.where(is_local, local, -1), source * capacity + location,
+            bits, index, valid, length,
         )  # fmt: skip
         position += tl.load(
             counts_ptr + item * EXPERTS + expert, mask=is_expert, other=0, cache_modifier=".cg"
@@ -480,7 +499,7 @@ def lay_out(
 
 @jit
 def report_fault(control_ptr, fault):
-    """Note a fault in host memory, where ``EPContext.check`` finds it."""
+    """Record a fault in host memory. ``EPContext.check`` raises its error."""
     tl.store(tl.load(control_ptr).to(tl.pointer_type(tl.int64)), fault)
 
 
@@ -494,9 +513,9 @@ def kernel_dispatch(
     tokens, max_tokens, capacity, hidden, num_experts, rank, meta, copies, digest,
     receives_only: tl.constexpr, ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """Run the programs of a dispatch, or with ``receives_only`` the last two kinds.
+    """Run the programs of a dispatch, or with ``receives_only`` only the last two kinds.
 
-    Grid (programs,). ``meta`` and ``copies`` are numbers of programs.
+    Grid (programs,). ``meta`` and ``copies`` are the numbers of meta and copy programs.
     """
     call = begin_call_of(peers, digest, rank, receives_only, ep_plan)
     program, end = tl.program_id(0), tl.num_programs(0)
@@ -504,7 +523,7 @@ def kernel_dispatch(
     if receives_only:
         program += layouts
         end += layouts
-    if program == 0:  # this rank has begun the call
+    if program == 0:  # notify peers that this rank has begun the call
         notify_ranks(call, 1, chunk_flag(call, 0), ep_plan)
     if program < meta:
         send_meta(
@@ -546,26 +565,26 @@ def kernel_locate(
     ids_ptr, map_ptr, locations_ptr, dropped_ptr, tokens, max_tokens, capacity, num_experts, rank,
     ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """Number the tokens that go to a rank. Grid (ranks,).
+    """Compute the location of each token on each rank, and count dropped tokens. Grid (ranks,).
 
-    locations: [ranks, max_tokens], -1 for tokens that do not go there or exceed ``capacity``. The
-    latter are added to ``dropped``.
+    Locations are [ranks, max_tokens]. They are -1 for tokens that are not sent to the rank, and for
+    tokens that exceed ``capacity``, which are dropped.
     """
     peer = tl.program_id(0)
     choice = tl.arange(0, ep_plan.TOPK_LANES)[None, :]
-    number = 0
+    count = 0
     for first in range(0, max_tokens, ep_plan.META_TOKENS):
         token = first + tl.arange(0, ep_plan.META_TOKENS)
         valid = (token < tokens)[:, None] & (choice < ep_plan.TOPK)
         logical = tl.load(ids_ptr + token[:, None] * ep_plan.TOPK + choice, mask=valid, other=-1)
         expert = physical_expert(logical, token[:, None], map_ptr, num_experts, rank, ep_plan)
-        here = (expert >= 0) & (expert // ep_plan.EXPERTS == peer)
-        goes = tl.max(here.to(tl.int32), 1)
-        location = number + tl.cumsum(goes, 0) - goes
-        location = tl.where((goes != 0) & (location < capacity), location, -1)
+        is_owned = (expert >= 0) & (expert // ep_plan.EXPERTS == peer)
+        is_sent = tl.max(is_owned.to(tl.int32), 1)
+        location = count + tl.cumsum(is_sent, 0) - is_sent
+        location = tl.where((is_sent != 0) & (location < capacity), location, -1)
         tl.store(locations_ptr + peer * max_tokens + token, location, mask=token < max_tokens)
-        number += tl.sum(goes, 0)
-    tl.atomic_add(dropped_ptr, tl.maximum(number - capacity, 0), sem="relaxed", scope="gpu")
+        count += tl.sum(is_sent, 0)
+    tl.atomic_add(dropped_ptr, tl.maximum(count - capacity, 0), sem="relaxed", scope="gpu")
 
 
 @jit(do_not_specialize=["out_rows"])
@@ -573,7 +592,7 @@ def kernel_expand(
     rows_ptr, scales_ptr, row_ptr, out_ptr, out_scales_ptr, ends_ptr, control_ptr, out_rows, hidden,
     groups, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, GROUP_LANES: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows to their positions in out [out_rows, hidden]; padding becomes zero.
+    """Copy rows to their positions in ``out`` [out_rows, hidden]. Rows of padding become zero.
 
     Grid (programs,).
     """

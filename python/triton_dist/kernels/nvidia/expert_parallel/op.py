@@ -2,8 +2,8 @@
 
 Rank r of W owns the experts ``r * E / W`` to ``(r + 1) * E / W - 1``. ``ep_dispatch`` sends each
 token to the ranks that own one of its experts, and returns the input of a grouped GEMM. A *route*
-is one of the ``topk`` choices of a token; its *position* is its index after sorting by expert.
-``ep_combine`` sends the products back and sums them on the token's rank.
+is one of the ``topk`` choices of a token. The *position* of a route is its index after sorting by
+expert. ``ep_combine`` sends the products back to the token's rank, and sums them.
 
 Timeline of a dispatch, one launch on every rank:
     ids, weights → all ranks │ flags
@@ -11,19 +11,22 @@ Timeline of a dispatch, one launch on every rank:
                     wait for the ids │ positions of the routes   │ wait for rows
 
 Design:
-    * A rank receives a token once, even if it owns several of the token's experts. The grouped GEMM
-      gathers rows by index. With 8 choices, copying a row for each choice would take longer than
-      the transfer.
-    * Each source row has a fixed place in the receive buffer, so rows travel without counts. Every
-      rank receives the ids of all ranks and computes positions while rows travel.
-    * The host reads no counts. Buffers have room for the worst routing or the given capacity.
-    * An expert's rank sums the products of a token in fp32 and rounds once. One row per token and
-      rank travels back. The source adds them in the order of ranks, so equal calls give equal bits.
+    * A rank receives a token once, even if the rank owns several of the token's experts. The
+      grouped GEMM gathers rows by index. With 8 choices, copying a row for each choice would take
+      longer than the transfer.
+    * Each row of a source rank has a fixed place in the receive buffer, so the source can send rows
+      without the counts of other ranks. Every rank receives the ids of all ranks, and
+      computes positions while rows are sent.
+    * The host reads no counts. Buffers have room for the worst routing or for the given capacity.
+    * Each rank sums its products of a token in fp32, rounds the sum once and sends it as one row to
+      the token's rank. The token's rank adds the rows in the order of ranks, so equal calls give
+      equal bits.
 
 Algorithms:
-    * ``"push"``: the timeline above. In a combine, also one launch, words mark their own arrival.
-    * ``"packets"``: a dispatch in which words mark their own arrival, for few tokens.
-    * ``"collective"``: NCCL all-gather and reduce-scatter of all rows.
+    * ``"push"``: a dispatch with the timeline above, or a combine in one launch. A combine polls
+      the received words themselves instead of flags.
+    * ``"packets"``: a dispatch that polls received words instead of flags, for few tokens.
+    * ``"collective"``: all-gather and reduce-scatter of all rows by ``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -43,11 +46,14 @@ from triton_dist.runtime.device import current_device
 
 
 def id_variants(*args: Any, **kwargs: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield calls with ids of each skew, or only of ``routing_skew`` (``input_variants_fn``)."""
+    """Yield replacements of ``topk_ids``, one for each skew or only for ``routing_skew``.
+
+    For the argument ``input_variants_fn`` of the tuner.
+    """
     call = DispatchCall(*args, **kwargs)
     ids, experts, skew = call.topk_ids, call.logical_experts, call.routing_skew
     if ids.shape[1] > experts or (skew is None and current_device().interprets):
-        return  # times of the interpreter mean nothing
+        return  # times measured in the interpreter have no meaning
     for each in SKEWS if skew is None else (skew,):
         yield {"topk_ids": skewed_ids(ids, experts, each, call.ctx.rank)}
 
@@ -55,7 +61,7 @@ def id_variants(*args: Any, **kwargs: Any) -> Iterator[dict[str, torch.Tensor]]:
 def combine_variants(
     y: torch.Tensor, received: Received, ctx: EPContext, *_: Any, **__: Any
 ) -> Iterator[dict[str, Any]]:
-    """Yield calls with the routings of ``id_variants`` (``input_variants_fn``)."""
+    """Yield replacements of ``y`` and ``received`` for the routings of ``id_variants``."""
     shape = received.tokens, received.position_of_route.shape[1]
     x, ids = y.new_empty((shape[0], ctx.hidden)), received.destinations.new_empty(shape)
     weights = None if received.weights is None else received.weights.new_ones(shape)
@@ -64,9 +70,11 @@ def combine_variants(
         call = DispatchCall(
             x, variant["topk_ids"], ctx, weights, max_tokens=limit, routing_skew=skew
         )
-        other = call.result()
-        call.launch_kernel(other.layout, True, True, copies=0)  # keeps the received rows
-        yield {"y": y.new_zeros((other.num_positions(), ctx.hidden)), "received": other}
+        variant_received = call.result()
+        # Without copies, the rows that ``received`` refers to stay in the context.
+        call.launch_kernel(variant_received.layout, True, True, copies=0)
+        rows = variant_received.num_positions()
+        yield {"y": y.new_zeros((rows, ctx.hidden)), "received": variant_received}
 
 
 @op(
@@ -94,28 +102,30 @@ def ep_dispatch(
     algorithm: str | None = None,
     accepted_key: Any = None,
 ) -> Received:
-    """Send tokens to the ranks of their experts; tuned over all ranks.
+    """Send tokens to the ranks of their experts. Tuned over all ranks.
 
     The rules for calls are in the docstring of ``triton_dist.kernels.nvidia``. The host does not
-    wait, and a captured graph serves any ids.
+    wait for the device. A captured graph can be replayed with other ids.
 
     Args:
-        x: [tokens, hidden], contiguous. Ranks may have different numbers of tokens, also 0.
-        topk_ids: [tokens, topk], int32 or int64: experts of each token; -1 is masked.
+        x: [tokens, hidden], contiguous. Ranks may have different numbers of tokens, 0 or more.
+        topk_ids: int32 or int64 [tokens, topk], the experts of each token. An id of -1 means no
+            expert.
         ctx: context of ``create_ep_context``.
-        topk_weights: [tokens, topk], fp32, bf16 or fp16, for ``ep_combine`` or the grouped GEMM.
-        x_scale: fp32 [tokens, hidden / 128], scales of an fp8 x, which travel with it.
-        quantise: send x as ``float8_e4m3fn`` with one scale per 128 elements.
-        max_tokens: largest number of tokens of any rank, equal on all ranks; default: the
-            context's.
-        expert_map: int32 [logical experts, replicas], physical experts of each logical id, then -1
-            for missing replicas. Tokens alternate between replicas.
-        alignment: the positions of each expert begin at a multiple of this power of two, 1 to 256.
-        num_sms: largest number of programs, at least 4; equal on all ranks.
-        routing_skew: routing for which this op and ``ep_combine`` are tuned: ``"even"``, ``"zipf"``
-            or ``"same_experts"``. The default minimises the slowest of the three. Equal on all
-            ranks.
-        num_ctas, block_bytes: programs that send rows, and bytes that each moves at a time (tuned).
+        topk_weights: fp32, bf16 or fp16 [tokens, topk], for ``ep_combine`` or the grouped GEMM.
+        x_scale: fp32 [tokens, hidden / 128], scales of an fp8 x, which are sent with x.
+        quantise: whether to send x as ``float8_e4m3fn`` with one scale per 128 elements.
+        max_tokens: maximum number of tokens of a rank, equal on all ranks; default: the
+            ``max_tokens`` of the context.
+        expert_map: int32 [logical experts, replicas]. A row has the physical experts of a logical
+            id, then -1 for missing replicas. Tokens alternate between replicas.
+        alignment: power of two, 1 to 256. The positions of each expert begin at a multiple of it.
+        num_sms: maximum number of programs, at least 4, equal on all ranks.
+        routing_skew: routing for which this op and ``ep_combine`` are tuned, ``"even"``, ``"zipf"``
+            or ``"same_experts"``, equal on all ranks. By default, the time of the slowest of the
+            three is minimised.
+        num_ctas, block_bytes: number of programs that send rows, and bytes that a program copies at
+            once (tuned).
         algorithm: ``"push"`` (default), ``"packets"`` or ``"collective"`` (tuned).
         accepted_key: reserved for the tuner.
 
@@ -123,8 +133,8 @@ def ep_dispatch(
         The received rows, and the position of each route to an expert of this rank.
 
     Raises:
-        InvalidArgument: an argument does not fit the context. Invalid ids and NaN weights do not
-            raise here: the call masks invalid ids, and the next ``ctx.check()`` raises.
+        InvalidArgument: an argument does not fit the context. For invalid ids and NaN weights, the
+            next ``ctx.check()`` raises. The call ignores invalid ids.
         ContextFinalized: ``ctx`` was finalized.
         RankDisagreement: ranks pass different arguments (``EPContext.check``).
     """
@@ -135,10 +145,10 @@ def ep_dispatch(
 
 
 def ep_send(x: torch.Tensor, topk_ids: torch.Tensor, ctx: EPContext, **options: Any) -> Received:
-    """Launch the first half of ``ep_dispatch``; ``wait()`` of the result launches the second.
+    """Launch the first half of ``ep_dispatch``. Not tuned.
 
-    Kernels that are launched between the halves overlap with the transfer. The next call with
-    ``ctx`` must follow ``wait()``. Not tuned.
+    ``wait()`` of the result launches the second half. Kernels that are launched between the halves
+    overlap with the transfer. ``wait()`` must be called before the next call with ``ctx``.
 
     Args:
         x, topk_ids, ctx: see ``ep_dispatch``.
@@ -170,9 +180,9 @@ def ep_combine(
     algorithm: str | None = None,
     accepted_key: Any = None,
 ) -> torch.Tensor:
-    """Return the weighted sum of each token's products over its experts; tuned over all ranks.
+    """Return the weighted sum of each token's products over its experts. Tuned over all ranks.
 
-    Each rank weights and sums its products of a token in fp32 and rounds the sum to the dtype of y.
+    Each rank sums its weighted products of a token in fp32 and rounds the sum to the dtype of y.
     The token's rank adds these sums in fp32 in the order of ranks, so equal calls give equal bits.
     The result of a token without experts is zero.
 
@@ -181,10 +191,11 @@ def ep_combine(
             each position.
         received: result of ``ep_dispatch`` with ``ctx``.
         ctx: context of ``create_ep_context``.
-        apply_weights: multiply by the ``topk_weights`` of the dispatch, if it had any.
-        num_sms: largest number of programs, at least 4; equal on all ranks.
-        num_ctas, block_bytes, num_chunks: programs, bytes that each moves at a time, and chunks of
-            its blocks: it adds a chunk after it has sent the next one (tuned).
+        apply_weights: whether to multiply products by the ``topk_weights`` of the dispatch, if any.
+        num_sms: maximum number of programs, at least 4, equal on all ranks.
+        num_ctas, block_bytes, num_chunks: number of programs, bytes that a program copies at once,
+            and number of chunks of a program's blocks. A program adds a received chunk after it has
+            sent the next chunk (tuned).
         algorithm: ``"push"`` (default) or ``"collective"`` (tuned).
         accepted_key: reserved for the tuner.
 

@@ -1,26 +1,29 @@
 """Kernel of an expert-parallel dispatch of few tokens: one launch without flags.
 
-All data travels in words that mark their own arrival: packets (``common/exchange/packets.py``) and
-unmarked lines. A peer may store before this rank has begun the call, and no flag follows the data.
-In memory, the 16-byte lines of one source rank are, in this order:
+Receivers poll the words of the data itself: packets (``common/exchange/packets.py``) or unmarked
+lines. A peer may therefore store data before this rank has begun the call. In memory, a source rank
+has 16-byte lines in this order:
 
-* *routes*: for each route of its tokens, the physical expert and the bits of the weight, a packet;
-* *counts*: for each block of tokens, the number of routes to each expert of the receiver;
-* *rows*: the row of each token, then the scales of the row.
+* *routes*: for each route of its tokens, a packet with the physical expert and the bits of the
+  weight;
+* *counts*: for each block of tokens, the number of routes to each expert of the receiver, in
+  unmarked lines;
+* *rows*: for each token, its row and the scales of the row, in unmarked lines.
 
-The first programs send routes and counts. Others send rows, then receive the rows of the same
-tokens from all peers. The last programs lay out the routes of a block of tokens each: they read the
-counts of all blocks, so they need no result of another program on their rank.
+The first programs send routes and counts. The copy programs send rows, then receive the rows of the
+same tokens from all peers. The last programs lay out the routes. They read the counts of all blocks
+of tokens, so they need no results of other programs of their rank.
 
-*Unmarked lines.* The tags of packets double the bytes that cross the link, which is too slow for
-rows. Here the sender stores the complement of its words, and the receiver waits until no word of a
-line is 0. Only a NaN whose bits are all ones would become 0; it becomes another NaN. These words
-cannot show that a peer called with another size, so a packet or flag of the call is awaited too.
+*Unmarked lines.* The tags of packets double the bytes that are sent, which is too slow for rows.
+The sender of an unmarked line stores the complement of the words, and the receiver waits until no
+word of the line is 0. Only a NaN whose bits are all ones would be stored as 0, so it is replaced by
+another NaN. Unmarked lines have no call tag. The receiver therefore also waits for a packet or flag
+of the call, to detect that a peer called with other arguments.
 
-*Three slots.* Several programs read a line of routes or counts, so none may clear it after reading.
-Call n + 1 clears these lines of call n, and call n + 3 uses their slot again. A peer begins call
-n + 3 after its call n + 2, which waits for routes that this rank sends after its call n + 1. Lines
-of rows are cleared by their only reader.
+*Three slots.* Several programs read a line of routes or counts, so they cannot clear it after
+reading. Call n + 1 clears these lines of call n, and call n + 3 uses the same slot again. A peer
+begins call n + 3 after its call n + 2, which waits for routes that this rank sends after its call
+n + 1. Lines of rows have only one reader, which clears them.
 """
 
 from __future__ import annotations
@@ -61,21 +64,22 @@ from triton_dist.language._spin import INTERPRETED, spin, wait_deadline
 LINE_BITS = tl.constexpr(128)
 SLOTS = tl.constexpr(3)
 BLOCK_ROUTES = tl.constexpr(128)
-"""Routes of a block, with padding of the choices."""
+"""Routes of a block, if the number of choices is rounded up to a power of two."""
 _COUNTS = tl.constexpr(4)
-"""Numbers of routes in a line, one in each word: half a word may arrive before the other half."""
+"""Counts in a line. Each is one word, because halves of a word may arrive at different times."""
 _SCALED = tl.constexpr(SCALES_OF_LINE.value * SCALE_ELEMENTS.value)
 """Elements whose four scales are in one line."""
 _CLEARED = tl.constexpr(512)
-"""Lines that a layout program clears at a time."""
+"""Number of lines that a layout program clears at once."""
 
 
 @jit
 def poll_unmarked(lines, is_sent, timeout_ptr):
-    """Wait until the four words of 16-byte lines at int32 pointers are not 0.
+    """Wait until the four words of each 16-byte line are not 0, and return the decoded words.
 
-    Return the stored bits: four blocks of int32 [lines] for each block of pointers; arbitrary where
-    ``is_sent``, a tuple of masks, is false.
+    ``lines`` is a tuple of blocks of int32 pointers. For each block, the result has four blocks of
+    int32, one per word of a line. ``is_sent`` is a tuple of masks. Lines whose mask is false are
+    not awaited, and their results are arbitrary.
     """
     with dl.mark("wait"):
         payloads = tl.tuple([])
@@ -88,8 +92,8 @@ def poll_unmarked(lines, is_sent, timeout_ptr):
                     arrived = (words != 0).to(tl.int32)
                     polls = spin(word_ptr, arrived, 1, deadline, 0, timeout_ptr, False)
                     words = tl.load(word_ptr, mask=is_sent[peer][:, None], other=1, volatile=True)
-                for place in tl.static_range(4):
-                    word = tl.sum(tl.where(tl.arange(0, 4)[None, :] == place, ~words, 0), 1)
+                for index in tl.static_range(4):
+                    word = tl.sum(tl.where(tl.arange(0, 4)[None, :] == index, ~words, 0), 1)
                     payloads = payloads + (word,)  # noqa: RUF005
         else:
             max_polls = tl.load(timeout_ptr.to(tl.pointer_type(tl.int32)))
@@ -105,8 +109,8 @@ def poll_unmarked(lines, is_sent, timeout_ptr):
                 is_pure=False,
                 pack=1,
             )
-            for place in tl.static_range(4 * len(lines)):
-                payloads = payloads + (~words[place],)  # noqa: RUF005
+            for index in tl.static_range(4 * len(lines)):
+                payloads = payloads + (~words[index],)  # noqa: RUF005
     return payloads
 
 
@@ -120,13 +124,17 @@ def line_of(words, index):
 
 @triton.constexpr_function
 def _constraints(peers: int) -> str:
-    """Return the constraints. Out: four words per line; in: lines, masks, limit, timeout words."""
+    """Return the constraints of the PTX. The outputs are four words per line. The inputs are the
+    lines, their masks, the limit of polls, and the timeout words."""
     return ",".join(["=&r"] * (4 * peers) + ["l"] * peers + ["r"] * (peers + 1) + ["l"])
 
 
 @triton.constexpr_function
 def _polling_ptx(peers: int) -> str:
-    """Return PTX that polls a line of each peer, if sent, until no word is 0, or a wait gave up."""
+    """Return PTX that polls the line of each peer whose mask is set.
+
+    Polling ends if no word is 0, after the limit of polls, or if another wait gave up.
+    """
     lines = [f"${4 * peers + peer}" for peer in range(peers)]
     masks = [f"${5 * peers + peer}" for peer in range(peers)]
     max_polls, timeout_words = f"${6 * peers}", f"${6 * peers + 1}"
@@ -173,7 +181,7 @@ def send_routes(
     program, programs, ids_ptr, weights_ptr, map_ptr, packets, ep_layout, tokens, max_tokens,
     num_experts, rank, digest, ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """Send ids and weights of every ``programs``-th block of tokens to all ranks, and counts."""
+    """Send ids, weights and counts of every ``programs``-th block of tokens to all ranks."""
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     EXPERTS: tl.constexpr = ep_plan.EXPERTS
     META_TOKENS: tl.constexpr = ep_plan.META_TOKENS
@@ -197,7 +205,7 @@ def send_routes(
         send_lines(everyone, offset, payload, route, in_topk, tag)
         line = max_tokens * ep_plan.TOPK + first // META_TOKENS * COUNT_LINES
         for step in tl.static_range(NUM_RANKS):
-            # The last of everyone is this rank.
+            # ``everyone`` ends with this rank, so entry ``step`` is rank ``rank + step + 1``.
             local = bin - (rank + step + 1) % NUM_RANKS * EXPERTS
             in_lines = (local >= 0) & (local < COUNT_LINES * _COUNTS)
             counts = tl.where(local < EXPERTS, count, 0)
@@ -210,7 +218,7 @@ def receive_tokens(
     program, rows_ptr, scales_ptr, packets, epoch, tag, max_tokens, hidden, rank, meta_lines,
     token_lines, copies, ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """Store the rows that peers send, and clear their lines."""
+    """Wait for the rows that peers send, store them, and clear their lines."""
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     BLOCK: tl.constexpr = ep_plan.BLOCK
     DTYPE: tl.constexpr = rows_ptr.dtype.element_ty
@@ -226,7 +234,7 @@ def receive_tokens(
         begin = meta_lines + token * token_lines
         index = first // PER_LINE + tl.arange(0, BLOCK // PER_LINE)
         in_row, line = index * PER_LINE < hidden, begin + index
-        # Each thread also polls the line with the scale of its elements.
+        # Each thread also polls the line with the scales of its elements.
         quad = index // (_SCALED // PER_LINE)
         scale_line = begin + hidden // PER_LINE + quad
         metas, lines, scale_lines = tl.tuple([]), tl.tuple([]), tl.tuple([])
@@ -239,8 +247,8 @@ def receive_tokens(
         is_sent = tl.tuple([])
         for peer in tl.static_range(NUM_RANKS - 1):
             expert, _ = tl.split(metas[peer])
-            here = has_owner(tl.where(in_topk, expert, -1), rank, ep_plan)
-            is_sent = is_sent + (in_row & here,)  # noqa: RUF005
+            is_owner = has_owner(tl.where(in_topk, expert, -1), rank, ep_plan)
+            is_sent = is_sent + (in_row & is_owner,)  # noqa: RUF005
         if ep_plan.SCALES != "none":
             lines, is_sent = lines + scale_lines, is_sent + is_sent
         words = poll_unmarked(lines, is_sent, packets.timeout_words)
@@ -304,12 +312,14 @@ def lay_out_routes(
         local = ids - rank * EXPERTS
         local = tl.where((local >= 0) & (local < EXPERTS), local, -1)
         position = begin + tl.sum(tl.where(item < number, counts, 0), 0)
-        here = source * routes + route
+        route_index = source * routes + route
         place_routes(
-            ep_layout, position, ids, local, here // ep_plan.TOPK, bits, here, route < end, length
-        )
-    # Counts arrive even if ranks disagree, unlike routes: then positions are missing, and readers
-    # must stop at ends of 0. Program 0 may store its ends after another program has given up.
+            ep_layout, position, ids, local, route_index // ep_plan.TOPK, bits, route_index,
+            route < end, length,
+        )  # fmt: skip
+    # Counts arrive even if ranks disagree, but routes do not. Positions are then missing, so the
+    # ends must be 0. Every program stores zeros if a wait gave up, because program 0 may have
+    # stored other ends before.
     tl.debug_barrier()
     gave_up = tl.load(packets.timeout_words + 1, volatile=True) != 0
     tl.store(ep_layout.ends + expert, 0, mask=(expert < EXPERTS) & gave_up)
@@ -333,9 +343,11 @@ def kernel_dispatch_packets(
     tokens, max_tokens, hidden, num_experts, rank, meta_lines, metas, copies, digest,
     ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """Run the programs of a dispatch: ``metas`` send ids, ``copies`` move rows, the others lay out.
+    """Run the programs of a dispatch. Grid (programs,).
 
-    Grid (programs,). ``meta_lines`` is the number of meta lines of a source rank.
+    The first ``metas`` programs send ids. The next ``copies`` programs send and receive rows. The
+    others lay out routes. ``meta_lines`` is the number of lines of routes and counts of a source
+    rank.
     """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     PER_LINE: tl.constexpr = LINE_BITS // rows_ptr.dtype.element_ty.primitive_bitwidth
