@@ -1,6 +1,6 @@
-"""AllGather-attention under the names of Triton-distributed's scripts.
+"""AllGather-attention under the names that scripts of Triton-distributed use.
 
-New programs call ``sp_ag_attention``, which these functions use.
+New programs should call ``sp_ag_attention``, which these functions call.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ class SPAllGatherAttentionContextIntraNode:
 
     Args:
         batch_size: number of sequences.
-        q_head, kv_head, head_dim: heads of q, heads of k and v, and elements of a head.
+        q_head, kv_head, head_dim: number of heads of q, of heads of k and v, and of elements of a
+            head.
         max_seqlen_k: ignored; it is ``max_q_shard_len * world_size``.
-        max_q_shard_len: largest number of tokens of a sequence on a rank.
-        input_dtype: dtype of all tensors.
-        rank, world_size: this rank, and the number of ranks, all on one host.
+        max_q_shard_len: maximum number of tokens of a sequence on a rank.
+        input_dtype: dtype of q, k and v.
+        rank, world_size: this rank, and the number of ranks. All ranks must be on one host.
         output_dtype: dtype of ``attn_output_buffer``.
         device: device of ``attn_output_buffer``.
     """
@@ -57,20 +58,22 @@ def fused_sp_ag_attn_intra_node(
     cu_seqlens_k: torch.Tensor, max_q_shard_len: int, max_seqlen_k: int, rank: int,
     world_size: int, is_causal: bool = True, enable_zig_zag: bool = True,
 ) -> None:  # fmt: skip
-    """Store attention of packed sequences in ``output``. Tuned; synchronises to read the lengths.
+    """Store the attention over packed sequences in ``output``. Tuned.
+
+    Synchronises with the device, to read the lengths.
 
     Args:
         q_shard, output: [tokens of this rank, q_head, head_dim].
         k_shard, v_shard: [tokens of this rank, kv_head, head_dim].
         cu_seqlens_q: int32 [sequences + 1], ends of the sequences on this rank.
-        cu_seqlens_k: int32 [sequences + 1], ends of the sequences on all ranks: ``world_size``
-            times ``cu_seqlens_q``, because q and k have equal lengths.
+        cu_seqlens_k: int32 [sequences + 1], ends of the sequences over all ranks. Must be
+            ``world_size`` times ``cu_seqlens_q``, because q and k must have equal lengths.
         is_causal, enable_zig_zag: see ``sp_ag_attention``.
         max_q_shard_len, max_seqlen_k, rank, world_size: ignored.
 
     Raises:
-        InvalidArgument: k is longer than q, which ``sp_ag_attention`` does not support; or see
-            ``sp_ag_attention``.
+        InvalidArgument: q and k have different lengths, which ``sp_ag_attention`` does not support.
+            For other causes, see ``sp_ag_attention``.
     """
     ends, k_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     expected = [end * ctx.ctx.num_ranks for end in ends]

@@ -1,7 +1,7 @@
-"""The exchange after attention and the output projection, under the names of Triton-distributed.
+"""Exchange after attention and output projection, under the names of Triton-distributed.
 
-The exchange and the GEMM run one after the other: a fused kernel does not exist yet. New programs
-call ``ulysses_post_attn``.
+The GEMM runs after the exchange, because there is no fused kernel yet. New programs should call
+``ulysses_post_attn``.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ class SpUlysessOAll2AllGemmKernel(UlyssesKernel):
 
     Args:
         world_group: process group; ``None``: the world.
-        nnodes: the number of hosts, which must be 1.
-        sp_size: ranks that share a sequence.
-        max_batch, max_seqlen: largest batch size, and tokens of a sequence on all ranks.
-        num_head, head_dim: heads of all ranks, and elements of a head.
+        nnodes: number of hosts, must be 1.
+        sp_size: number of ranks that share a sequence.
+        max_batch, max_seqlen: maximum batch size, and maximum number of tokens of a sequence over
+            all ranks.
+        num_head, head_dim: number of heads over all ranks, and of elements of a head.
         input_dtype: dtype of all tensors.
         a2a_only: must be ``True``: tensors are [batch, tokens, heads, head_dim].
         max_num_comm_buf, output_dtype, fuse_sync, use_persistent: ignored.
@@ -50,7 +51,7 @@ class SpUlysessOAll2AllGemmKernel(UlyssesKernel):
 
         Args:
             inputs: [batch, tokens of all ranks, heads of this rank, head_dim].
-            seq_lens_cpu: int32 [sp_size], tokens of each rank; default: equal.
+            seq_lens_cpu: int32 [sp_size], number of tokens of each rank; default: equally many.
         """
         (rows,) = ulysses_post_attn(inputs, self.ctx, seq_lens=lengths_of(seq_lens_cpu))
         return rows.flatten(2)
@@ -67,9 +68,9 @@ class SpUlysessOAll2AllGemmKernel(UlyssesKernel):
 
         Args:
             inputs, seq_lens_cpu: see ``post_attn_a2a``.
-            weight: [features, heads * head_dim]; with ``transpose_weight`` its transpose.
+            weight: [features, heads * head_dim], or with ``transpose_weight`` its transpose.
             bias: added to the product.
-            output, a2a_output: receive the product and its left operand.
+            output, a2a_output: memory for the product and its left operand.
             num_comm_sms, sm_margin: ignored.
         """
         rows = self.post_attn_a2a(inputs, seq_lens_cpu)

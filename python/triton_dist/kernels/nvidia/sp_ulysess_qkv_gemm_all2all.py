@@ -1,7 +1,7 @@
-"""QKV projection and the exchange before attention, under the names of Triton-distributed.
+"""QKV projection and exchange before attention, under the names of Triton-distributed.
 
-The GEMM and the exchange run one after the other: a fused kernel does not exist yet. New programs
-call ``ulysses_pre_attn``.
+The exchange runs after the GEMM, because there is no fused kernel yet. New programs should call
+``ulysses_pre_attn``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from triton_dist.runtime.ranks import group_for
 
 
 class UlyssesKernel:
-    """Contexts of Ulysses ops for groups of ``sp_size`` ranks on one host.
+    """Base class with contexts of Ulysses ops, for groups of ``sp_size`` ranks on one host.
 
-    The constructor and the first call with a number of heads are collective.
+    The constructor and the first call with new numbers of heads are collective.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class UlyssesKernel:
         self.contexts: dict[tuple[int, int], UlyssesContext] = {}
 
     def context(self, q_heads: int, kv_heads: int) -> UlyssesContext:
+        """Return the context for the given numbers of heads. The first call creates it."""
         key = q_heads, kv_heads
         if key not in self.contexts:
             ranks = group_for(self.group)
@@ -48,7 +49,10 @@ class UlyssesKernel:
         return self.contexts[key]
 
     def sp_group_barrier_all_intra_node(self, stream: Any = None) -> None:
-        """Align the ranks of the group on the current stream; ``stream`` is ignored."""
+        """Wait for all ranks of the group, on the host and on the current stream.
+
+        ``stream`` is ignored.
+        """
         ranks = group_for(self.group)
         ranks.barrier("sp_group_barrier_all_intra_node")
         ranks.align_devices()
@@ -65,13 +69,14 @@ class SpUlysessQKVGemmAll2AllKernel(UlyssesKernel):
 
     Args:
         world_group: process group; ``None``: the world.
-        nnodes: the number of hosts, which must be 1.
-        sp_size: ranks that share a sequence.
-        max_batch_size, max_seq_len: largest batch size, and tokens of a sequence on all ranks.
-        sizes: hidden size (ignored), elements of a head, and heads of q, k and v times elements of
-            a head. Scripts may pass a second hidden size before these two.
+        nnodes: number of hosts, must be 1.
+        sp_size: number of ranks that share a sequence.
+        max_batch_size, max_seq_len: maximum batch size, and maximum number of tokens of a sequence
+            over all ranks.
+        sizes: one or two hidden sizes (ignored), ``head_dim``, and ``head_dim`` times the number of
+            heads of q, k and v together.
         input_dtype: dtype of all tensors.
-        gqa: heads of q per head of k, at least 1.
+        gqa: number of heads of q per head of k, at least 1.
         output_dtype, max_num_comm_buf, use_persistent: ignored.
     """
 
@@ -92,7 +97,7 @@ class SpUlysessQKVGemmAll2AllKernel(UlyssesKernel):
         self.buffers: dict[int, torch.Tensor] = {}
 
     def get_input_comm_buf(self, tensor: torch.Tensor, comm_buf_idx: int) -> torch.Tensor:
-        """Return a tensor like ``tensor``, from which the ``_no_cpy`` methods read."""
+        """Return a new tensor like ``tensor``, which is the input of the ``_no_cpy`` methods."""
         self.buffers[comm_buf_idx] = torch.empty_like(tensor)
         return self.buffers[comm_buf_idx]
 
@@ -106,9 +111,9 @@ class SpUlysessQKVGemmAll2AllKernel(UlyssesKernel):
         Args:
             attention_input: [batch, tokens of this rank, hidden].
             weight: [features, hidden], rows of q, then of k, then of v.
-            seq_lens_cpu: int32 [sp_size], tokens of each rank; default: equal.
+            seq_lens_cpu: int32 [sp_size], number of tokens of each rank; default: equally many.
             bias: [features].
-            outputs: receive the results.
+            outputs: memory for the results.
             num_comm_sms, sm_margin: ignored.
         """
         qkv = linear(attention_input, weight, bias).unflatten(2, (-1, self.head_dim))
@@ -120,7 +125,7 @@ class SpUlysessQKVGemmAll2AllKernel(UlyssesKernel):
     def qkv_pack_a2a(
         self, qkv: torch.Tensor, seq_lens_cpu: torch.Tensor | None = None, *_: Any, **__: Any
     ) -> list[torch.Tensor]:
-        """Exchange q, k and v that are packed in [batch, tokens, heads of all, head_dim]."""
+        """Exchange q, k and v that are packed in [batch, tokens, heads of all three, head_dim]."""
         ctx = self.context(*self.heads[:2])
         q, k, v = qkv.split(self.heads, 2)
         return [*ulysses_pre_attn(q, k, v, ctx, lengths_of(seq_lens_cpu))]
@@ -135,7 +140,7 @@ class SpUlysessQKVGemmAll2AllKernel(UlyssesKernel):
     def pre_attn_a2a(
         self, inputs: torch.Tensor, seq_lens_cpu: torch.Tensor | None = None, *_: Any, **__: Any
     ) -> torch.Tensor:
-        """Exchange one tensor [batch, tokens, heads, head_dim]."""
+        """Exchange one tensor, [batch, tokens, heads, head_dim]."""
         ctx = self.context(inputs.shape[2], inputs.shape[2])
         out: torch.Tensor = ulysses_pre_attn(inputs, None, None, ctx, lengths_of(seq_lens_cpu))[0]
         return out
