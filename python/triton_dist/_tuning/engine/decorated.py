@@ -35,8 +35,8 @@ class Decorated(Generic[P, R_co]):
     def __init__(self, fn: Callable[..., R_co]) -> None:
         # A partial or a callable object has no name. Use the name of the function inside.
         named = fn if isinstance(fn, types.FunctionType) else original(fn)
-        own: Any = self  # all subclasses are callable
-        functools.update_wrapper(own, named)
+        this: Any = self  # all subclasses are callable
+        functools.update_wrapper(this, named)
         self.fn = self.__wrapped__ = fn
 
     @property

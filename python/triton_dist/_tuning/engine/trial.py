@@ -338,7 +338,7 @@ class Attempts:
         ``_Failed`` on every rank, with the failure of the lowest failed rank. ``kind`` is the kind
         of failure if the exception does not set another kind.
         """
-        own: Failure | None = None
+        failure: Failure | None = None
         samples: tuple[float, ...] = ()
         self.by_rank = ()
         try:
@@ -348,16 +348,16 @@ class Attempts:
         except Exception as error:
             if self._ranks.final_error is not None:
                 raise
-            own = failure_of(error, kind, int(self._ranks.global_rank(self._ranks.rank)))
+            failure = failure_of(error, kind, int(self._ranks.global_rank(self._ranks.rank)))
             if self._error is None and self._first_measured is None:
                 self._error = error
                 traceback.clear_frames(error.__traceback__)  # frames keep tensors alive
             # If another rank is missing at the end of the step, the error that this rank raises
             # should contain this rank's failure.
-            step = replace(step, remark=f"On this rank it failed: {own.message}.")
+            step = replace(step, remark=f"On this rank it failed: {failure.message}.")
         limit = self._parts.settings.seconds if user_seconds is None else user_seconds
         results: list[Failure | tuple[float, ...]] = self._ranks.all_gather(
-            step, own or samples, limit
+            step, failure or samples, limit
         )
         for result in results:
             if isinstance(result, Failure):
@@ -434,7 +434,7 @@ class Attempts:
             TuningAborted: ``recover_fn`` failed on some rank; raised on every rank.
         """
         step, recover = Step(f"recover after {label}", config), self._subject.hooks.recover
-        own: str | None = None
+        problem: str | None = None
         try:
             if recover is not None:
                 self._call_user_code(step, lambda: recover(*self._call.args, **self._call.kwargs))
@@ -446,8 +446,8 @@ class Attempts:
         except TuningTimeout:
             raise
         except Exception as error:
-            own = text_of(error)
-        errors = self._ranks.all_gather(step, own, self._parts.settings.seconds)
+            problem = text_of(error)
+        errors = self._ranks.all_gather(step, problem, self._parts.settings.seconds)
         causes = {
             self._ranks.global_rank(rank): cause
             for rank, cause in enumerate(errors)

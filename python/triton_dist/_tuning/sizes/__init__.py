@@ -1,1 +1,1 @@
-"""Tuning for ranges of sizes: what tuned neighbours predict for a new size."""
+"""Tune functions at many sizes: predict good configs for a size from records of other sizes."""

@@ -269,9 +269,11 @@ class File:
                 self.imports.setdefault(name, set()).add(found)
         self.stars = self.imports.pop("*", set())
         self.statements = [Statement(self, *each) for each in leaves]
-        self.assigned_later = {place for each in self.statements for place in each.assigned_later}
-        places = ((x, each) for each in self.statements for x in each.changes | each.assigned_later)
-        self._dotted = [(place.split("."), each) for place, each in places if "." in place]
+        self.assigned_later = {name for each in self.statements for name in each.assigned_later}
+        changed = (
+            (x, each) for each in self.statements for x in each.changes | each.assigned_later
+        )
+        self._dotted = [(name.split("."), each) for name, each in changed if "." in name]
         self._by_name = self._index()
 
     def is_own(self, call: ast.expr, name: str) -> bool:
@@ -318,7 +320,7 @@ class File:
         parts = name.split(".")
         if len(parts) == 1:
             return self._by_name.get(name, [])
-        return [x for place, x in self._dotted if all(map(operator.eq, place, parts))]
+        return [x for path, x in self._dotted if all(map(operator.eq, path, parts))]
 
     def has(self, code: types.CodeType) -> bool:
         """Return whether the file compiles to ``code``, so it was not edited after the import."""
@@ -334,9 +336,9 @@ class File:
 
     def ordinal(self, code: types.CodeType) -> int:
         """Return the number of earlier definitions with the dotted name of ``code``."""
-        place = _location(code)
+        location = _location(code)
         path, found = min(
-            self.codes, key=lambda each: (each[1] != code, _location(each[1]) != place)
+            self.codes, key=lambda each: (each[1] != code, _location(each[1]) != location)
         )
         return [each for name, each in self.codes if name == path].index(found)
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from triton_dist._tuning.values.product import Candidates, Unlisted
 
 TRIES_BY_EFFORT = {"quick": 50, "normal": 200, "max": 1000}
-"""Number of candidates that a model of the measured times selects to try, by ``effort``. The number
-of ``quick`` also limits the searches without a model."""
+"""Number of candidates that a model of the measured times selects to try, by the ``effort`` of the
+decorator. With ``quick``, the number also limits the searches without a model."""
 FULL_SEARCHES = ("racing", "exhaustive", "prior")
-"""Searches that try the first ``max_trials`` candidates, or all."""
+"""Searches without a model of the measured times. They try all candidates, or the ``max_trials``
+most promising."""
 PRIOR_TRIALS = 8
 """Default of ``max_trials`` for ``search="prior"``."""
 MODEL_SEARCHES = ("surrogate", "optuna")

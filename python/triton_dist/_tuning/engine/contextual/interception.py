@@ -198,7 +198,7 @@ class Interception:
             return False
         return not self.is_traced((args, kwargs))
 
-    def _replacement_of_overridden_run(self, kind: type[Autotuner], own: Run) -> Run:
+    def _replacement_of_overridden_run(self, kind: type[Autotuner], original: Run) -> Run:
         target = run_target(kind)
 
         def run(tuner: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -208,11 +208,11 @@ class Interception:
             if (session is None and settled_call is None) or not self._is_tunable(
                 tuner, args, kwargs
             ):
-                return own(tuner, *args, **kwargs)
+                return original(tuner, *args, **kwargs)
             if target is not RunTarget.PRUNE_CONFIGS:
                 if target is RunTarget.NEITHER:
                     self._overridden_runs.warn(tuner)
-                return own(tuner, *args, **kwargs)
+                return original(tuner, *args, **kwargs)
             if session is not None:
                 return session.launch(tuner, args, kwargs)
             assert settled_call is not None
@@ -260,10 +260,10 @@ class Interception:
         distinguished.
         """
         watches, thread = list(self._settled_calls), threading.get_ident()
-        own = [settled_call for settled_call in watches if settled_call[1] == thread]
-        if not own and self._in_backward():
-            own = watches
-        return own[-1] if own else None
+        on_thread = [settled_call for settled_call in watches if settled_call[1] == thread]
+        if not on_thread and self._in_backward():
+            on_thread = watches
+        return on_thread[-1] if on_thread else None
 
 
 class _ToBeChosen(Config):

@@ -102,10 +102,10 @@ class OverriddenRuns:
     def find(self) -> None:
         """Find the subclasses that exist now. Requires that no ``run`` is replaced now."""
         for kind in _subclasses(Autotuner):
-            own = vars(kind).get("run")
-            if own is not None and self._classes.get(kind, (None,))[0] is not own:
-                replacement = functools.wraps(own)(self._replace(kind, own))
-                self._classes[kind] = own, replacement
+            original = vars(kind).get("run")
+            if original is not None and self._classes.get(kind, (None,))[0] is not original:
+                replacement = functools.wraps(original)(self._replace(kind, original))
+                self._classes[kind] = original, replacement
         self.prune_callers = {
             kind: runs
             for kind, runs in self._classes.items()
@@ -120,8 +120,10 @@ class OverriddenRuns:
             kind.run = replacement
 
     def restore(self, only_prune_callers: bool = False) -> None:
-        for kind, (own, _) in (self.prune_callers if only_prune_callers else self._classes).items():
-            kind.run = own
+        for kind, (original, _) in (
+            self.prune_callers if only_prune_callers else self._classes
+        ).items():
+            kind.run = original
 
     def warn(self, tuner: Any) -> None:
         """Warn once per class that its kernels are not tuned."""

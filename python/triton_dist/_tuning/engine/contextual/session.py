@@ -42,7 +42,8 @@ from triton_dist.errors import (
 )
 
 KernelTunings = MutableMapping[tuple[Any, tuple[Any, ...]], KernelTuning]
-"""KernelTunings of one decorated function, by kernel and Triton's key, in order of creation."""
+"""The kernel tunings of one decorated function, by kernel and Triton's key, in order of creation.
+"""
 
 _MAX_UNTUNED_KEYS = 8
 _MAX_SLOWDOWN = 3.0
@@ -175,8 +176,8 @@ class Session:
             raise self._messages.record_final_error(RankDisagreement(what, by_rank))
         for tuning, *steps in zip(current_call.reports, *everyone, strict=True):
             # The time of the step is the maximum over the ranks. A failure on any rank counts.
-            own, digest = steps[self._parts.ranks.rank], steps[0].digest
-            self._parts.log.line(report_line(self._current_call.number, tuning, own))
+            local, digest = steps[self._parts.ranks.rank], steps[0].digest
+            self._parts.log.line(report_line(self._current_call.number, tuning, local))
             failures: dict[str, Failure] = {}
             for report in steps:
                 failures = report.failures | failures  # keep the failure of the lowest rank
@@ -212,10 +213,10 @@ class Session:
             self._messages.record_final_error(error)
             return
         ending = Step(f"end of call {self._current_call.number}, which raised {text_of(error)}")
-        own = failure_of(error, "launch", int(self._messages.global_rank(self._messages.rank)))
+        failure = failure_of(error, "launch", int(self._messages.global_rank(self._messages.rank)))
         # Ranks without this error raise an error that names this rank.
         with suppress(RankTimeout, RankDisagreement):
-            self._messages.all_gather(ending, own)
+            self._messages.all_gather(ending, failure)
         self._messages.record_final_error(error)
 
     def _finish(self, tuning: KernelTuning) -> None:

@@ -95,15 +95,15 @@ class TuningCall:
         """
         if jit_function(tuning.tuner) is None:
             return ""
-        own = ""
+        failure = ""
         try:
             with watchdog.paused():
                 launch.compile(tuning.winner)
         except Exception as error:
             # Ignore other errors here: the launch raises them again.
-            own = error_text(error) if blames_config(error) else ""
+            failure = error_text(error) if blames_config(error) else ""
         step = Step(f"call {self.number}: compile the recorded winner of {tuning.name}")
-        whys = self._messages.all_gather(step, own, self._parts.settings.compile_seconds)
+        whys = self._messages.all_gather(step, failure, self._parts.settings.compile_seconds)
         ranks = map(self._messages.global_rank, range(len(whys)))
         return next((f"on rank {r}: {why}" for r, why in zip(ranks, whys, strict=True) if why), "")
 
@@ -175,15 +175,15 @@ class TuningCall:
     ) -> Failure | None:
         """Run ``work`` on all ranks. Return the failure of the lowest rank that failed, or
         ``None``."""
-        own: Failure | None = None
+        failure: Failure | None = None
         step = Step(f"call {self.number}: {what} {tuning.name} {config}")
         limit, self._compiling = self._parts.settings.compile_seconds, (tuning, config)
         try:
             with watchdog.paused(), self._messages.user_code(step, limit):
                 work()
         except Exception as error:
-            own = failure_of(error, "compile", self._own_rank)
-        failures = self._messages.all_gather(step, own, limit)
+            failure = failure_of(error, "compile", self._own_rank)
+        failures = self._messages.all_gather(step, failure, limit)
         self._compiling = None
         return next((failure for failure in failures if failure is not None), None)
 
