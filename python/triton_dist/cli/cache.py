@@ -46,10 +46,8 @@ def with_packs() -> list[Store]:
 
 
 def records_of(stores: Sequence[Store], function: str | None) -> Iterator[StoredRecord]:
-    """Yield the records of all functions named ``function`` (``None``: all records).
-
-    ``function`` is a bare name, a qualified name, or a name with its module.
-    """
+    """Yield the records of all functions named ``function`` (``None``: all records). ``function``
+    is a bare name, a qualified name, or a name with its module."""
     bare_name = None if function is None else re.split("[.:]", function)[-1]
     for stored in (stored for store in stores for stored in store.records(bare_name)):
         if function is None or has_name(stored.record.key, function):
@@ -57,10 +55,8 @@ def records_of(stores: Sequence[Store], function: str | None) -> Iterator[Stored
 
 
 def add_selection(parser: argparse.ArgumentParser, metavar: str = "", help: str = "") -> None:
-    """Add ``--key`` and ``--on``, which select records (:func:`select`).
-
-    With ``metavar``, also add the positional argument that names the function, with ``help``.
-    """
+    """Add ``--key`` and ``--on``, which select records (:func:`select`). With ``metavar``, also add
+    the positional argument that names the function, with ``help``."""
     if metavar:
         add_function(parser, metavar=metavar, help=help)
     parser.add_argument("--key", metavar="TEXT", help="only records whose key contains TEXT")

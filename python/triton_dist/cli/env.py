@@ -94,9 +94,7 @@ def _result_or_error(function: Callable[[], Any]) -> Any:
 
 def _version(package: str) -> str:
     """Return the version of ``package``: its ``__version__``, or the version in pip's metadata.
-
-    ``torch.__version__`` contains the CUDA version (``+cu130``); pip's metadata may not.
-    """
+    ``torch.__version__`` contains the CUDA version (``+cu130``); pip's metadata may not."""
     with contextlib.suppress(Exception):
         return str(importlib.import_module(package).__version__)
     return installed_version(package)

@@ -92,11 +92,7 @@ _LAST_COLUMNS = ("ms", "samples", "failure", "message")
 
 def _row(record: TuningRecord, trial: Trial) -> dict[str, Any]:
     key, outcome = record.key, trial.outcome
-    row = {
-        "function": key.full_name,
-        "key": str(key),
-        "hardware": cache.hardware_text(record),
-    }
+    row = {"function": key.full_name, "key": str(key), "hardware": cache.hardware_text(record)}
     row |= {
         f"{n}'" if n in (*row, *_LAST_COLUMNS) else n: v
         for n, v in parameters(trial.config).items()

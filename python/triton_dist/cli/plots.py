@@ -27,11 +27,8 @@ _FEW_SAMPLES = 2
 
 
 class Figure(NamedTuple):
-    """A plot, in plotly's JSON.
-
-    ``customdata`` in ``data`` has the row of each point in the table of configs, for hover texts
-    and filters.
-    """
+    """A plot, in plotly's JSON. ``customdata`` in ``data`` has the row of each point in the table
+    of configs, for hover texts and filters."""
 
     title: str
     text: str

@@ -86,10 +86,8 @@ def _is_newer(record: TuningRecord, known: TuningRecord | None) -> bool:
 
 
 def _status(store: RemoteStore) -> int:
-    """Read from the store, and write to it unless it is read-only. Print the results.
-
-    The write acquires a lease, the lock with which one machine tunes a key while others wait.
-    """
+    """Read from the store, and write to it unless it is read-only. Print the results. The write
+    acquires a lease, the lock with which one machine tunes a key while others wait."""
     begin = time.monotonic()
     probe = f"triton_dist-status-{secrets.token_hex(4)}"  # several commands may run concurrently
     store.request(lambda backend: backend.get(probe, 1))

@@ -199,10 +199,8 @@ def _host_line(frame: FrameType | None) -> tuple[bool, str]:
 
 
 def _is_deadlocked(states: dict[int, dict[str, Any] | None]) -> bool:
-    """Return whether all ranks were blocked during a common period of ``QUIET_SECONDS``.
-
-    A rank's last published status may be old, so it is not sufficient that each status is blocked.
-    """
+    """Return whether all ranks were blocked during a common period of ``QUIET_SECONDS``. A rank's
+    last published status may be old, so it is not sufficient that each status is blocked."""
     since: list[float] = []
     until: list[float] = []
     for state in states.values():

@@ -228,10 +228,8 @@ def nearest_of(name: str, executor: str) -> str:
 
 
 def variables_of(names: Iterable[str]) -> dict[str, str]:
-    """Return the environment variables that the modes in ``names`` set.
-
-    Modes that slow down compiled kernels also turn tuning off.
-    """
+    """Return the environment variables that the modes in ``names`` set. Modes that slow down
+    compiled kernels also turn tuning off."""
     variables = {n: v for name in names if name in MODES for n, v in MODES[name].variables.items()}
     if any(MODES[name].tool or MODES[name].variables for name in names if name in MODES):
         variables[knobs.autotune.variable] = "0"

@@ -132,11 +132,8 @@ class Races(Observer):
             clock[own] += 1
 
     def _check_programs(self, access: Access, name: str, shadow: Any, rows: Any) -> int:
-        """Raise if the access races with another program of this rank.
-
-        Return the program's number for the columns ``WRITER_PROGRAM`` and ``READER_PROGRAM``; 0 for
-        a copy.
-        """
+        """Raise if the access races with another program of this rank. Return the program's number
+        for the columns ``WRITER_PROGRAM`` and ``READER_PROGRAM``; 0 for a copy."""
         if self._clocks.copying.line:
             return 0
         own, program, known = self._clocks.own, self._program(), self._order.visible_clock

@@ -87,11 +87,8 @@ class SlotStatus:
     flags: Callable[[int], Iterable[tuple[torch.Tensor, Callable[[int], int]]]]
 
     def status(self) -> dict[str, Any]:
-        """Return the status; see :class:`StatusSource`.
-
-        A slot is in use if more of its calls have begun than have ended. Replays of a CUDA graph
-        are not counted.
-        """
+        """Return the status; see :class:`StatusSource`. A slot is in use if more of its calls have
+        begun than have ended. Replays of a CUDA graph are not counted."""
         peek, peers = current_device().peek, self.control_words.peers
         copies = [peek(peer) for peer in peers]
         own = next(rank for rank, peer in enumerate(peers) if peer is self.control_words.local)

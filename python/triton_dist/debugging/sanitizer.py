@@ -16,11 +16,9 @@ from pathlib import Path
 from triton_dist import knobs
 
 TOOLS = ("memcheck", "racecheck")
-"""Tools that the test suite runs: they find out-of-bounds accesses and races on shared memory.
-
-The tool initcheck is left out: it reports memory that another process wrote, such as a flag, as
-uninitialised.
-"""
+"""Tools that the test suite runs: they find out-of-bounds accesses and races on shared memory. The
+tool initcheck is left out: it reports memory that another process wrote, such as a flag, as
+uninitialised."""
 _LAUNCHERS = ("torchrun", "launch.sh", "torch.distributed.run")
 _PADDING = 4096  # unused bytes after each allocation
 FINDINGS_STATUS = 88
@@ -64,10 +62,8 @@ def _candidates(environment: Mapping[str, str]) -> Iterator[Path]:
 
 
 def command(program: Path, tool: str, log: Path) -> list[str]:
-    """Return the words to insert before the command of a process, to run it under ``tool``.
-
-    To save time, the tool checks only kernels of this package (``kernel_…``).
-    """
+    """Return the words to insert before the command of a process, to run it under ``tool``. To save
+    time, the tool checks only kernels of this package (``kernel_…``)."""
     return [
         str(program), "--tool", tool, "--log-file", str(log),
         "--error-exitcode", str(FINDINGS_STATUS),

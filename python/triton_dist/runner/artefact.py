@@ -42,10 +42,8 @@ class About:
     compiler: str = ""
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for metadata that would crash Triton or the driver.
-
-        Other tools may have written the files, and Triton does not check metadata.
-        """
+        """Raise ``ValueError`` for metadata that would crash Triton or the driver. Other tools may
+        have written the files, and Triton does not check metadata."""
         for name, value in {**self.options, **self.launch}.items():
             if not _is_plausible(name, value):
                 raise ValueError(f"it has {name} {value!r:.80}, which is not plausible")

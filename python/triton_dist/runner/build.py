@@ -139,10 +139,8 @@ def _lower(
 
 
 def _try_in_fork(step: Callable[[], object]) -> None:
-    """Run ``step`` in a forked process, because LLVM aborts the process on invalid text.
-
-    If the forked process fails, raise ``ValueError`` with the last lines of its standard error.
-    """
+    """Run ``step`` in a forked process, because LLVM aborts the process on invalid text. If the
+    forked process fails, raise ``ValueError`` with the last lines of its standard error."""
     with tempfile.TemporaryFile() as stderr, warnings.catch_warnings():
         # Python warns about a fork with threads; the forked process starts no threads.
         warnings.simplefilter("ignore", DeprecationWarning)

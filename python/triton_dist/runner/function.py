@@ -215,10 +215,8 @@ class Runner:
 
 
 def _trees(constexprs: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the constants of a launch as JSON trees, by path.
-
-    A constant without an exact text gets a unique tree, which equals no constant of an artefact.
-    """
+    """Return the constants of a launch as JSON trees, by path. A constant without an exact text
+    gets a unique tree, which equals no constant of an artefact."""
     trees = {}
     for path, value in constexprs.items():
         try:

@@ -41,9 +41,7 @@ class Section:
 
 def sections(level: str, text: str) -> Mapping[str, Section]:
     """Return the parts of ``text`` by name: ``layouts``, ``outside of loops``, ``loop 1``, ...
-
-    ``level`` is one of ``LEVELS_WITH_SECTIONS``.
-    """
+    ``level`` is one of ``LEVELS_WITH_SECTIONS``."""
     return _SPLIT[level](text)
 
 
@@ -104,11 +102,8 @@ def _sass_sections(text: str) -> dict[str, Section]:
 def _loop_sections(
     lines: list[Line], register: re.Pattern[str], replacement: str
 ) -> dict[str, Section]:
-    """Return the sections of a listing with labels.
-
-    A backward branch ends a loop, which began at the branch's target. ``replacement`` replaces the
-    names of registers.
-    """
+    """Return the sections of a listing with labels. A backward branch ends a loop, which began at
+    the branch's target. ``replacement`` replaces the names of registers."""
     index_of_label = {label: index for index, (label, _, _) in enumerate(lines) if label}
     ends: dict[int, int] = {}
     for index, (_, _, target) in enumerate(lines):

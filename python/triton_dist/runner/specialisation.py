@@ -42,11 +42,8 @@ class Specialisation:
         return {path: leaf for i, one in enumerate(named) for path, leaf in _leaves((i,), *one)}
 
     def to_tree(self) -> codec.Tree:
-        """Return a JSON tree by argument name.
-
-        Values are ``{"type": "*fp16", "tt.divisibility": 16}`` or ``{"constant": 64}``; for a
-        tuple, a list of such values.
-        """
+        """Return a JSON tree by argument name. Values are ``{"type": "*fp16", "tt.divisibility":
+        16}`` or ``{"constant": 64}``; for a tuple, a list of such values."""
         return {n: self._tree((i,), kind) for i, (n, kind) in enumerate(self.types.items())}
 
     def _tree(self, path: ArgumentPath, kind: Any) -> codec.Tree:
@@ -156,10 +153,8 @@ def constant_tree(value: Any) -> codec.Tree:
 
 
 def restored(tree: codec.Tree) -> Any:
-    """Return the constant of a tree from ``constant_tree``.
-
-    Raise ``ValueError`` if the constant cannot be restored, only compared.
-    """
+    """Return the constant of a tree from ``constant_tree``. Raise ``ValueError`` if the constant
+    cannot be restored, only compared."""
     match tree:
         case {"triton.dtype": str(name)}:
             return tl.dtype(name)

@@ -32,10 +32,8 @@ def paused() -> Iterator[None]:
 
 
 def is_overdue(deadline: float, limit: float) -> bool:
-    """Return whether ``deadline``, a time of ``time.monotonic``, has passed.
-
-    Pauses in the ``limit`` seconds before the deadline, and after it, extend the deadline.
-    """
+    """Return whether ``deadline``, a time of ``time.monotonic``, has passed. Pauses in the
+    ``limit`` seconds before the deadline, and after it, extend the deadline."""
     now = time.monotonic()
     return now > deadline and now > deadline + _seconds_paused(deadline - limit)
 

@@ -30,9 +30,7 @@ def job_folder() -> Path:
 
 def create_job_folder() -> Path:
     """Create the job's folder if needed, register this process as a member and return the folder.
-
-    Removes the folders of jobs without a running process, such as jobs that were killed.
-    """
+    Removes the folders of jobs without a running process, such as jobs that were killed."""
     folder = job_folder()
     member = folder / f"{_MEMBER}{os.getpid()}"
     if not member.exists():

@@ -76,11 +76,8 @@ class Launch:
 
 
 class Launcher:
-    """Repeat launches with a few µs of host time each, unless their grid is callable.
-
-    All launches share scratch memory for their TMA descriptors, so they must execute in order on
-    the device.
-    """
+    """Repeat launches with a few µs of host time each, unless their grid is callable. All launches
+    share scratch memory for their TMA descriptors, so they must execute in order on the device."""
 
     def __init__(self) -> None:
         self._device = current_device()
@@ -163,10 +160,8 @@ def _allocate(nbytes: int, alignment: int, stream: int | None) -> torch.Tensor:
 
 
 def fits_descriptor(*matrices: torch.Tensor) -> bool:
-    """Return whether TMA can address these 2-D tensors.
-
-    TMA requires one stride of 1. The other stride and the address must be multiples of 16 bytes.
-    """
+    """Return whether TMA can address these 2-D tensors. TMA requires one stride of 1. The other
+    stride and the address must be multiples of 16 bytes."""
     return all(
         min(matrix.stride()) == 1
         and max(matrix.stride()) * matrix.element_size() % _TMA_ALIGNMENT == 0

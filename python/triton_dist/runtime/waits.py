@@ -74,10 +74,8 @@ def are_limited() -> bool:
 
 
 def limit_polls() -> int:
-    """Return the limit as a number of polls of a flag; 0: unlimited.
-
-    A rank that shares its GPU polls only in its time slices, so it polls less often.
-    """
+    """Return the limit as a number of polls of a flag; 0: unlimited. A rank that shares its GPU
+    polls only in its time slices, so it polls less often."""
     if not _limits:  # fast path in production: runs in each call of an op
         return 0
     limit = limit_seconds()

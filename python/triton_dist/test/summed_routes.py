@@ -44,10 +44,8 @@ def make_parser(description: str | None) -> ScriptParser:
 
 
 def shape_of(args: argparse.Namespace) -> GroupedShape:
-    """Return the shape of the command line, reduced on CPU ranks.
-
-    M and K are rounded to multiples of the number of ranks.
-    """
+    """Return the shape of the command line, reduced on CPU ranks. M and K are rounded to multiples
+    of the number of ranks."""
     size = dist.get_world_size()
     scale, experts = (1, 1) if is_cuda() else (CPU_SCALE, CPU_EXPERTS_SCALE)
     M, K = (max(1, each // scale // size) * size for each in (args.M, args.K))

@@ -79,10 +79,8 @@ def add_ignored(parser: argparse.ArgumentParser, *flags: str) -> None:
 
 
 def block_of(args: argparse.Namespace) -> tuple[Block, LlamaConfig]:
-    """Return a block of the model with random weights, and the model's config.
-
-    Weights are equal on all ranks. Sizes are reduced on CPU ranks.
-    """
+    """Return a block of the model with random weights, and the model's config. Weights are equal on
+    all ranks. Sizes are reduced on CPU ranks."""
     config = LlamaConfig.of(args.model)
     if not is_cuda():
         config = scaled_down(config, CPU_SCALE)
@@ -94,9 +92,7 @@ def block_of(args: argparse.Namespace) -> tuple[Block, LlamaConfig]:
 
 def reduced_model(model: str, num_layers: int | None, folder: str) -> str:
     """Return ``model``; on CPU ranks, or with ``num_layers``, write a smaller model to ``folder``.
-
-    Return ``folder`` in this case.
-    """
+    Return ``folder`` in this case."""
     if num_layers is None and is_cuda():
         return model
     config = LlamaConfig.of(model)
@@ -119,9 +115,7 @@ def rows_of_rank(whole: torch.Tensor) -> torch.Tensor:
 
 def batch_and_tokens(args: argparse.Namespace, max_batch: int, max_tokens: int) -> tuple[int, int]:
     """Return the number of sequences, a multiple of the ranks, and of tokens of each sequence.
-
-    ``max_batch`` and ``max_tokens`` are limits on CPU ranks.
-    """
+    ``max_batch`` and ``max_tokens`` are limits on CPU ranks."""
     size, batch, tokens = dist.get_world_size(), args.bsz, args.seq_len
     if not is_cuda():
         batch, tokens = min(batch, max_batch), min(tokens, max_tokens)

@@ -192,10 +192,8 @@ class _Rank:
                 os.kill(self.process.pid, rank_process.STACKS_SIGNAL)
 
     def join_killed(self) -> None:
-        """Wait until the killed process has exited; give up after ``EXIT_SECONDS``.
-
-        A process whose GPU runs an endless kernel may not exit.
-        """
+        """Wait until the killed process has exited; give up after ``EXIT_SECONDS``. A process whose
+        GPU runs an endless kernel may not exit."""
         self.process.join(EXIT_SECONDS)
         if self.process.exitcode is None:
             what = f"rank {self.rank}, process {self.process.pid}, has not exited"
@@ -227,10 +225,8 @@ class _Rank:
 
 
 def _threads_of(pid: int) -> Iterator[str]:
-    """Yield name, state, and function of the Linux kernel of each waiting thread of a process.
-
-    Used for a process that does not write its Python stacks.
-    """
+    """Yield name, state, and function of the Linux kernel of each waiting thread of a process. Used
+    for a process that does not write its Python stacks."""
     with suppress(OSError):  # the process has ended, or the system is not Linux
         for thread in Path(f"/proc/{pid}/task").iterdir():
             name, waits_in = ((thread / each).read_text().strip() for each in ("comm", "wchan"))

@@ -65,9 +65,7 @@ class Returned:
 
 def main(task: RankTask, messages: connection.Connection[Any, Any]) -> None:
     """Run the calls that ``messages`` receives, and report each by ``Returned`` or ``RankFailure``.
-
-    The process ends after a failure, or when it receives ``None``.
-    """
+    The process ends after a failure, or when it receives ``None``."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     stacks = open(task.stacks, "w")  # noqa: SIM115  # stays open for crashes and signals
     faulthandler.enable(stacks)

@@ -114,10 +114,8 @@ class Replay:
         self.milliseconds += runs[index % len(runs)]
 
     def attempt(self, request: Request, policy: Policy) -> Outcome:
-        """Return the outcome of ``request``, a config and a number of samples, as in a tuning.
-
-        The first request of a config also makes one run that is not measured.
-        """
+        """Return the outcome of ``request``, a config and a number of samples, as in a tuning. The
+        first request of a config also makes one run that is not measured."""
         runs = self._runs[request.config.digest]
         if isinstance(runs, Failure):
             return runs
@@ -137,10 +135,8 @@ MakeSearch = Callable[[Sequence[Config], Policy, int], protocols.Search]
 
 @dataclass(frozen=True)
 class Score:
-    """Regret, in percent, of one search on one space, over several seeds.
-
-    Regret is the slowdown of the chosen config against the best config of the space.
-    """
+    """Regret, in percent, of one search on one space, over several seeds. Regret is the slowdown of
+    the chosen config against the best config of the space."""
 
     space: str
     search: str

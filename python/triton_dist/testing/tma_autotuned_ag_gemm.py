@@ -53,10 +53,8 @@ class TmaAutotunedAgGemm:
         self._call = contextual_autotune(is_dist=True, race=race)(self._all_gather_and_multiply)
 
     def __call__(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        """Return ``all_gather(A) @ B`` for a contiguous A [M_per_rank, K] and B [K, N_per_rank].
-
-        B is row-major or column-major.
-        """
+        """Return ``all_gather(A) @ B`` for a contiguous A [M_per_rank, K] and B [K, N_per_rank]. B
+        is row-major or column-major."""
         C: torch.Tensor = self._call(A, B)
         return C
 

@@ -83,10 +83,8 @@ _WORK_FIELDS = ("flops", "bytes", "link_bytes", "bounds_ms", "limit_ms")
 
 
 def summaries(calls: Iterable[Mapping[str, Any]]) -> list[OpSummary]:
-    """Return a summary of each op and shape, sorted by total time, longest first.
-
-    The n-th call of an op and shape on a rank is matched with the n-th call on the other ranks.
-    """
+    """Return a summary of each op and shape, sorted by total time, longest first. The n-th call of
+    an op and shape on a rank is matched with the n-th call on the other ranks."""
     groups: dict[tuple[Any, ...], dict[int, list[Mapping[str, Any]]]] = {}
     for call in sorted(calls, key=lambda call: int(call["call"])):
         names = ("op", "shape", "dtype", "num_ranks", "run")

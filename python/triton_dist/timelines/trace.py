@@ -217,10 +217,8 @@ def _arrows(flags: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
 
 
 def _counters(process: str, events: Iterable[Event]) -> Iterator[Event]:
-    """Yield counter events: the GB/s of copies, and each call's mean GB/s to other ranks.
-
-    The rates of simultaneous transfers with equal names are added.
-    """
+    """Yield counter events: the GB/s of copies, and each call's mean GB/s to other ranks. The rates
+    of simultaneous transfers with equal names are added."""
     changes: dict[str, list[tuple[float, float]]] = {}
     for event in events:
         args = event.get("args", {})

@@ -179,10 +179,8 @@ class EP_MoE(TP_MoE):
         return ids - self.rank * (self.num_experts // self.world_size)
 
     def _start_shared(self, rows: torch.Tensor, out: list[torch.Tensor]) -> Any:
-        """Append the result of the shared experts to ``out``, on a second stream.
-
-        Return a function that makes the current stream wait for the tensors passed to it.
-        """
+        """Append the result of the shared experts to ``out``, on a second stream. Return a function
+        that makes the current stream wait for the tensors passed to it."""
 
         def run() -> None:
             shared = getattr(self, self._shared_name)(rows)

@@ -32,11 +32,7 @@ from triton_dist.kernels.nvidia.expert_parallel import Received
 from triton_dist.layers.nvidia.experts import weight_gradients_of_sorted_rows
 from triton_dist.layers.nvidia.fp8 import quantise
 from triton_dist.layers.nvidia.functional import cast_for_autocast, is_eager_inference
-from triton_dist.layers.nvidia.tensor_parallel import (
-    TensorParallel,
-    check_operand,
-    ranks_by_name,
-)
+from triton_dist.layers.nvidia.tensor_parallel import TensorParallel, check_operand, ranks_by_name
 
 
 def ep_experts(
@@ -176,10 +172,8 @@ def _ep_experts_backward(
     exact: bool,
     needs_weights: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of x, scales, gate_up and down.
-
-    Without ``needs_weights``, the gradients of gate_up and down are empty tensors.
-    """
+    """Return the gradients of x, scales, gate_up and down. Without ``needs_weights``, the gradients
+    of gate_up and down are empty tensors."""
     group: Any = ranks_by_name(ranks_name)
     tokens = None
 

@@ -105,10 +105,7 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
         self.copy_to_local = copy_to_local
         self._tiles = None if user_gemm_config is None else _tiles(user_gemm_config)
         self.K_per_rank = K // ranks.size
-        options: dict[str, Any] = {
-            "dtype": input_dtype,
-            "device": current_device().torch_device,
-        }
+        options: dict[str, Any] = {"dtype": input_dtype, "device": current_device().torch_device}
         weight = torch.empty(N, self.K_per_rank, **options) if has_weight else None
         bias = torch.zeros(N, **options) if has_bias else None
         for name, tensor in (("weight", weight), ("bias", bias)):
@@ -178,10 +175,7 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
         return total.view(*input.shape[:-1], self.ctx.N)
 
     def _weight_and_bias(
-        self,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        *scales: torch.Tensor | None,
+        self, weight: torch.Tensor | None, bias: torch.Tensor | None, *scales: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight and bias, or the layer's where they are ``None``; reject scales."""
         for name, scale in zip(("scale_a", "scale_b"), scales, strict=True):

@@ -17,13 +17,7 @@ from triton_dist.kernels.common.agreement import compare_over_ranks, every_call_
 from triton_dist.kernels.common.context import is_differentiated
 from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS, blocks
 from triton_dist.layers.nvidia import experts, functional
-from triton_dist.layers.nvidia.fp8 import (
-    INPUT_SCALES,
-    SCALES,
-    WeightScales,
-    fp8_product,
-    quantise,
-)
+from triton_dist.layers.nvidia.fp8 import INPUT_SCALES, SCALES, WeightScales, fp8_product, quantise
 from triton_dist.layers.nvidia.stock_weights import (
     E4M3,
     StockWeight,
@@ -32,11 +26,7 @@ from triton_dist.layers.nvidia.stock_weights import (
     saves_shards,
     undistributed,
 )
-from triton_dist.layers.nvidia.tensor_parallel import (
-    Collectives,
-    TensorParallel,
-    check_operand,
-)
+from triton_dist.layers.nvidia.tensor_parallel import Collectives, TensorParallel, check_operand
 from triton_dist.runtime.ranks import Group, group_for
 
 _FORWARD = torch.nn.Linear.forward

@@ -37,10 +37,8 @@ def pre_attn(
 def post_attn(
     o: torch.Tensor, ctx: UlyssesContext, seq_lens: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """Return the attention output o of this rank's tokens for all heads. Differentiable.
-
-    For arguments and errors see ``ulysses_post_attn``.
-    """
+    """Return the attention output o of this rank's tokens for all heads. Differentiable. For
+    arguments and errors see ``ulysses_post_attn``."""
     result: torch.Tensor = _PostAttn.apply(o, ctx, seq_lens)  # type: ignore[no-untyped-call]
     return result
 
@@ -74,11 +72,8 @@ class _PostAttn(torch.autograd.Function):
 def ag_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: SPAttentionContext, **options: Any
 ) -> torch.Tensor:
-    """Return attention of this rank's q over the k and v of all ranks. Differentiable.
-
-    ``options`` are keyword arguments of ``sp_ag_attention``, which documents all arguments and
-    errors.
-    """
+    """Return attention of this rank's q over the k and v of all ranks. Differentiable. ``options``
+    are keyword arguments of ``sp_ag_attention``, which documents all arguments and errors."""
     result: torch.Tensor = _AGAttention.apply(q, k, v, ctx, options)  # type: ignore[no-untyped-call]
     return result
 

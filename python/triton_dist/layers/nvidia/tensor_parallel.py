@@ -203,11 +203,7 @@ class Collectives:
         return self.group_gemm(self.all_gather(A), B, ids)
 
     def moe_reduce_rs(
-        self,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-        scales: torch.Tensor,
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
     ) -> torch.Tensor:
         """Return this rank's tokens of ``scales * group_gemm``, summed over experts and ranks.
 
@@ -217,21 +213,13 @@ class Collectives:
         return self.reduce_scatter(self._weighted_sums(x, weights, ids, scales))
 
     def moe_reduce_ar(
-        self,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-        scales: torch.Tensor,
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
     ) -> torch.Tensor:
         """Return the sums of ``moe_reduce_rs`` of all tokens, [M, N], on every rank."""
         return self.all_reduce(self._weighted_sums(x, weights, ids, scales))
 
     def _weighted_sums(
-        self,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-        scales: torch.Tensor,
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
     ) -> torch.Tensor:
         products = self.group_gemm(x, weights, ids).view(*ids.shape, weights.shape[2])
         return (products * scales[..., None]).sum(1).to(x.dtype)
@@ -277,11 +265,7 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
         return matmul(A, B, **scaling) if scaling else A @ B
 
     def ag_gemm(
-        self,
-        A: torch.Tensor,
-        B: torch.Tensor,
-        gathered: torch.Tensor | None = None,
-        **scaling: Any,
+        self, A: torch.Tensor, B: torch.Tensor, gathered: torch.Tensor | None = None, **scaling: Any
     ) -> torch.Tensor:
         context = self.ag_context(B.shape[1], A.shape[1], A.dtype)
         return self._call(ag_gemm, A.contiguous(), B, context, gathered=gathered, **scaling)

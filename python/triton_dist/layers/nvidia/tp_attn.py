@@ -302,9 +302,7 @@ class TP_Attn(TensorParallelLayer):
         attend: AttentionFunction,
     ) -> torch.Tensor:
         """Return the attention output [rows, num_heads * head_dim] for qkv, the rows of q, k and v.
-
-        Rows after the last whole sequence are padding; their outputs are zero.
-        """
+        Rows after the last whole sequence are padding; their outputs are zero."""
         rows, heads, kv_heads = qkv.shape[0], self.num_heads, self.num_kv_heads
         sequences = rows // tokens if tokens else 0
         padding = rows - sequences * tokens
@@ -330,10 +328,8 @@ class TP_Attn(TensorParallelLayer):
         ranks: Collectives,
         sequence_parallel: bool,
     ) -> torch.Tensor:
-        """Run the layer and write keys and values to ``kv_cache``.
-
-        Attention reads the whole cache with a mask, so that one CUDA graph serves all positions.
-        """
+        """Run the layer and write keys and values to ``kv_cache``. Attention reads the whole cache
+        with a mask, so that one CUDA graph serves all positions."""
         cos, sin = (
             torch.cat([half, half], -1).unsqueeze(-2)
             for half in cos_sin_cache[position_ids].chunk(2, -1)

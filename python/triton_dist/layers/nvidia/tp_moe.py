@@ -218,10 +218,8 @@ class TP_MoE(TokenLayer):
     def _routes_of_groups(
         self, rows: torch.Tensor, correction: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``_routes`` by sigmoids, within the best groups of experts.
-
-        The score of a group is the sum of the scores of its two best experts.
-        """
+        """Return ``_routes`` by sigmoids, within the best groups of experts. The score of a group
+        is the sum of the scores of its two best experts."""
         scores = linear(rows.float(), self.gate.float()).sigmoid()
         order = (scores.detach() + correction).unflatten(-1, (self.num_groups, -1))
         of_group = order.topk(min(2, order.shape[-1]), -1)[0].sum(-1)

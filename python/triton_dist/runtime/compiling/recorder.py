@@ -46,10 +46,8 @@ class Recorder:
             triton.knobs.compilation.listener = self._before
 
     def __call__(self, *, metadata: Mapping[str, Any], **details: Any) -> None:
-        """Record a kernel that Triton has compiled or loaded.
-
-        Kernels that ``triton_dist.runner`` built are not recorded.
-        """
+        """Record a kernel that Triton has compiled or loaded. Kernels that ``triton_dist.runner``
+        built are not recorded."""
         try:
             compilation = triton_compat.running_compilation()
             if compilation:

@@ -27,10 +27,8 @@ def dequant_fp8_bf16(q_tensor: torch.Tensor, scales: torch.Tensor | None) -> tor
 
 
 class _Exchange:
-    """All-to-all of rows, one for each choice of an expert.
-
-    The receiving rank gets the rows sorted by expert, then by source rank.
-    """
+    """All-to-all of rows, one for each choice of an expert. The receiving rank gets the rows sorted
+    by expert, then by source rank."""
 
     def __init__(self, group: dist.ProcessGroup, ids: torch.Tensor, num_experts: int) -> None:
         self.group, flat = group, ids.flatten()
@@ -91,9 +89,7 @@ def torch_ll_combine(
     num_experts: int,
 ) -> torch.Tensor:
     """Combine by PyTorch's all-to-all. Return the weighted sum of the rows of each token.
-
-    Collective; synchronises.
-    """
+    Collective; synchronises."""
     exchange = _Exchange(EP_GROUP, exp_indices, num_experts)
     rows = input.new_zeros(exp_indices.numel(), input.shape[1])
     rows[exchange.order] = exchange.send_back(input)

@@ -71,9 +71,7 @@ def run_round(
     args: argparse.Namespace, ctx: EPContext, quantise: bool, tokens: int, is_first: bool
 ) -> None:
     """Compare a dispatch (bit by bit) and a combine (within a tolerance) with PyTorch's all-to-all.
-
-    The first round also prints the configs and, for ``perf``, times.
-    """
+    The first round also prints the configs and, for ``perf``, times."""
     group, device, tune = dist.group.WORLD, ctx.device.torch_device, {"autotune": args.autotune}
     assert group is not None
     x = torch.rand(tokens, ctx.hidden, device=device).to(ctx.dtype)

@@ -53,10 +53,8 @@ def get_args() -> argparse.Namespace:
 
 
 def shape_of(args: argparse.Namespace) -> Shape:
-    """Return the shape of the command line, reduced on CPU ranks, but M not below ``_CPU_ROWS``.
-
-    K is a multiple of the number of ranks.
-    """
+    """Return the shape of the command line, reduced on CPU ranks, but M not below ``_CPU_ROWS``. K
+    is a multiple of the number of ranks."""
     scale = 1 if is_cuda() else CPU_SCALE
     M = args.M if is_cuda() else min(args.M, max(_CPU_ROWS, args.M // CPU_SCALE))
     N, K = (max(1, size // scale) for size in (args.N, args.K))

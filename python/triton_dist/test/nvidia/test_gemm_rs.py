@@ -54,10 +54,8 @@ def _rows(word: str) -> range:
 
 
 def shapes(args: argparse.Namespace) -> list[Shape]:
-    """Return the shapes of the command line, reduced on CPU ranks.
-
-    M and K are multiples of the number of ranks.
-    """
+    """Return the shapes of the command line, reduced on CPU ranks. M and K are multiples of the
+    number of ranks."""
     size, scale = dist.get_world_size(), 1 if is_cuda() else CPU_SCALE
     rows = args.M_range or [args.M]
     N, K = max(1, args.N // scale), max(1, args.K // scale // size) * size

@@ -59,10 +59,8 @@ def transfer_baselines(A: torch.Tensor, ctx: Any) -> dict[str, Baseline]:
 
 
 class AllGatherGEMMOpInfo(GEMMOpInfo):
-    """Operands ``A`` [M / W, K] and ``B`` [K, N / W], for W ranks.
-
-    The result is ``all_gather(A) @ B``, [M, N / W].
-    """
+    """Operands ``A`` [M / W, K] and ``B`` [K, N / W], for W ranks. The result is ``all_gather(A) @
+    B``, [M, N / W]."""
 
     transfer, serial = "all-gather", "all-gather + matmul"
     sums_over_ranks = False

@@ -48,9 +48,7 @@ LIBRARIES = "all-gather + torch grouped_mm"
 
 class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
     """Operands ``a`` [M / W, K], ``b`` [E, K, N / W] and ``full_topk_ids`` [M, topk], for W ranks.
-
-    Rank 0 broadcasts the ids, so they are equal on all ranks of the world.
-    """
+    Rank 0 broadcasts the ids, so they are equal on all ranks of the world."""
 
     models, shapes = FIRST_PRODUCTS, tuple(FIRST_PRODUCTS.values())
     transfer, serial = "all-gather", "all-gather + grouped_gemm"

@@ -37,11 +37,9 @@ Operands: TypeAlias = dict[str, torch.Tensor]
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 Kind = Literal["gemm", "transfer", "baseline", "library", "own"]
-"""Kind of a measured call.
-
-``gemm`` and ``transfer`` run one part of the op. ``baseline`` is other code with the op's result.
-``own`` and ``library`` are the op itself, with a config whose algorithm is ours or a library's.
-"""
+"""Kind of a measured call. ``gemm`` and ``transfer`` run one part of the op. ``baseline`` is other
+code with the op's result. ``own`` and ``library`` are the op itself, with a config whose algorithm
+is ours or a library's."""
 Bound = Literal["arithmetic", "memory", "link"]
 """Resource whose peak limits a call."""
 LAYOUTS = ("row-major", "column-major", "strided")

@@ -98,10 +98,8 @@ class EPOpInfo(ExchangeOpInfo[TokenShape]):
         return super().output(result)
 
     def cost(self, shape: TokenShape, dtype: torch.dtype, num_ranks: int) -> Cost:
-        """Return the cost if tokens choose all experts with equal probability.
-
-        A token is sent once to each rank that has one of its experts.
-        """
+        """Return the cost if tokens choose all experts with equal probability. A token is sent once
+        to each rank that has one of its experts."""
         row, tokens = shape.hidden * dtype.itemsize, shape.M / num_ranks
         received = shape.M * (1 - (1 - 1 / num_ranks) ** shape.topk) * row
         link = received * (num_ranks - 1) / num_ranks
@@ -141,10 +139,8 @@ class EPOpInfo(ExchangeOpInfo[TokenShape]):
 
 
 class DispatchOpInfo(EPOpInfo):
-    """Operand ``x`` [M / W, hidden], this rank's tokens.
-
-    The result has a row for each choice of one of this rank's experts.
-    """
+    """Operand ``x`` [M / W, hidden], this rank's tokens. The result has a row for each choice of
+    one of this rank's experts."""
 
     row_operand, refilled = "x", ("x", "topk_weights")
 
@@ -180,10 +176,8 @@ class DispatchOpInfo(EPOpInfo):
 
 
 class CombineOpInfo(EPOpInfo):
-    """Operand ``y``, the experts' results: a row for each row of the dispatch's result.
-
-    The result is the weighted sum for each of this rank's tokens, [M / W, hidden].
-    """
+    """Operand ``y``, the experts' results: a row for each row of the dispatch's result. The result
+    is the weighted sum for each of this rank's tokens, [M / W, hidden]."""
 
     row_operand, refilled = "y", ("y", "topk_weights")
 
@@ -194,10 +188,8 @@ class CombineOpInfo(EPOpInfo):
         return (y, ep_dispatch.fn(x, ids, ctx, operands["topk_weights"]), ctx), {}
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return a baseline: the op with the library's reduce-scatter.
-
-        The baseline uses the routing at the time when this method is called.
-        """
+        """Return a baseline: the op with the library's reduce-scatter. The baseline uses the
+        routing at the time when this method is called."""
         baselines = super().baselines(operands, ctx)
         return {name: replace(each, expected=None) for name, each in baselines.items()}
 

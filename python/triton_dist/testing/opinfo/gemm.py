@@ -50,10 +50,8 @@ class Shape:
         return f"{self.M}x{self.N}x{self.K}"
 
     def smaller(self, divisor: int, num_ranks: int, any_rows: bool = False) -> Shape:
-        """Divide every size by ``divisor``; round M and N down to multiples of ``num_ranks``.
-
-        Each size is at least 1. With ``any_rows``, M is not rounded.
-        """
+        """Divide every size by ``divisor``; round M and N down to multiples of ``num_ranks``. Each
+        size is at least 1. With ``any_rows``, M is not rounded."""
         M, N = (max(1, size // divisor // num_ranks) * num_ranks for size in (self.M, self.N))
         if any_rows:
             M = max(1, self.M // divisor)
@@ -146,10 +144,8 @@ class GEMMOpInfo(OpInfo[Shape]):
         return fits and libraries.has_async_tp(group, operator)
 
     def gemms_alone(self, A: torch.Tensor, B: torch.Tensor, scales: Scales) -> dict[str, Baseline]:
-        """Return torch's GEMM alone, and for fp8 on GPUs also our ``matmul`` alone.
-
-        For fp8, torch's GEMM is not the fastest for all shapes and kinds of scales.
-        """
+        """Return torch's GEMM alone, and for fp8 on GPUs also our ``matmul`` alone. For fp8,
+        torch's GEMM is not the fastest for all shapes and kinds of scales."""
         gemms = {"GEMM alone": Baseline("gemm", lambda: multiply(A, B, scales))}
         if scales and not current_device().interprets:
             gemms["our GEMM alone"] = Baseline("gemm", lambda: matmul(A, B, **scales))
@@ -163,10 +159,8 @@ class GEMMOpInfo(OpInfo[Shape]):
         return tolerance(dtype, num_ranks if self.sums_over_ranks else 1)
 
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        """Return invalid arguments for all GEMMs across ranks.
-
-        ``M (too many)`` is invalid only for a context that was created for the rows of ``good``.
-        """
+        """Return invalid arguments for all GEMMs across ranks. ``M (too many)`` is invalid only for
+        a context that was created for the rows of ``good``."""
         A, B = good["A"], good["B"]
         (rows, K), N, other = A.shape, B.shape[1], other_dtype(A.dtype)
         step = 1 if self.any_rows or not self.sums_over_ranks else num_ranks
@@ -244,10 +238,8 @@ class SummedGEMMOpInfo(GEMMOpInfo):
         return super().whole(call if bias is None else lambda: call() + bias, operands, group)
 
     def cost(self, shape: Shape, dtype: torch.dtype, num_ranks: int) -> Cost:
-        """Return the cost.
-
-        Each row is sent to the rank that sums it; with ``any_rows``, the sum is sent to all ranks.
-        """
+        """Return the cost. Each row is sent to the rank that sums it; with ``any_rows``, the sum is
+        sent to all ranks."""
         M, N, K, (operand, result) = shape.M, shape.N, shape.K / num_ranks, self.dtypes(dtype)
         nbytes = M * N * result.itemsize
         return Cost(

@@ -16,10 +16,8 @@ from triton_dist.testing.opinfo.scaled import Scales, in_fp32, rows_of, scales_o
 
 @dataclass(frozen=True)
 class GroupedShape:
-    """M tokens, each routed to ``topk`` of E experts with weights [K, N].
-
-    For an op across ranks, sizes are global.
-    """
+    """M tokens, each routed to ``topk`` of E experts with weights [K, N]. For an op across ranks,
+    sizes are global."""
 
     M: int
     N: int
@@ -56,9 +54,7 @@ def uniform_ids(
     M: int, E: int, topk: int, device: torch.device, generator: Generator | None = None
 ) -> torch.Tensor:
     """Draw ``topk`` experts for each token with equal probabilities; return ids, int32 [M, topk].
-
-    The experts of a token differ if E >= topk.
-    """
+    The experts of a token differ if E >= topk."""
     scores = torch.rand((M, max(E, topk)), generator=generator, device=device)
     return (scores.topk(topk, dim=1).indices % E).int()
 

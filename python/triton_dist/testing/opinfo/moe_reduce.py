@@ -108,11 +108,8 @@ class MoEReduceOpInfo(RoutedOpInfo):
     def refill(
         self, operands: Operands, num_ranks: int, generator: Generator | None = None
     ) -> None:
-        """Draw new values of ``x`` and a new routing.
-
-        Results have a standard deviation of 1: a product summed over ranks has 1, and the squares
-        of a token's expert weights add up to 1.
-        """
+        """Draw new values of ``x`` and a new routing. Results have a standard deviation of 1: a
+        product summed over ranks has 1, and the squares of a token's expert weights add up to 1."""
         x, ids, expert_weight = (
             operands[name] for name in ("x", "chosen_experts", "expert_weight")
         )
@@ -191,10 +188,8 @@ class MoEReduceOpInfo(RoutedOpInfo):
         return baselines
 
     def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:
-        """Return the cost. Weights are read for the expected number of experts with tokens.
-
-        Rows are sent to the rank that adds them. If all ranks get all sums, sums are sent too.
-        """
+        """Return the cost. Weights are read for the expected number of experts with tokens. Rows
+        are sent to the rank that adds them. If all ranks get all sums, sums are sent too."""
         K, routes, (operand, result) = shape.K / num_ranks, shape.M * shape.topk, self.dtypes(dtype)
         rows = shape.M * shape.N * result.itemsize
         return Cost(

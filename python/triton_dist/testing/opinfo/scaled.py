@@ -25,10 +25,8 @@ def scales_of(operands: Mapping[str, torch.Tensor]) -> Scales:
 def new_scales(
     a: torch.Tensor, b: torch.Tensor, recipe: Recipe | None, generator: torch.Generator | None
 ) -> Scales:
-    """Return scales for ``a`` [M, K] and ``b`` [K, N] or [E, K, N]; empty without a recipe.
-
-    The scales of ``a`` are uninitialised. The scales of ``b`` are uniform random from 0.5 to 1.
-    """
+    """Return scales for ``a`` [M, K] and ``b`` [K, N] or [E, K, N]; empty without a recipe. The
+    scales of ``a`` are uninitialised. The scales of ``b`` are uniform random from 0.5 to 1."""
     (M, K), (*experts, _, N) = a.shape, b.shape
     shapes: dict[Recipe | None, tuple[Sequence[int], Sequence[int]]] = {
         Recipe.TENSOR: ((1,), experts or (1,)),
@@ -91,10 +89,8 @@ def multiply(
 def library_product(
     A: torch.Tensor, B: torch.Tensor, ends: torch.Tensor, order: torch.Tensor, scales: Scales
 ) -> Callable[[], torch.Tensor]:
-    """Return a call of torch's grouped GEMM of ``A[order]`` and B [E, K, N].
-
-    Rows of ``A[order]`` are sorted by expert; ``ends`` has the end of each expert's rows.
-    """
+    """Return a call of torch's grouped GEMM of ``A[order]`` and B [E, K, N]. Rows of ``A[order]``
+    are sorted by expert; ``ends`` has the end of each expert's rows."""
     rows = rows_of(A, order)
     if not scales:
         return lambda: grouped_mm(rows, B, ends)
@@ -107,11 +103,8 @@ def library_product(
 
 
 def scales_for_grouped_mm(A: torch.Tensor, B: torch.Tensor, scales: Scales) -> Scales:
-    """Return scales in a layout that torch's grouped GEMM supports on Hopper.
-
-    Row-wise scales of 1 replace block-wise scales. The result then differs, so use it for timing
-    only.
-    """
+    """Return scales in a layout that torch's grouped GEMM supports on Hopper. Row-wise scales of 1
+    replace block-wise scales. The result then differs, so use it for timing only."""
     if not scales or scales["A_scale"].ndim == 1:
         return scales
     ones = scales["B_scale"].new_ones

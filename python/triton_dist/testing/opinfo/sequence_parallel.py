@@ -59,10 +59,8 @@ def local_part(x: torch.Tensor, lengths: Sequence[int], rank: int) -> torch.Tens
 
 
 def shared_heads(x: torch.Tensor, num_ranks: int) -> tuple[torch.Tensor, ...]:
-    """Split x [batch, tokens, heads, dim] into the heads of each rank.
-
-    With fewer heads than ranks, consecutive ranks have the same head.
-    """
+    """Split x [batch, tokens, heads, dim] into the heads of each rank. With fewer heads than ranks,
+    consecutive ranks have the same head."""
     replicas = max(1, num_ranks // x.shape[2])
     return tuple(each for each in x.chunk(num_ranks // replicas, 2) for _ in range(replicas))
 
@@ -114,10 +112,8 @@ class UlyssesOpInfo(ExchangeOpInfo[HeadsShape]):
         return Cost(dtype, flops=0, read_bytes=nbytes, written_bytes=nbytes, link_bytes=link)
 
     def heads(self, shape: HeadsShape, num_ranks: int) -> int:
-        """Return the number of heads that all ranks together have of a token after the exchange.
-
-        A head that several ranks have is counted for each of them.
-        """
+        """Return the number of heads that all ranks together have of a token after the exchange. A
+        head that several ranks have is counted for each of them."""
         return shape.q_heads
 
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
@@ -143,11 +139,8 @@ class UlyssesOpInfo(ExchangeOpInfo[HeadsShape]):
                     )  # fmt: skip
 
     def meta_inputs(self, key: Any) -> tuple[Any, tuple[int, int], list[int], dict[str, Any]]:
-        """Return arguments of a call with tuning key ``key``.
-
-        They are: context, (batch, tokens over all ranks), numbers of heads of q, k and v of a rank,
-        and keyword arguments.
-        """
+        """Return arguments of a call with tuning key ``key``. They are: context, (batch, tokens
+        over all ranks), numbers of heads of q, k and v of a rank, and keyword arguments."""
         size, shared, dtype = key.num_ranks, key.replicas > 1, key.dtype
         dims = (key.widths[1], key.widths[2]) if shared else (8, 8)
         heads = [key.widths[0] // dims[0], *(max(1, w // 8) for w in key.widths[1:])]
@@ -261,9 +254,7 @@ def tokens_of_rank(lengths: Sequence[int], rank: int, num_ranks: int, zigzag: bo
 
 class SPAttentionOpInfo(ExchangeOpInfo[HeadsShape]):
     """Operands ``q``, ``k``, ``v`` [1, M / W, heads, dim], for W ranks, of one causal sequence.
-
-    Each rank has a chunk from the front and a chunk from the back of the sequence (zig-zag).
-    """
+    Each rank has a chunk from the front and a chunk from the back of the sequence (zig-zag)."""
 
     shape = HeadsShape
     shapes = HeadsShape(8192, 32, 32, 128), HeadsShape(32768, 32, 8, 128)

@@ -24,10 +24,8 @@ ASYNC_TP = "torch async-TP"
 
 
 class GEMMReduceScatterOpInfo(SummedGEMMOpInfo):
-    """Operands ``A`` [M, K / W], ``B`` [K / W, N], optional ``bias`` [N], for W ranks.
-
-    The result is this rank's rows of the sum over ranks, [M / W, N].
-    """
+    """Operands ``A`` [M, K / W], ``B`` [K / W, N], optional ``bias`` [N], for W ranks. The result
+    is this rank's rows of the sum over ranks, [M / W, N]."""
 
     transfer, serial = "reduce-scatter", "matmul + reduce-scatter"
     create = staticmethod(create_gemm_rs_context)
@@ -75,10 +73,8 @@ GEMM_RS = GEMMReduceScatterOpInfo(gemm_rs)
 
 
 class GEMMAllReduceOpInfo(SummedGEMMOpInfo):
-    """Operands ``A`` [M, K / W], ``B`` [K / W, N], optional ``bias`` [N], for W ranks.
-
-    The result is the sum over ranks, [M, N], on every rank. M may be any number.
-    """
+    """Operands ``A`` [M, K / W], ``B`` [K / W, N], optional ``bias`` [N], for W ranks. The result
+    is the sum over ranks, [M, N], on every rank. M may be any number."""
 
     transfer, serial = "all-reduce", "matmul + all-reduce"
     create = staticmethod(create_gemm_ar_context)
