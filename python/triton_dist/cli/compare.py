@@ -209,8 +209,7 @@ def lines_of_changes(changes: Changes) -> Iterator[str]:
     yield f"  {counted(len(changes.common), 'config')} in both{alike}"
     largest_first = sorted(changes.common, key=lambda pair: -abs(_change(pair[0].ms, pair[1].ms)))
     for old, new in largest_first[:_MAX_CHANGED_CONFIGS]:
-        change = _change(old.ms, new.ms)
-        yield f"  {old.ms:10.4f} -> {new.ms:.4f} ms {change:+7.1%}  {new.trial}"
+        yield f"  {old.ms:10.4f} -> {new.ms:.4f} ms {_change(old.ms, new.ms):+7.1%}  {new.trial}"
     for record, trials in (("old", changes.only_before), ("new", changes.only_after)):
         if trials:
             yield f"  {counted(len(trials), 'config')} only in {record}, such as {trials[0]}"

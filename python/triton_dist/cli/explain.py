@@ -85,8 +85,7 @@ def _run(arguments: argparse.Namespace) -> int:
     why = "; ".join(dict.fromkeys(unknown))
     if module and arguments.imports and len(unknown) == len(found) > 0:
         raise NoSuchFunction(arguments.function, why, "Nothing was compared")
-    used = [each for each in found if each.verdict.used]
-    shown = used if arguments.used else found
+    shown = [each for each in found if each.verdict.used] if arguments.used else found
     if arguments.json:
         trees = [
             {

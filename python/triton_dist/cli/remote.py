@@ -55,9 +55,8 @@ def _run(arguments: argparse.Namespace) -> int:
     elif not records:
         print(f"No record of {function or 'any function'} to {action}: {store.url}.")
     elif action == "list":
-        trees = map(listing.tree_of, records)
         rows = [[f"{each['ms']:.4f}", text.age(each["timestamp"]), each["function"], each["key"]]
-                for each in trees]  # fmt: skip
+                for each in map(listing.tree_of, records)]  # fmt: skip
         text.print_lines(*text.table(("time (ms)", "age", "function", "key"), rows, _LEFT_ALIGNED))
     else:
         num_copied = (_push if action == "push" else _pull)(store, (r.record for r in records))

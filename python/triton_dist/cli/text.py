@@ -31,9 +31,8 @@ def wrapped(line: str, indent: int = 12) -> list[str]:
     line = printable(line)
     if not is_terminal():
         return [line]
-    width = shutil.get_terminal_size().columns
     lines = textwrap.wrap(
-        line, width, subsequent_indent=" " * indent,
+        line, shutil.get_terminal_size().columns, subsequent_indent=" " * indent,
         break_on_hyphens=False, break_long_words=False,  # paths must stay copyable
     )  # fmt: skip
     return lines or [""]

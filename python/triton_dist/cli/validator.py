@@ -156,8 +156,7 @@ def verdicts_by_import(
             answer = json.loads(Path(folder, "answer").read_bytes())
         except (OSError, ValueError):
             last = Path(folder, "output").read_bytes().decode("utf-8", "replace").split("\n")[-2:-1]
-            unknown = Verdict(None, (f"{module}: {': '.join([why, *last])}",))
-            return [unknown] * len(pairs)
+            return [Verdict(None, (f"{module}: {': '.join([why, *last])}",))] * len(pairs)
     return [Verdict(used, tuple(why), tuple(accepted), *rest)
             for used, why, accepted, *rest in answer]  # fmt: skip
 

@@ -73,8 +73,7 @@ def origin_of_tensor(tensor: torch.Tensor) -> Origin:
     begin = tensor.data_ptr()
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in steps) if tensor.numel() else -1
-    shape = list(tensor.shape)
-    what = f"{str(tensor.dtype).removeprefix('torch.')} {shape}"
+    what = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
     region = addresses.region_at(begin) if tensor.numel() else None
     if region is not None:
         what = f"{what} in {region[2]}"

@@ -205,8 +205,7 @@ def _status_of(memory: StatusSource) -> dict[str, Any]:
     try:
         return memory.status()
     except Exception as failure:  # the status of other memories is still useful
-        name = type(memory).__name__
-        return {"name": name, "epochs": {}, "awaited": [], "failed": repr(failure)}
+        return {"name": type(memory).__name__, "epochs": {}, "awaited": [], "failed": repr(failure)}
 
 
 SIGNAL = signal.SIGUSR2

@@ -83,8 +83,7 @@ def _fp8_model(folder: str, settings: dict[str, Any], dtype: torch.dtype) -> Lla
         ("norm_topk_prob", settings.get("norm_topk_prob", True), (True,)),
     ):
         if value not in plain:
-            expected = f"one of {plain} for fp8 weights"
-            raise InvalidArgument("init_model_cpu", name, value, expected)
+            raise InvalidArgument("init_model_cpu", name, value, f"one of {plain} for fp8 weights")
     with torch.device("meta"):
         model = Llama(LlamaConfig.of(folder), dtype)
     missing = {name for name, _ in model.named_parameters()}

@@ -97,9 +97,8 @@ def build(
         kernel = CompiledKernel(src, group, artefact.digest)
         listener = triton.knobs.compilation.listener
         if listener is not None:
-            times = triton.knobs.CompileTimes(0, stage_us, 0)
             listener(src=src, metadata=kernel.metadata._asdict(), metadata_group=group,
-                     times=times, cache_hit=True)  # fmt: skip
+                     times=triton.knobs.CompileTimes(0, stage_us, 0), cache_hit=True)  # fmt: skip
     return kernel
 
 

@@ -52,8 +52,7 @@ def export(kernel: Any, folder: str | os.PathLike[str], levels: Sequence[str] = 
 
 def write(folder: Path, about: About, texts: Mapping[str, str | bytes]) -> None:
     """Write each file atomically, the metadata last."""
-    tree = json.dumps(about.to_tree(), indent=2) + "\n"
-    for level, text in {**texts, "json": tree}.items():
+    for level, text in {**texts, "json": json.dumps(about.to_tree(), indent=2) + "\n"}.items():
         data = text if isinstance(text, bytes) else text.encode()
         _files.write(folder / f"{stem_of(about.function)}.{level}", data)
 

@@ -199,9 +199,8 @@ class Runner:
         if named in self._artefacts:
             artefact = foreign.with_specialisation(self._artefacts[named], launched)
         else:
-            name = named.removeprefix(f"{TOOLCHAIN} ")
             artefact = toolchains.compile_with_toolchain(
-                self, name, launched, vars(options), target.arch
+                self, named.removeprefix(f"{TOOLCHAIN} "), launched, vars(options), target.arch
             )
         made_for = artefact.about.specialisation
         why = artefact.about.refusal(artefact.level, launched, target.arch)

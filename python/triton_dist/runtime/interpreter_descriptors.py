@@ -75,8 +75,7 @@ def apply_copy(upstream: Any) -> None:
         return upstream.TensorHandle(block, element)
 
     def store(self: Any, desc: Any, value: Any, indices: Sequence[Any]) -> None:
-        element = desc.base.get_element_ty()
-        view, inside = _view(desc, indices, upstream._get_np_dtype(element))
+        view, inside = _view(desc, indices, upstream._get_np_dtype(desc.base.get_element_ty()))
         view[...] = value.data[inside]
 
     builder.create_descriptor_load = load

@@ -73,8 +73,7 @@ def check_versions() -> None:
         release = Version(Version(str(found)).base_version)
         if release not in SpecifierSet(SUPPORTED[package]):
             # GPU builds of torch require one exact triton, so suggest a newer torch instead.
-            is_old = package == "triton" and release < Version("3.6")
-            remedy = _NEWER_TORCH if is_old else ""
+            remedy = _NEWER_TORCH if package == "triton" and release < Version("3.6") else ""
             raise UnsupportedVersion(package, str(found), SUPPORTED[package], remedy)
 
 

@@ -89,7 +89,6 @@ def facts_of(tuned: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Fa
         shape, num_ranks, cost = info.cost_of(*args, **kwargs)
     except Exception:  # invalid arguments: the op itself raises an error
         return {"op": info.name}
-    bounds = cost.bounds_ms(device_peak())
     return {
         "op": info.name,
         "shape": str(shape),
@@ -98,7 +97,7 @@ def facts_of(tuned: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Fa
         "flops": cost.flops,
         "bytes": cost.memory_bytes,
         "link_bytes": cost.link_bytes,
-        "bounds_ms": dict(bounds),
+        "bounds_ms": dict(cost.bounds_ms(device_peak())),
         "limit_ms": cost.limit_ms(device_peak()),
     }
 
@@ -179,8 +178,7 @@ def merge(files: Sequence[tuple[int, Path]], merged: Path) -> None:
     devices: Any = {}
     for rank, file in files:
         root, *rest = json.loads(file.read_text(encoding="utf-8"))
-        named = {"name": f"rank {rank}", "type": "function"}
-        children.append({**root, "frame": named})
+        children.append({**root, "frame": {"name": f"rank {rank}", "type": "function"}})
         devices = devices or (rest[0] if rest else {})
     top = {"frame": {"name": "ROOT", "type": "function"}, "metrics": {}, "children": children}
     _files.write(merged, json.dumps([top, devices]).encode())

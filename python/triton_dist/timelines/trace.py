@@ -82,18 +82,16 @@ def spans(trace: Trace, names: Container[str]) -> dict[str, Span]:
         if correlation is not None and event.get("cat") in _DEVICE_CATEGORIES:
             device_events.setdefault(correlation, []).append(event)
         elif correlation is not None and event.get("cat") in _LAUNCH_CATEGORIES:
-            thread = (event["pid"], event["tid"])
-            launched.setdefault(thread, []).append((event["ts"], correlation))
+            launched.setdefault((event["pid"], event["tid"]), []).append((event["ts"], correlation))
     found = {}
     for event in events:
         name = str(event.get("name"))
         if event.get("cat") != _SCOPE_CATEGORY or name not in names:
             continue
         begin, end = event["ts"], event["ts"] + event["dur"]
-        launches = launched.get((event["pid"], event["tid"]), [])
         covered = [
             each
-            for launch_us, correlation in launches
+            for launch_us, correlation in launched.get((event["pid"], event["tid"]), [])
             if begin <= launch_us <= end
             for each in device_events.get(correlation, [])
         ]
@@ -147,8 +145,7 @@ def merge(traces: Sequence[tuple[int, Trace]]) -> Trace:
         facts = dict(trace.get(METADATA_KEY, {}))
         shift = (trace.get("baseTimeNanoseconds", 0) - base + facts.get("clock_ns", 0)) / 1e3
         for event in facts.pop("flags", ()):
-            pid = f"rank-{rank} {event['pid']}"
-            flags.append({**event, "pid": pid, "ts": event["ts"] + shift})
+            flags.append({**event, "pid": f"rank-{rank} {event['pid']}", "ts": event["ts"] + shift})
         ranks.append({"rank": rank, **facts})
         first_event = len(events)
         for event in trace["traceEvents"]:
@@ -204,10 +201,9 @@ def _arrows(flags: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
         last = max(awaited[0]["begin"], ends.get((pid, tid), 0.0), *(each["ts"] for each in arrows))
         ends[pid, tid] = end
         row = {"cat": "flag", "pid": pid, "tid": tid}
-        seen = [each["flag"] for each in arrows]
         yield {
             "ph": "X", "name": "flag seen", "ts": last, "dur": end - last, **row,
-            "args": {"flags": seen},
+            "args": {"flags": [each["flag"] for each in arrows]},
         }  # fmt: skip
         for first_set in arrows:
             number += 1
@@ -239,10 +235,9 @@ def _counters(process: str, events: Iterable[Event]) -> Iterator[Event]:
         for at, rate in sorted(steps):
             active.append(rate) if rate > 0 else active.remove(-rate)
             # Perfetto 52 misreads numbers of more than 18 decimals.
-            total = float(f"{sum(active):.6g}")
             yield {
                 "ph": "C", "cat": "transfer", "name": name, "pid": process, "ts": at,
-                "args": {"GB/s": total},
+                "args": {"GB/s": float(f"{sum(active):.6g}")},
             }  # fmt: skip
 
 

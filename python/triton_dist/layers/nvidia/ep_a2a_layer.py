@@ -157,8 +157,7 @@ class EPLowLatencyAllToAllLayer:
         """
 
         def per_choice(rows: torch.Tensor) -> torch.Tensor:
-            repeated = rows[:, None].expand(-1, topk_indices.shape[1], -1)
-            return repeated.flatten(0, 1).contiguous()
+            return rows[:, None].expand(-1, topk_indices.shape[1], -1).flatten(0, 1).contiguous()
 
         received = ep_dispatch(
             per_choice(send_tokens), masked_ids(topk_indices, self.ctx.num_experts).view(-1, 1),
@@ -168,10 +167,9 @@ class EPLowLatencyAllToAllLayer:
         counts = received.counts.sum(1, dtype=torch.int32)
         _, expert, within, is_used = chunk_of_rows(counts, len(received.row_of_position))
         places, size = expert * self.rows_per_expert + within, len(counts) * self.rows_per_expert
-        has_place = is_used & (within < self.rows_per_expert)
         # Unused positions, and rows beyond ``rows_per_expert``, write to one extra row, which is
         # cut off below.
-        places = torch.where(has_place, places, size)
+        places = torch.where(is_used & (within < self.rows_per_expert), places, size)
 
         def padded(rows: torch.Tensor) -> torch.Tensor:
             out = rows.new_empty(size + 1, rows.shape[1])

@@ -199,8 +199,7 @@ class EP_MoE(TP_MoE):
 
         ``max_tokens_per_rank`` sets the number per rank directly. ``M`` is an alias of ``max_M``.
         """
-        tokens = also_unused.pop("max_tokens_per_rank", 0)
-        super()._init_ctx(tokens * self.world_size or max_M or M)
+        super()._init_ctx(also_unused.pop("max_tokens_per_rank", 0) * self.world_size or max_M or M)
 
     @torch.no_grad()
     def torch_fwd(self, x: torch.Tensor) -> torch.Tensor:

@@ -282,8 +282,7 @@ def ep_experts_fp8(
         received.rows, gate_up, positions, A_scale=A_scale, B_scale=gate_up_scale,
         out_dtype=x.dtype,
     )  # fmt: skip
-    used_rows = positions.ends[-1:]
-    hidden, hidden_scale = quantise(products, is_block, True, static_down, used_rows)
+    hidden, hidden_scale = quantise(products, is_block, True, static_down, positions.ends[-1:])
     y = grouped_gemm(
         hidden, down, positions.of_sorted_rows(), A_scale=hidden_scale, B_scale=down_scale,
         out_dtype=x.dtype,

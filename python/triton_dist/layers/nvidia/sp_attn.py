@@ -42,8 +42,7 @@ class SP_Attn(torch.nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         if mesh.ndim != 2:
-            expected = "a mesh of 2 dimensions"
-            raise InvalidArgument("SP_Attn", "mesh.ndim", mesh.ndim, expected)
+            raise InvalidArgument("SP_Attn", "mesh.ndim", mesh.ndim, "a mesh of 2 dimensions")
         gather, exchange = mesh.get_group(0), mesh.get_group(1)
         outer, inner = group_for(gather), group_for(exchange)
         self.gather_rank, self.gather_size = outer.rank, outer.size

@@ -78,10 +78,9 @@ class TP_Attn(TensorParallelLayer):
         k = self._checked_weight("k_proj", source.k_proj, (None, hidden), like=like)
         self._checked_weight("v_proj", source.v_proj, (k.shape[0], hidden), like=like)
         self._checked_weight("o_proj", source.o_proj, (hidden, q_columns), like=like)
-        clips = getattr(getattr(source, "config", None), "clip_qkv", None)
         for name, value, supported in (
             ("sliding_window", getattr(source, "sliding_window", None), None),
-            ("clip_qkv", clips, None),
+            ("clip_qkv", getattr(getattr(source, "config", None), "clip_qkv", None), None),
             ("sinks", None if getattr(source, "sinks", None) is None else "present", None),
             ("is_causal", getattr(source, "is_causal", True), True),
             ("attention_dropout", getattr(source, "attention_dropout", 0.0), 0.0),

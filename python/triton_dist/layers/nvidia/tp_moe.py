@@ -209,8 +209,7 @@ class TP_MoE(TokenLayer):
         """Return ids (int32) and weights (fp32) of each row's experts, both [rows, top_k]."""
         if self.correction is not None:
             return self._routes_of_groups(rows, self.correction)
-        chances = linear(rows, self.gate).softmax(-1, dtype=torch.float32)
-        best, ids = chances.topk(self.top_k, -1)
+        best, ids = linear(rows, self.gate).softmax(-1, dtype=torch.float32).topk(self.top_k, -1)
         if self.normalises:
             best = best / best.sum(-1, keepdim=True)
         return ids.int(), best * self.factor if self.factor != 1 else best

@@ -66,8 +66,7 @@ class CompilePool:
         self._begun.update(digests)
         if not digests:
             return
-        share = len(os.sched_getaffinity(0)) // sharers
-        workers = max(1, min(share, len(digests), _MAX_WORKERS))
+        workers = max(1, min(len(os.sched_getaffinity(0)) // sharers, len(digests), _MAX_WORKERS))
         job = Job({each: self._kernels[each] for each in digests}, workers, self._seconds)
         receiver, sender = multiprocessing.Pipe()
         with warnings.catch_warnings(), suppress(OSError):  # out of processes or memory

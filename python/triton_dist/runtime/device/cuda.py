@@ -60,8 +60,7 @@ class CudaDevice:
         # Tensor descriptors compile to TMA for compute capability 9.0 and above. On older GPUs,
         # pointers are faster.
         self.prefers_descriptors: bool = self._properties.major >= 9
-        capability = self._properties.major, self._properties.minor
-        self.multiplies_fp8: bool = capability >= (8, 9)
+        self.multiplies_fp8: bool = (self._properties.major, self._properties.minor) >= (8, 9)
         # True: a launch returns only after its kernel has ended. Ops then exclude algorithms in
         # which a blocking launch would deadlock. Read once, as by CUDA. ``make sanitize`` sets the
         # variable, because launches block under compute-sanitizer.
@@ -111,11 +110,10 @@ class CudaDevice:
         return torch.empty((), dtype=torch.float32, device=self.torch_device)
 
     def facts(self) -> Mapping[str, str]:
-        capability = f"{self._properties.major}.{self._properties.minor}"
         return {
             "gpu": self._properties.name + _sharing_suffix(),
             "gpus_on_host": str(torch.cuda.device_count()),
-            "capability": capability,
+            "capability": f"{self._properties.major}.{self._properties.minor}",
             "sms": str(self.num_sms),
             "driver": _driver_version(),
             "peer_access": _peer_access(),

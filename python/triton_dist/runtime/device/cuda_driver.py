@@ -185,8 +185,7 @@ def free(address: int) -> None:
 def export(address: int) -> bytes:
     """Return a handle with which another process can open memory from ``allocate``."""
     handle = IpcHandle()
-    action = "export memory by CUDA IPC"
-    call("cuIpcGetMemHandle", action, ctypes.byref(handle), address)
+    call("cuIpcGetMemHandle", "export memory by CUDA IPC", ctypes.byref(handle), address)
     return bytes(handle)
 
 

@@ -38,8 +38,7 @@ class _Exchange:
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=group)
         ranks = dist.get_world_size(group)
-        splits = torch.stack([counts, arriving]).view(2, ranks, -1).sum(2)
-        self.sent, self.arrived = splits.tolist()
+        self.sent, self.arrived = torch.stack([counts, arriving]).view(2, ranks, -1).sum(2).tolist()
         own = torch.arange(num_experts // ranks, device=ids.device).repeat(ranks)
         self.permutation = own.repeat_interleave(arriving).argsort(stable=True)
 

@@ -82,8 +82,7 @@ def run_round(
     tuned = ep_dispatch.tuning_count, ep_combine.tuning_count
     operands = (x, ids, ctx, weights, None, quantise)
     received = ep_dispatch(*operands, **tune)
-    room = received.rows.new_empty(received.num_positions(), ctx.hidden)
-    found = received.expanded(room)
+    found = received.expanded(received.rows.new_empty(received.num_positions(), ctx.hidden))
     expected = torch_ll_dispatch(group, x, ids, ctx.num_experts, 128, quantise)
     for one, other in zip(found, expected, strict=True):
         assert (one is None) == (other is None), "only one dispatch has scales"

@@ -91,8 +91,7 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
             dist.broadcast(ids, 0)
 
     def arguments(self, operands: Operands, ctx: Any) -> Call:
-        args = operands["a"], operands["b"], ctx, operands["full_topk_ids"]
-        return args, scales_of(operands)
+        return (operands["a"], operands["b"], ctx, operands["full_topk_ids"]), scales_of(operands)
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         rows, scales = operands["a"], scales_of(operands)

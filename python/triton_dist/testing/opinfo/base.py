@@ -309,9 +309,8 @@ def uniform(
     sizes: Sequence[int], dtype: torch.dtype, generator: Generator | None = None, scale: float = 1.0
 ) -> torch.Tensor:
     """Return random values in [-scale, scale) on this process's device."""
-    device = current_device().torch_device
     # Scale in place, without a second fp32 tensor: expert weights are the largest tensors.
-    values = torch.rand(tuple(sizes), generator=generator, device=device)
+    values = torch.rand(tuple(sizes), generator=generator, device=current_device().torch_device)
     return values.mul_(2).sub_(1).mul_(scale).to(dtype)
 
 

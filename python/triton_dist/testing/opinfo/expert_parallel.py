@@ -88,8 +88,7 @@ class EPOpInfo(ExchangeOpInfo[TokenShape]):
         ids, weights = operands["topk_ids"], operands["topk_weights"]
         expert, weights = (gathered(each, group).flatten() for each in (ids, weights))
         order = expert.argsort(stable=True)
-        rank = expert[order].long() // LOCAL_EXPERTS
-        return rank, order // ids.shape[1], weights[order]
+        return expert[order].long() // LOCAL_EXPERTS, order // ids.shape[1], weights[order]
 
     def output(self, result: Any) -> torch.Tensor:
         """Return the rows that a dispatch received, sorted by expert; or a combine's result."""

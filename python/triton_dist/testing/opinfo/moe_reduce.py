@@ -264,11 +264,10 @@ class MoEReduceOpInfo(RoutedOpInfo):
         # The key's M is a rounded size, which may not be a multiple of the ranks.
         M -= M % (num_ranks if self.scatters_rows else 1)
         weights = meta_with_layout(layout, dtype, E, K, N)
-        slots = SimpleNamespace(epoch=meta(dtype, 1))
         ctx = SimpleNamespace(
             N=N, E=E, topk=topk, dtype=dtype, max_tokens=M, max_routes=M * topk, checked_keys={},
             num_ranks=num_ranks, n_chunks_max=n_chunks_max, function=self.name,
-            buffer=SimpleNamespace(slots=slots),
+            buffer=SimpleNamespace(slots=SimpleNamespace(epoch=meta(dtype, 1))),
         )  # fmt: skip
         routing = meta(torch.int32, M, topk), meta(torch.float32, M, topk)
         return (meta(dtype, M * topk, K), weights, *routing, ctx), fixed

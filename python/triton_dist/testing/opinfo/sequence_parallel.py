@@ -91,8 +91,7 @@ class UlyssesOpInfo(ExchangeOpInfo[HeadsShape]):
     def smaller(self, shape: HeadsShape, divisor: int, num_ranks: int) -> HeadsShape:
         M = max(1, shape.M // divisor // num_ranks) * num_ranks
         kv_heads = num_ranks if shape.kv_heads < shape.q_heads else 2 * num_ranks
-        dim = max(8, shape.dim // divisor // 8 * 8)
-        return HeadsShape(M, 2 * num_ranks, kv_heads, dim)
+        return HeadsShape(M, 2 * num_ranks, kv_heads, max(8, shape.dim // divisor // 8 * 8))
 
     def context_sizes(self, shape: HeadsShape, num_ranks: int) -> tuple[int, ...]:
         return shape.M, shape.q_heads, shape.kv_heads, shape.dim
@@ -184,10 +183,9 @@ class PreAttnOpInfo(UlyssesOpInfo):
 
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
         k, v = good["k"], good["v"]
-        twice = {name: torch.cat([x, x], 1) for name, x in good.items()}
         return {
             **super().error_inputs(good, num_ranks),
-            "q.shape (too many tokens)": twice,
+            "q.shape (too many tokens)": {name: torch.cat([x, x], 1) for name, x in good.items()},
             "k.dtype": {"k": k.to(other_dtype(k.dtype))},
             "v.shape": {"v": v[:, 1:]},
             "v": {"k": None},

@@ -43,8 +43,7 @@ class GEMMReduceScatterOpInfo(SummedGEMMOpInfo):
             return libraries.reduce_scatter(multiply(A, B, scales), group)
 
         def async_tp() -> torch.Tensor:
-            row_wise = Scaling(**scales).row_wise(A, B)
-            return libraries.async_tp_matmul_scatter(A, B, group, row_wise)
+            return libraries.async_tp_matmul_scatter(A, B, group, Scaling(**scales).row_wise(A, B))
 
         baselines = {
             **self.gemms_alone(A, B, scales),
@@ -107,12 +106,11 @@ class GEMMAllReduceOpInfo(SummedGEMMOpInfo):
         }
 
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        two_shot = GEMMAllReduceMethod.TWO_SHOT
         return {
             **super().error_inputs(good, num_ranks),
             "algorithm": {"algorithm": "three_shot"},
             "method": {"method": "two_shot"},
-            "gemm_config (none)": {"gemm_config": None, "method": two_shot},
+            "gemm_config (none)": {"gemm_config": None, "method": GEMMAllReduceMethod.TWO_SHOT},
             "num_ctas": {"algorithm": "serial", "num_ctas": "2"},
             "block_bytes": {"algorithm": "serial", "block_bytes": 1000},
             "reduction": {"algorithm": "serial", "reduction": "tree"},
