@@ -128,10 +128,8 @@ def parser_of_all() -> argparse.ArgumentParser:
 
 def _with_interpret_variable(arguments: argparse.Namespace) -> AbstractContextManager[None]:
     """Context manager that sets ``TRITON_INTERPRET`` as ``interprets_kernels`` decides, for
-    subcommands that import kernels.
-
-    Other subcommands do not import torch, or set the variable themselves.
-    """
+    subcommands that import kernels. Other subcommands do not import torch, or set the variable
+    themselves."""
     command = arguments.subcommand == "profile" and arguments.command
     if not (command or arguments.subcommand == "explain" or getattr(arguments, "stale", False)):
         return nullcontext()

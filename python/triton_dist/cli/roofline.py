@@ -17,11 +17,9 @@ _WIDTH, _ROW_HEIGHT, _MAX_OPS = 9.0, 0.62, 16
 
 
 def png(found: Sequence[OpSummary], peak: Mapping[str, Any], gpu: str) -> bytes:
-    """Return a PNG image with a bar for the time of each op and shape.
-
-    For each resource, a line marks the time that the op needs if the resource runs at its peak
-    rate. The rightmost line is the lower bound of the op's time.
-    """
+    """Return a PNG image with a bar for the time of each op and shape. For each resource, a line
+    marks the time that the op needs if the resource runs at its peak rate. The rightmost line is
+    the lower bound of the op's time."""
     drawn = [each for each in found if each.ms and each.bounds_ms][:_MAX_OPS]
     with matplotlib.rc_context(
         {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}

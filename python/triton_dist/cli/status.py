@@ -138,11 +138,9 @@ def _end(tuning: _Tree) -> str:
 
 @contextmanager
 def _display() -> Iterator[Callable[[Collection[_Tree], Collection[str]], None]]:
-    """Context manager that yields a function to print running tunings and tunings that ended.
-
-    On a terminal, running tunings are redrawn in place. Otherwise, a line is printed for each
-    tuning that has a new outcome.
-    """
+    """Context manager that yields a function to print running tunings and tunings that ended. On a
+    terminal, running tunings are redrawn in place. Otherwise, a line is printed for each tuning
+    that has a new outcome."""
     if not text.is_terminal():
         printed = set[tuple[object, ...]]()
 

@@ -127,11 +127,8 @@ def verdicts_by_import(
     any_settings: bool = False,
 ) -> list[Verdict]:
     """Import ``module`` and return the verdict on each record. ``pairs`` are records, each with the
-    name of its function in the module.
-
-    A user's module is imported in a new process, which is killed after ``IMPORT_SECONDS``. The
-    other arguments are described at :func:`verdict`.
-    """
+    name of its function in the module. A user's module is imported in a new process, which is
+    killed after ``IMPORT_SECONDS``. The other arguments are described at :func:`verdict`."""
     if is_own_package(module):
         return _verdicts(module, pairs, ranks, any_settings)
     with tempfile.TemporaryDirectory(prefix="triton_dist-import-") as folder:
@@ -307,9 +304,8 @@ def function_in(module: ModuleType, function: str) -> AutoTuner[..., Any]:
 
 def _from_file(path: Path) -> ModuleType:
     """Import a file: a module of a package by its dotted name, a script by a name with a digest.
-
-    The digest distinguishes scripts with equal names, and ``profile.py`` from Python's ``profile``.
-    """
+    The digest distinguishes scripts with equal names, and ``profile.py`` from Python's
+    ``profile``."""
     parts, root = package_path(path)
     sys.path.insert(0, str(root))
     if len(parts) > 1:

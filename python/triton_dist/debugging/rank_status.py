@@ -50,12 +50,9 @@ class StatusSource(Protocol):
     """Symmetric memory that reports the progress of ranks."""
 
     def status(self) -> dict[str, Any]:
-        """Return a dict with ``name``, ``epochs`` and ``awaited``.
-
-        ``epochs`` maps the name of a counter to its value on each rank (None: cannot be read).
-        ``awaited`` lists the flags that a kernel waits for, as dicts of ``flag``, ``expected``,
-        ``seen`` and ``writer``.
-        """
+        """Return a dict with ``name``, ``epochs`` and ``awaited``. ``epochs`` maps the name of a
+        counter to its value on each rank (None: cannot be read). ``awaited`` lists the flags that a
+        kernel waits for, as dicts of ``flag``, ``expected``, ``seen`` and ``writer``."""
 
     def writer_of(self, address: int) -> int | None:
         """Return the rank that sets the flag at ``address``, or ``None`` for other addresses."""

@@ -142,12 +142,9 @@ def metadata_from_ir(function: str, text: str, where: str) -> About:
 
 
 def with_specialisation(artefact: Artefact, launched: Specialisation) -> Artefact:
-    """Return ``artefact`` with a specialisation.
-
-    If the artefact has none, warn, read types and alignments from the IR, and take constants from
-    ``launched``, the specialisation of the launch. If the IR cannot be read, use all of
-    ``launched``.
-    """
+    """Return ``artefact`` with a specialisation. If the artefact has none, warn, read types and
+    alignments from the IR, and take constants from ``launched``, the specialisation of the launch.
+    If the IR cannot be read, use all of ``launched``."""
     if artefact.about.specialisation is not None:
         return artefact
     passed = [path for path, (_, kind) in launched.leaves.items() if kind != CONSTANT]

@@ -48,11 +48,9 @@ def supports_p2p_native_atomic() -> bool:
 
 
 def has_links_between_all_gpus() -> bool:
-    """Return whether NVLink connects every pair of visible GPUs of this host.
-
-    A pair counts as connected by NVLink if it supports atomics on each other's memory, which PCIe
-    does not. The result is True for a single GPU, and for CPU ranks, which share memory.
-    """
+    """Return whether NVLink connects every pair of visible GPUs of this host. A pair counts as
+    connected by NVLink if it supports atomics on each other's memory, which PCIe does not. The
+    result is True for a single GPU, and for CPU ranks, which share memory."""
     if current_device().name != "cuda":
         return True
     pairs = itertools.permutations(range(torch.cuda.device_count()), 2)

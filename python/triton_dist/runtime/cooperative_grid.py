@@ -53,11 +53,9 @@ class _ProgramThread:
         self._signals.put(None)
 
     def await_turn(self, interrupted: Callable[[BaseException], None]) -> None:
-        """Block until :meth:`give_turn`.
-
-        If a signal handler raises an exception, pass it to ``interrupted`` and keep waiting. If the
-        wait ended without the turn, two programs would run at the same time.
-        """
+        """Block until :meth:`give_turn`. If a signal handler raises an exception, pass it to
+        ``interrupted`` and keep waiting. If the wait ended without the turn, two programs would run
+        at the same time."""
         while not self._turn:
             try:
                 self._signals.get()

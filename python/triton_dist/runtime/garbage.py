@@ -13,11 +13,9 @@ T = TypeVar("T")
 
 
 def weak_method(method: Callable[..., T]) -> Callable[..., T]:
-    """Return a function that calls a bound ``method`` without keeping its object alive.
-
-    An object that stores its own bound methods is part of a reference cycle. Its memory would be
-    released only when the garbage collector runs.
-    """
+    """Return a function that calls a bound ``method`` without keeping its object alive. An object
+    that stores its own bound methods is part of a reference cycle. Its memory would be released
+    only when the garbage collector runs."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> T:

@@ -29,11 +29,8 @@ class _Memory:
 
 def _view(desc: Any, indices: Sequence[Any], dtype: Any) -> tuple[Any, tuple[slice, ...]]:
     """Return a view of the elements of the block at ``indices`` that lie within the tensor, and the
-    slices of the block that they fill.
-
-    Raise ``ValueError`` if the block's offset in the last dimension is not a multiple of 16 bytes,
-    which TMA requires.
-    """
+    slices of the block that they fill. Raise ``ValueError`` if the block's offset in the last
+    dimension is not a multiple of 16 bytes, which TMA requires."""
     address, shape, strides, inside = desc.base.data.item(), [], [], []
     start = 0
     for index, size, stride, block in zip(

@@ -78,11 +78,9 @@ def cache_dtypes(upstream: Any) -> None:
 
 
 def share_block_types(upstream: Any) -> None:
-    """Share immutable block types of equal shape and element type.
-
-    Upstream creates a block type for each value, and again when the value is passed to the builder.
-    A block type that is created explicitly copies the attributes of an equal shared type.
-    """
+    """Share immutable block types of equal shape and element type. Upstream creates a block type
+    for each value, and again when the value is passed to the builder. A block type that is created
+    explicitly copies the attributes of an equal shared type."""
     shared: dict[tuple[Any, ...], Any] = {}
     original = tl.block_type.__init__
 

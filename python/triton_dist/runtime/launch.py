@@ -171,11 +171,9 @@ def fits_descriptor(*matrices: torch.Tensor) -> bool:
 
 
 def normalise_strides(matrix: torch.Tensor) -> torch.Tensor:
-    """Return ``matrix`` with the strides of a contiguous tensor if it has a single row.
-
-    PyTorch calls a one-row tensor contiguous whatever its row stride. Triton would compile
-    different kernels for equal shapes with different row strides.
-    """
+    """Return ``matrix`` with the strides of a contiguous tensor if it has a single row. PyTorch
+    calls a one-row tensor contiguous whatever its row stride. Triton would compile different
+    kernels for equal shapes with different row strides."""
     if matrix.shape[0] == 1 and matrix.is_contiguous():
         return matrix.as_strided(matrix.shape, (matrix.shape[1], 1))
     return matrix

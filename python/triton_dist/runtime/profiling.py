@@ -221,11 +221,9 @@ def _megahertz(uuid: str) -> tuple[int, int]:
 
 @functools.cache
 def _skip_destructors_in_forks() -> None:
-    """Make forked children of this process exit without destructors of libraries.
-
-    The destructor of torch's profiler waits for a thread that a forked child does not have. The
-    child would hang at its exit, or abort (torch 2.13).
-    """
+    """Make forked children of this process exit without destructors of libraries. The destructor of
+    torch's profiler waits for a thread that a forked child does not have. The child would hang at
+    its exit, or abort (torch 2.13)."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "on_exit"):  # not glibc
         return

@@ -38,10 +38,8 @@ def _is_fake(value: Any) -> bool:
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``function``; ``torch.compile`` does not trace the wrapper or any function it calls.
-
     ``torch.compiler.disable`` imports torch._dynamo, which takes about a second. Nothing can be
-    traced before torch._dynamo is imported. Until then, the wrapper calls ``function`` directly.
-    """
+    traced before torch._dynamo is imported. Until then, the wrapper calls ``function`` directly."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if "torch._dynamo" not in sys.modules:

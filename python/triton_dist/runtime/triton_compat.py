@@ -64,11 +64,9 @@ def triton_version() -> Version:
 
 @functools.cache
 def check_versions() -> None:
-    """Raise :class:`UnsupportedVersion` unless torch and triton match ``SUPPORTED``.
-
-    Callers check at first use, not at import. A success is cached, an error is raised again. A
-    pre-release or local build (``2.11.0a0+git``, ``2.13.0+cpu``) counts as its release.
-    """
+    """Raise :class:`UnsupportedVersion` unless torch and triton match ``SUPPORTED``. Callers check
+    at first use, not at import. A success is cached, an error is raised again. A pre-release or
+    local build (``2.11.0a0+git``, ``2.13.0+cpu``) counts as its release."""
     for package, found in (("torch", torch.__version__), ("triton", triton.__version__)):
         release = Version(Version(str(found)).base_version)
         if release not in SpecifierSet(SUPPORTED[package]):
@@ -180,11 +178,8 @@ def running_compilation() -> Mapping[str, Any]:
 
 def native_module_source() -> str:
     """Return the C source of the native module that this thread's call of Triton looks up or
-    builds; "" if there is no such call.
-
-    The source identifies a module on all hosts. Triton's own key depends on whether the host has
-    the command ``file`` (``platform.architecture``).
-    """
+    builds; "" if there is no such call. The source identifies a module on all hosts. Triton's own
+    key depends on whether the host has the command ``file`` (``platform.architecture``)."""
     return str(_locals_of(triton.runtime.build.compile_module_from_src).get("src", ""))
 
 

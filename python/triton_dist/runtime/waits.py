@@ -47,11 +47,9 @@ class Device(Protocol):
 
 @contextmanager
 def bounded_waits(seconds: float) -> Iterator[None]:
-    """Context manager in which waits in kernels give up after ``seconds``.
-
-    If a wait of an op gave up, the op raises ``WaitTimeout`` in its call or in
-    ``deferred_checks``. If a config deadlocks in a tuning, only this config fails.
-    """
+    """Context manager in which waits in kernels give up after ``seconds``. If a wait of an op gave
+    up, the op raises ``WaitTimeout`` in its call or in ``deferred_checks``. If a config deadlocks
+    in a tuning, only this config fails."""
     _limits.append(seconds)
     try:
         yield

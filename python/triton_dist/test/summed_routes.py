@@ -78,11 +78,9 @@ class RoutedScript(Script):
 def main(
     info: MoEReduceOpInfo, unfused: Callable[..., torch.Tensor], args: argparse.Namespace
 ) -> None:
-    """Check results, print the config, and for ``--case perf`` time the op.
-
-    Three results are checked: of the op, of the op in ``_CHUNKS`` chunks, and of ``unfused``, the
-    op without overlap.
-    """
+    """Check results, print the config, and for ``--case perf`` time the op. Three results are
+    checked: of the op, of the op in ``_CHUNKS`` chunks, and of ``unfused``, the op without
+    overlap."""
     info = info.with_dtype(args.dtype)
     with on_ranks(args.seed):
         shape = shape_of(args)

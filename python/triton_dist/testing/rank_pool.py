@@ -313,11 +313,9 @@ def _environment_of_ranks(environment: Mapping[str, str]) -> Iterator[None]:
 
 
 def _process_context(environment: Mapping[str, str]) -> Any:
-    """Return the multiprocessing context for new ranks: the fork server or new interpreters.
-
-    torch and Triton read some environment variables at import. If these variables differ from the
-    running server's, ranks are new interpreters.
-    """
+    """Return the multiprocessing context for new ranks: the fork server or new interpreters. torch
+    and Triton read some environment variables at import. If these variables differ from the running
+    server's, ranks are new interpreters."""
     global _server_settings
     read_at_import = ("TRITON_INTERPRET", "TORCH_", "OMP_", "PYTHON")
     settings = {

@@ -99,11 +99,9 @@ def _rows(marks: Iterable[Mark]) -> _Rows:
 
 
 def shares(marks: list[Mark]) -> dict[str, float]:
-    """Return for each name of marks its share of the time of all programs.
-
-    The time of a program is from the begin of its first mark to the end of its last mark. The time
-    of a nested mark counts for the mark and for the surrounding mark.
-    """
+    """Return for each name of marks its share of the time of all programs. The time of a program is
+    from the begin of its first mark to the end of its last mark. The time of a nested mark counts
+    for the mark and for the surrounding mark."""
     rows: dict[tuple[int, int], tuple[int, int]] = {}
     ns_by_name = dict.fromkeys(MARK_NAMES, 0)
     for mark in marks:

@@ -77,11 +77,9 @@ class Scopes:
 
 
 def facts_of(tuned: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Facts:
-    """Return name, shape, FLOPs, bytes and time limits of a call.
-
-    These facts come from the op's OpInfo (``triton_dist.testing.opinfo``). If the function has no
-    OpInfo, or if the arguments are invalid, return only the name.
-    """
+    """Return name, shape, FLOPs, bytes and time limits of a call. These facts come from the op's
+    OpInfo (``triton_dist.testing.opinfo``). If the function has no OpInfo, or if the arguments are
+    invalid, return only the name."""
     info = _opinfos().get(id(tuned))
     if info is None:
         return {"op": tuned.__name__}

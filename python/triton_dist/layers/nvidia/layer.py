@@ -121,10 +121,8 @@ class TensorParallelLayer(torch.nn.Module, ABC):
     @abstractmethod
     def _weights_of(self, name: str, tensor: torch.Tensor) -> list[StockWeight]:
         """Return the stock weights whose shards parameter ``name`` holds, as views of ``tensor``.
-
         Stock weights are the weights of the module that the layer replaces. ``tensor`` has the
-        shape of the parameter or of its scales.
-        """
+        shape of the parameter or of its scales."""
 
     def _stock_weights(self, name: str, tensor: torch.Tensor) -> list[StockWeight]:
         """Return the stock weights of any parameter, also of a parameter that holds scales."""
@@ -159,11 +157,9 @@ class TensorParallelLayer(torch.nn.Module, ABC):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        """Save weights under the names of the stock module. Collective.
-
-        Each weight is gathered and moved to the CPU, because the whole model may exceed a GPU's
-        memory. While ``saves_shards`` is set, weights are saved as ``DTensor`` instead.
-        """
+        """Save weights under the names of the stock module. Collective. Each weight is gathered and
+        moved to the CPU, because the whole model may exceed a GPU's memory. While ``saves_shards``
+        is set, weights are saved as ``DTensor`` instead."""
         phase = f"state_dict of {prefix}{type(self).__name__}, which all ranks must call"
         group_for(self.group).channel().first_all_gather(phase, None)
         is_sharded = saves_shards.get()
@@ -422,11 +418,9 @@ class TensorParallelLayer(torch.nn.Module, ABC):
 
     @torch.no_grad()
     def _parameter(self, name: str, module: torch.nn.Module, *shape: int) -> torch.nn.Parameter:
-        """Return parameter ``name`` with this rank's shards of the weights of ``module``.
-
-        Scales are fp32; other parameters have the dtype of their first stock weight. The parameter
-        requires a gradient if this stock weight does, unless it is fp8 or holds scales.
-        """
+        """Return parameter ``name`` with this rank's shards of the weights of ``module``. Scales
+        are fp32; other parameters have the dtype of their first stock weight. The parameter
+        requires a gradient if this stock weight does, unless it is fp8 or holds scales."""
         weights = self._stock_weights(name, torch.empty(shape, device="meta"))
         stock = [attrgetter(each.name)(module) for each in weights]
         is_scale = name.endswith(SCALES)

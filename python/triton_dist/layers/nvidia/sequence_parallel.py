@@ -25,11 +25,9 @@ def pre_attn(
     ctx: UlyssesContext,
     seq_lens: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return q, k and v of the whole sequence for this rank's heads. Differentiable.
-
-    The backward pass sums the gradients of a KV head over the ranks that use this head. For
-    arguments and errors see ``ulysses_pre_attn``.
-    """
+    """Return q, k and v of the whole sequence for this rank's heads. Differentiable. The backward
+    pass sums the gradients of a KV head over the ranks that use this head. For arguments and errors
+    see ``ulysses_pre_attn``."""
     result: tuple[torch.Tensor, ...] = _PreAttn.apply(q, k, v, ctx, seq_lens)  # type: ignore[no-untyped-call]
     return result
 

@@ -243,11 +243,9 @@ class CpuTransfer:
         self._queue(tuple(each.detach() for each in tensors))
 
     def fork(self, current: int) -> None:
-        """Queue the steps, before the launch of the kernel that sets the flags they await.
-
-        A launch on the CPU returns only when the kernel has ended. The kernel may wait for data
-        that other ranks send by these steps, so the steps must be queued first.
-        """
+        """Queue the steps, before the launch of the kernel that sets the flags they await. A launch
+        on the CPU returns only when the kernel has ended. The kernel may wait for data that other
+        ranks send by these steps, so the steps must be queued first."""
         self._has_kernel = False
         self._queue(())
 

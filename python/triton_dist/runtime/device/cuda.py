@@ -240,10 +240,8 @@ class CudaDevice:
         self, work: Callable[[], object], *inputs: torch.Tensor, after_current: bool = True
     ) -> Callable[..., None]:
         """Run ``work``, which reads ``inputs``, on a second stream after the current stream's work.
-
         Without ``after_current``, only earlier work of the second stream precedes it. Return a
-        function ``join(*tensors)``, as ``record_event`` does, for the end of ``work``.
-        """
+        function ``join(*tensors)``, as ``record_event`` does, for the end of ``work``."""
         side = self.second_stream
         if after_current:
             side.wait_stream(torch.cuda.current_stream(self.index))

@@ -111,11 +111,9 @@ def arguments(name: str, *values: Any) -> tuple[Any, ...]:
 
 
 def check(status: int, action: str) -> None:
-    """Raise ``RuntimeError`` unless the CUresult ``status`` is 0.
-
-    Raise ``MemoryError`` if the driver is out of memory. ``action`` is the attempted action for the
-    message, such as ``"free shared memory"``.
-    """
+    """Raise ``RuntimeError`` unless the CUresult ``status`` is 0. Raise ``MemoryError`` if the
+    driver is out of memory. ``action`` is the attempted action for the message, such as ``"free
+    shared memory"``."""
     if status == OUT_OF_MEMORY:
         raise MemoryError(f"the CUDA driver refused to {action}: out of memory")
     if status != 0:

@@ -75,11 +75,9 @@ class RepeatedLaunch:
 def parameters(
     signature: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, Any]]:
-    """Yield name, type in the signature, and value of each non-constant parameter.
-
-    Members of a tuple are separate parameters, such as ``slot.epoch``, or ``pair.0`` for a tuple
-    without names. The value of an argument that ``arguments`` does not contain is ``_MISSING``.
-    """
+    """Yield name, type in the signature, and value of each non-constant parameter. Members of a
+    tuple are separate parameters, such as ``slot.epoch``, or ``pair.0`` for a tuple without names.
+    The value of an argument that ``arguments`` does not contain is ``_MISSING``."""
     for name, kind in signature.items():
         value = arguments.get(name, _MISSING)
         if isinstance(kind, tuple):

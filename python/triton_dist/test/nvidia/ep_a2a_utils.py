@@ -69,10 +69,8 @@ def torch_ll_dispatch(
     online_quant_fp8: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Dispatch by PyTorch's all-to-all. Return the received rows, and their scales or ``None``.
-
     There is a row for each choice of one of this rank's experts, sorted by expert and source rank.
-    Ids outside 0 to ``num_experts - 1`` are masked. Collective; synchronises.
-    """
+    Ids outside 0 to ``num_experts - 1`` are masked. Collective; synchronises."""
     exchange = _Exchange(EP_GROUP, exp_indices, num_experts)
     rows, scales = input[exchange.order // exp_indices.shape[1]], None
     if online_quant_fp8:

@@ -33,10 +33,8 @@ ASYNC_TP = "torch async-TP"
 
 def gather_alone(A: torch.Tensor, ctx: Any) -> torch.Tensor:
     """Run only the transfer of ``ag_gemm`` or ``ag_group_gemm``; return the buffer of peers' rows.
-
     The call waits only for this rank's outgoing copies. All rows have arrived when all ranks have
-    finished the call.
-    """
+    finished the call."""
     buffer: AllGatherBuffer = ctx.buffer
     gathered = buffer.start(A, AllGatherMethod.FULL_MESH_PUSH, 1, 1)
     buffer.finish()

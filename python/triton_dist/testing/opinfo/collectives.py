@@ -186,10 +186,8 @@ class AllReduceOpInfo(CollectiveOpInfo):
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
         """Return the library's collective and, on GPUs, torch's all-reduces in symmetric memory.
-
         torch's all-reduces include the copy of x into symmetric memory. ``library, in place`` adds
-        zeros, and its result is not checked.
-        """
+        zeros, and its result is not checked."""
         x, group = operands["x"], ctx.group
         zeros = torch.zeros_like(x)
         symmetric = symmetric_all_reduces(x, lambda staged: staged.copy_(x), group)

@@ -113,11 +113,9 @@ class GEMMOpInfo(OpInfo[Shape]):
         column_major: bool = True,
         has_bias: bool = False,
     ) -> Operands:
-        """Return an uninitialised A, and a B with uniform random values from -1 to 1.
-
-        B is column-major if ``column_major`` is set or B is fp8. With ``has_bias``, there is also a
-        bias [N] with values from -1 to 1, which rank 0 broadcasts to all ranks of the world.
-        """
+        """Return an uninitialised A, and a B with uniform random values from -1 to 1. B is
+        column-major if ``column_major`` is set or B is fp8. With ``has_bias``, there is also a bias
+        [N] with values from -1 to 1, which rank 0 broadcasts to all ranks of the world."""
         a_sizes, (K, N) = self.operand_sizes(shape, num_ranks)
         operand, result = self.dtypes(dtype)
         column_major |= self.recipe is not None

@@ -234,11 +234,9 @@ class PostAttnOpInfo(UlyssesOpInfo):
 
 
 def tokens_of_rank(lengths: Sequence[int], rank: int, num_ranks: int, zigzag: bool) -> list[int]:
-    """Return the positions of a rank's tokens among the concatenated sequences.
-
-    ``lengths`` are the numbers of tokens of the sequences. Each rank has an equal share of each
-    sequence: with ``zigzag``, one chunk from the front and one from the back.
-    """
+    """Return the positions of a rank's tokens among the concatenated sequences. ``lengths`` are the
+    numbers of tokens of the sequences. Each rank has an equal share of each sequence: with
+    ``zigzag``, one chunk from the front and one from the back."""
     tokens: list[int] = []
     first = 0
     for length in lengths:
