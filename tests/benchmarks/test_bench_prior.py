@@ -6,10 +6,12 @@ import math
 from collections import Counter
 
 import pytest
+import torch
 
 from benchmarks import bench_prior as bench
 from triton_dist._archive import PACKAGE_RECORDS
 from triton_dist.kernels.nvidia import ag_gemm
+from triton_dist.kernels.nvidia.gemm import matmul
 from triton_dist.testing.opinfo import OPINFOS
 
 PREDICTED = [name for name, info in OPINFOS.items() if info.op.prior_fn is not None]
@@ -45,3 +47,12 @@ def test_every_candidate_has_a_prediction(name):
                 assert 0 < milliseconds < math.inf
                 algorithms[config["algorithm"]] += 1
     assert len(algorithms) > 1
+
+
+@pytest.mark.parametrize(("M", "N", "K"), [(0, 64, 64), (64, 0, 64), (64, 64, 0)])
+def test_empty_products_have_predictions(M, N, K):
+    with bench.on_gpu("NVIDIA H200"):
+        A, B = torch.empty(M, K, device="meta"), torch.empty(K, N, device="meta")
+        kept, _ = matmul.config_space.prune(matmul.prune_fn, (A, B), {})
+        assert all(0 < matmul.prior_fn(config, A, B) < math.inf for config in kept)
+        assert kept

@@ -57,6 +57,7 @@ def gemm_ms(
     """
     peak, config, shards = device_peak(), config_for(config, dtype), experts or shards
     tile, item, sms = config.kwargs, dtype.itemsize, peak.sms
+    M, N = max(M, 1), max(N, 1)  # an empty product has no tiles, by whose number we divide
     block_m, block_n, block_k = (tile[f"BLOCK_SIZE_{axis}"] for axis in "MNK")
     rows = math.ceil(M / shards)
     tiles_m, tiles_n = math.ceil(rows / block_m), math.ceil(N / block_n)
