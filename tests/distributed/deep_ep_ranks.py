@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.deep_ep import Buffer, Config, EventOverlap
-from triton_dist.errors import InvalidArgument
+from triton_dist.errors import ContextFinalized, InvalidArgument
 from triton_dist.runtime.device import current_device
 
 HIDDEN, EXPERTS, TOPK = 128, 6, 3
@@ -116,7 +116,15 @@ def many_tokens() -> None:
                 assert np.array_equal(sums_of_weights.numpy(force=True), expected)
     with pytest.raises(InvalidArgument, match="expected either a handle, or the results of"):
         buffer.dispatch(x)
+    # A larger context replaces a context that a CUDA graph uses, but does not free it.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(buffer._device), "is_capturing", lambda _: True)
+        captured = buffer._context("rows", 1, HIDDEN, EXPERTS)
+    larger = buffer._context("rows", 2 * captured.max_tokens, HIDDEN, EXPERTS)
+    assert captured.buffer is not larger.buffer
     buffer.destroy()
+    with pytest.raises(ContextFinalized):
+        assert captured.buffer
 
 
 def few_tokens() -> None:
@@ -135,8 +143,9 @@ def few_tokens() -> None:
             x, topk_idx, most, EXPERTS, stats, return_recv_hook=True, **options
         )
         batches.append((rows, ids, weights, x, topk_idx, stats, call))
-    with pytest.raises(InvalidArgument, match="a context with a pending send"):
-        buffer.low_latency_dispatch(x, topk_idx, most, EXPERTS)
+    for limit in (most, 2 * most):  # larger contexts may not replace contexts with pending sends
+        with pytest.raises(InvalidArgument, match="call the function of an earlier dispatch"):
+            buffer.low_latency_dispatch(x, topk_idx, limit, EXPERTS)
     with pytest.raises(
         InvalidArgument, match="handle is 'a pending send', expected a handle whose"
     ):

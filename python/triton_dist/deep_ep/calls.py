@@ -26,12 +26,15 @@ class Calls:
         self.rank, self.group_size = ranks.rank, ranks.size
         self._device = current_device()
         self._contexts: dict[tuple[Any, ...], EPContext] = {}
+        # CUDA graphs use the memory of these contexts, also after larger contexts replaced them.
+        self._in_graphs: dict[EPContext, None] = {}
         self._last: dict[str, EventHandle] = {}
 
     def destroy(self) -> None:
         """Free the memory; idempotent. Collective."""
-        contexts, self._contexts = self._contexts, {}
-        for ctx in contexts.values():
+        contexts = dict.fromkeys([*self._contexts.values(), *self._in_graphs])
+        self._contexts, self._in_graphs = {}, {}
+        for ctx in contexts:
             ctx.finalize()
 
     def get_comm_stream(self) -> Any:
@@ -41,17 +44,21 @@ class Calls:
     def _context(self, kind: str, max_tokens: int, hidden: int, num_experts: int) -> EPContext:
         """Return the context of ``kind`` for at least ``max_tokens``, equal on all ranks.
         Collective.
+
+        A context with a pending send is returned although it may be too small.
         """
         key = kind, hidden, num_experts
         ctx = self._contexts.get(key)
-        if ctx is None or ctx.max_tokens < max_tokens:
-            if ctx is not None:
+        if ctx is None or (ctx.max_tokens < max_tokens and ctx.pending is None):
+            if ctx is not None and ctx not in self._in_graphs:
                 ctx.finalize()
             ranks, dtype = self.group_size, torch.float32 if kind == "weights" else torch.bfloat16
             ctx = self._contexts[key] = create_ep_context(
                 self.rank, ranks, ranks, max_tokens, hidden, num_experts, MAX_TOPK, dtype,
                 group=self.group,
             )  # fmt: skip
+        if self._device.is_capturing():
+            self._in_graphs[ctx] = None
         return ctx
 
     def _run(

@@ -102,6 +102,9 @@ class LowLatencyCalls(Calls):
             ctx = self._context(f"slot {self._slot}", limit, hidden, num_experts)
             if ctx.pending is None:
                 break
+        else:
+            expected = "at most two: call the function of an earlier dispatch first"
+            raise InvalidArgument("low_latency_dispatch", "the number of sends", 3, expected)
         experts, places = ctx.local_experts, self.group_size * limit
 
         def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
