@@ -92,12 +92,12 @@ def params_in(config: Mapping[str, Any]) -> LaunchParams:
     return LaunchParams(config["num_ctas"], config["block_bytes"], config.get("num_chunks", 1))
 
 
-@functools.cache
 def params_for_device(params: LaunchParams = DEFAULT_PARAMS) -> LaunchParams:
     """Return ``params``; in the interpreter, with at most as many programs as run concurrently."""
     device = current_device()
-    max_ctas = device.num_sms if device.interprets else params.num_ctas
-    return replace(params, num_ctas=min(params.num_ctas, max_ctas))
+    if not device.interprets:
+        return params
+    return replace(params, num_ctas=min(params.num_ctas, device.num_sms))
 
 
 def small_params(nbytes: int) -> LaunchParams:
