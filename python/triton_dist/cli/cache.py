@@ -179,5 +179,4 @@ def has_name(key: Key, function: str) -> bool:
 
 
 def searched_folders() -> str:
-    """Return the searched folders as text, for messages."""
     return ", ".join(map(str, [knobs.cache_dir.get(), *knobs.autotune_readonly_dirs.get()]))

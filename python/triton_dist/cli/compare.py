@@ -189,11 +189,8 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def lines_of_changes(changes: Changes) -> Iterator[str]:
-    """Yield lines of text that describe ``changes``."""
     before, after = changes.before, changes.after
-    yield from (
-        f"  {sentence}" for sentence in changes.changed_dependencies or ["facts: no difference"]
-    )
+    yield from (f"  {line}" for line in changes.changed_dependencies or ["facts: no difference"])
     yield f"  time of the winner: {before.winner.ms:.4f} ms, now {after.winner.ms:.4f} ms, " + (
         f"{changes.ratio:.3f}x"
     )

@@ -121,7 +121,6 @@ def _distributions() -> list[str]:
 
 
 def _device() -> dict[str, str]:
-    """Return facts about the device on which kernels would run."""
     from triton_dist.runtime.device import current_device, interprets_kernels
     from triton_dist.runtime.triton_compat import software_versions
 

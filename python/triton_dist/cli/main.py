@@ -127,9 +127,8 @@ def parser_of_all() -> argparse.ArgumentParser:
 
 
 def _with_interpret_variable(arguments: argparse.Namespace) -> AbstractContextManager[None]:
-    """Context manager that sets ``TRITON_INTERPRET`` as ``interprets_kernels`` decides, for
-    subcommands that import kernels. Other subcommands do not import torch, or set the variable
-    themselves."""
+    """Context manager that sets ``TRITON_INTERPRET`` for subcommands that import kernels. Other
+    subcommands do not import torch, or set the variable themselves."""
     command = arguments.subcommand == "profile" and arguments.command
     if not (command or arguments.subcommand == "explain" or getattr(arguments, "stale", False)):
         return nullcontext()
@@ -142,5 +141,4 @@ def _with_interpret_variable(arguments: argparse.Namespace) -> AbstractContextMa
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """Print a warning without its source line."""
     print(f"triton-dist: {message}", file=sys.stderr)

@@ -171,7 +171,6 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 def _tree(packed: Pack) -> dict[str, Any]:
-    """Return the contents of a pack as a JSON tree."""
     records = [
         {"function": r.key.full_name, "key": r.key.text, "hardware": r.key.hardware,
          "version": r.fingerprint.version, "config": r.best.config}

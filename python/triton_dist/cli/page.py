@@ -1,8 +1,7 @@
 """Write the HTML pages of a report: a page for a record, and an index of pages.
 
 A page contains its data as JSON, from which ``report.js`` builds tables and plots. The script never
-interprets texts of records as HTML, and the page's title contains them escaped. Pages need no
-network.
+interprets texts of records as HTML. The page's title contains them escaped. Pages need no network.
 """
 
 from __future__ import annotations

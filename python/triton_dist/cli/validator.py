@@ -194,7 +194,6 @@ def _verdicts(
 
 
 def _with_settings_of(recorded: Fingerprint, now: Fingerprint) -> Fingerprint:
-    """Return ``now`` with the settings of ``recorded``."""
     software = {name: fact for name, fact in now.software.items() if name != "settings"}
     if "settings" in recorded.software:
         software["settings"] = recorded.software["settings"]
@@ -304,8 +303,7 @@ def function_in(module: ModuleType, function: str) -> AutoTuner[..., Any]:
 
 def _from_file(path: Path) -> ModuleType:
     """Import a file: a module of a package by its dotted name, a script by a name with a digest.
-    The digest distinguishes scripts with equal names, and ``profile.py`` from Python's
-    ``profile``."""
+    The digest distinguishes scripts with equal names, and a ``profile.py`` from Python's module."""
     parts, root = package_path(path)
     sys.path.insert(0, str(root))
     if len(parts) > 1:

@@ -1,7 +1,6 @@
 """Report loads, stores and atomics of interpreted kernels to the checks.
 
-:func:`watch` patches the interpreter's memory operations. In a process without checks, nothing is
-patched.
+:func:`watch` patches the interpreter's memory operations. Without checks, nothing is patched.
 """
 
 from __future__ import annotations

@@ -59,7 +59,6 @@ def install(checks: Iterable[str]) -> Undo:
 
 @contextmanager
 def checking(*checks: str) -> Iterator[None]:
-    """Context manager in which ``checks`` are on."""
     undo = install(checks)
     try:
         yield

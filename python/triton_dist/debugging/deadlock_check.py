@@ -186,8 +186,7 @@ class DeadlockCheck(Observer):
 
 
 def _host_line(frame: FrameType | None) -> tuple[bool, str]:
-    """Return whether ``frame`` is in a collective, and the innermost line of user code on its
-    stack."""
+    """Return whether ``frame`` is in a collective, and its innermost line of user code."""
     collective = False
     while frame is not None:
         file = frame.f_code.co_filename

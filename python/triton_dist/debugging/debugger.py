@@ -49,9 +49,8 @@ def stop_request_path(folder: Path, rank: int) -> Path:
 
 
 def stop_at_breakpoint(frame: FrameType) -> None:
-    """Stop at ``frame`` until a client connects, and start pdb. Do nothing during a tuning, which
-    limits the waits in kernels. These limits are not paused, so a stop would make the candidate
-    fail."""
+    """Stop at ``frame`` until a client connects, and start pdb. Do nothing during a tuning: a stop
+    would exceed the limits for waits in kernels, and the candidate would fail."""
     if _active and not waits.are_limited():
         rank, folder = knobs.rank.get(), create_job_folder()
         path = socket_path(folder, rank)

@@ -17,8 +17,7 @@ from triton_dist import knobs
 
 TOOLS = ("memcheck", "racecheck")
 """Tools that the test suite runs: they find out-of-bounds accesses and races on shared memory. The
-tool initcheck is left out: it reports memory that another process wrote, such as a flag, as
-uninitialised."""
+tool initcheck is left out: it treats memory that only other processes wrote as uninitialised."""
 _LAUNCHERS = ("torchrun", "launch.sh", "torch.distributed.run")
 _PADDING = 4096  # unused bytes after each allocation
 FINDINGS_STATUS = 88
@@ -33,7 +32,6 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 def not_found_message() -> str:
-    """Return the message for a host without compute-sanitizer."""
     return (
         f"{_NAME} is neither on PATH, nor in CUDA_HOME or /usr/local/cuda, nor in a wheel: "
         f"python3 -m pip install {_WHEELS[0]}, of the same major version as torch.version.cuda."
@@ -114,8 +112,7 @@ class Report:
 
     Attributes:
         count: number of errors or hazards; ``None``: the report has no summary.
-        kinds: how often each finding occurs, by its text: error, kernel and line, without
-            addresses.
+        kinds: how often each finding occurs, by its text (error, kernel and line).
     """
 
     count: int | None
@@ -133,7 +130,6 @@ class Report:
 
 
 def parse_report(text: str) -> Report:
-    """Parse the text of a log file."""
     summaries = _SUMMARY.findall(text)
     kinds = Counter(map(_kind, _findings(text)))
     return Report(int(summaries[-1]) if summaries else None, dict(kinds))

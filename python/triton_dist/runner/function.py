@@ -286,8 +286,7 @@ def jit(fn: Any = None, **options: Any) -> Any:
     Raises:
         InvalidArgument: an unsupported keyword, several keywords, or an interpreted kernel.
         InvalidArtefact: at the launch, if the file is missing, damaged or does not compile.
-        ArtefactRefused: at the launch, if the artefact was compiled for other arguments; nothing
-            has run.
+        ArtefactRefused: before the launch, if the artefact was compiled for other arguments.
     """
     if fn is None:
         return functools.partial(jit, **options)

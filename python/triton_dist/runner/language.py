@@ -8,8 +8,7 @@
     kernel[grid](x, n, BLOCK=64, dump_tensor=torch.empty(64, device="cuda"))
 
 A launch with ``dump_tensor`` compiles the kernel with an additional argument. In other launches the
-functions generate no code. Call them in the kernel itself: functions that it calls do not have the
-argument.
+functions generate no code. Call them in the kernel itself, not in functions that it calls.
 """
 
 from __future__ import annotations

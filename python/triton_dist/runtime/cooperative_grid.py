@@ -209,8 +209,7 @@ def pause(polls: int = 0, unchanged: Unchanged | None = None) -> bool:
     Lets another program of the grid run and returns ``True``. If there is no other program, sleeps,
     so that copy threads and other processes can run, and returns ``False``. The sleep grows with
     ``polls`` from 200 µs to 5 ms. With more ranks than cores, frequent polls would take the core
-    from the rank that should set the flag. With ``unchanged``, sleeps until ``unchanged()`` is
-    False.
+    from the rank that should set the flag. With ``unchanged``, sleeps until it returns False.
     """
     seconds = min(MIN_PAUSE_SECONDS * (1 + polls), MAX_PAUSE_SECONDS)
     if _local.grid is not None and _local.grid.pause(seconds, unchanged):

@@ -1,8 +1,7 @@
 """Deadlines that do not expire while a rank of the job is stopped in a debugger.
 
-While a debugger stops a rank, the rank keeps a file in the job's folder. A deadline is extended by
-the time for which at least one rank was stopped. ``time.monotonic`` is one clock for all processes
-of a host.
+While a debugger stops a rank, the rank keeps a file in the job's folder. Deadlines are extended by
+the time in which any rank was stopped. ``time.monotonic`` is one clock for all processes of a host.
 """
 
 from __future__ import annotations

@@ -36,8 +36,7 @@ def initialize_distributed(
 
     Args:
         seed: seed for ``init_seed``; default: the rank.
-        initialize_shmem: ignored, accepted for existing scripts; symmetric memory needs no
-            initialisation.
+        initialize_shmem: ignored (for existing scripts); symmetric memory needs no initialisation.
 
     Returns:
         The group of all ranks.

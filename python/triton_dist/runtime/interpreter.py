@@ -200,8 +200,7 @@ def typed_errors() -> None:
     with the exception's ``repr``. A caller could not distinguish ``WaitTimeout`` from a type error.
 
     This also patches ``triton.language`` only once per launch. Upstream patches it at each call of
-    a device function, which takes a third of the time of a descriptor matmul, and never restores
-    it.
+    a device function, which takes a third of a descriptor matmul's time, and never restores it.
     """
     original = upstream.InterpretedFunction.__call__
 

@@ -36,8 +36,7 @@ def to_float32(bits: Any) -> Any:
 
 
 def from_float32(values: Any) -> Any:
-    """Return the nearest bf16 bit patterns (``uint16``) of fp32 values. Ties round to even, NaN
-    stays NaN."""
+    """Round fp32 values to bf16 bit patterns (``uint16``). Ties round to even, NaN stays NaN."""
     bits = values.astype(np.float32, copy=False).view(np.uint32)
     rounded = ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), NAN_BITS, rounded)
@@ -112,9 +111,7 @@ def use_float32_for_bfloat16(upstream: Any) -> None:
         return narrow(Handle(np.array([value], dtype=np.float32), tl.float32))
 
     def show(self: Any, prefix: Any, hex: Any, values: Any, *signs: Any) -> None:
-        print_values(
-            self, prefix, hex, values if hex else [widen(value) for value in values], *signs
-        )
+        print_values(self, prefix, hex, values if hex else list(map(widen, values)), *signs)
 
     builder.binary_op, builder.unary_op, builder.ternary_op = binary, unary, ternary
     builder.create_fma, builder.cast_impl, builder.create_fp_to_fp = (

@@ -71,8 +71,7 @@ class Marks:
     """A buffer on ``device`` for marks of compiled kernels; without a device, a list for marks of
     interpreted kernels.
 
-    All objects of a device use one buffer, which is never freed: compiled kernels contain its
-    address.
+    All objects of a device use one buffer. It is never freed: compiled kernels have its address.
     """
 
     def __init__(self, device: torch.device | None) -> None:

@@ -25,8 +25,7 @@ T = TypeVar("T")
 def perf_func(func: Callable[[], T], iters: int, warmup_iters: int) -> tuple[T, float]:
     """Return the last output and the mean time in ms of back-to-back calls on this rank.
 
-    One timed region contains all ``iters`` calls, after ``warmup_iters`` untimed calls. Caches are
-    warm.
+    One timed region has all ``iters`` calls, after ``warmup_iters`` untimed calls. Caches are warm.
 
     Raises:
         InvalidArgument: ``iters`` is below 1.

@@ -20,8 +20,7 @@ from triton_dist.runtime.sharing import ranks_per_gpu
 
 Check: TypeAlias = Callable[[], WaitTimeout | RankDisagreement | None]
 """Function to call after the device has finished. It returns an error if, since its previous call,
-a wait gave up or found that ranks disagree. It returns the error of the first of these waits, or
-``None``."""
+a wait gave up or found that ranks disagree. It returns the first wait's error, or ``None``."""
 
 # Measured on H200: one poll of a flag in local memory takes about 0.5 us.
 _POLLS_PER_SECOND = 2_000_000
@@ -148,8 +147,7 @@ def deferred_checks(device: Device, seconds: float) -> Iterator[Callable[[], Non
 
 
 def defer(check: Check) -> bool:
-    """Pass ``check`` to this thread's innermost ``deferred_checks``. Return whether there is
-    one."""
+    """Pass ``check`` to this thread's innermost ``deferred_checks``. Return whether one exists."""
     if not _thread.contexts:
         return False
     _thread.contexts[-1].checks[check] = None

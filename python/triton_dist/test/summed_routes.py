@@ -78,9 +78,8 @@ class RoutedScript(Script):
 def main(
     info: MoEReduceOpInfo, unfused: Callable[..., torch.Tensor], args: argparse.Namespace
 ) -> None:
-    """Check results, print the config, and for ``--case perf`` time the op. Three results are
-    checked: of the op, of the op in ``_CHUNKS`` chunks, and of ``unfused``, the op without
-    overlap."""
+    """Check results, print the config, and for ``--case perf`` time the op. The checked calls are
+    the op, the op in ``_CHUNKS`` chunks, and ``unfused``, without overlap."""
     info = info.with_dtype(args.dtype)
     with on_ranks(args.seed):
         shape = shape_of(args)

@@ -365,8 +365,7 @@ def spawn_ranks(
         env: environment variables, added to a copy of the caller's environment.
         device: ``"cpu"``: ranks interpret kernels. ``"cuda"``: rank i compiles and runs on GPU i.
         share_gpus: allow fewer GPUs than ranks; several ranks then use one GPU.
-        init: initialise the default process group: gloo on CPU ranks and shared GPUs, otherwise
-            gloo and NCCL.
+        init: initialise the default process group: gloo, and NCCL on GPUs that are not shared.
         poison_empty: run ranks under :func:`triton_dist.testing.poisoned_empty`.
         fresh: start new Python interpreters instead of forks, for libraries that must be imported
             before any kernel. Takes some seconds.
@@ -375,8 +374,7 @@ def spawn_ranks(
         Result of each rank.
 
     Raises:
-        InvalidArgument: invalid ``world_size`` or ``device``, or ``fn`` is not a top-level
-            function.
+        InvalidArgument: invalid ``world_size`` or ``device``; ``fn`` is not a top-level function.
         RanksFailed: a rank raised, died or hung. The error has a traceback for each such rank.
     """
     if device not in ("cpu", "cuda"):

@@ -52,8 +52,7 @@ def interleaved(
 ) -> dict[str, Samples]:
     """Time each candidate once per round, so that clock and power drift affects all equally.
 
-    Before each sample, the L2 cache is flushed and the ranks wait for each other. Collective over
-    ``group``.
+    Before each sample, ranks flush the L2 cache and wait for each other. Collective over ``group``.
 
     Args:
         candidates: calls by name.

@@ -126,9 +126,7 @@ def wrapped_calls(wrapper: CallWrapper) -> Iterator[None]:
     def call(self: AutoTuner[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self._is_compiled():
             return before(self, *args, **kwargs)
-        with wrapper(
-            self, args, {name: kwargs[name] for name in kwargs if name not in CALL_KEYWORDS}
-        ):
+        with wrapper(self, args, {key: kwargs[key] for key in kwargs if key not in CALL_KEYWORDS}):
             return before(self, *args, **kwargs)
 
     register_entry_points([call])

@@ -164,9 +164,7 @@ def merge(traces: Sequence[tuple[int, Trace]]) -> Trace:
             events.append(moved)
         events += _counters(f"rank-{rank} transfers", events[first_event:])
     events += _arrows(flags)
-    rest = {
-        name: value for name, value in first.items() if name not in ("traceEvents", METADATA_KEY)
-    }
+    rest = {key: value for key, value in first.items() if key not in ("traceEvents", METADATA_KEY)}
     return {**rest, METADATA_KEY: {"format": 1, "ranks": ranks}, "traceEvents": events}
 
 

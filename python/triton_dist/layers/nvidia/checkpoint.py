@@ -151,8 +151,7 @@ class _Shard:
     def has_shape_of(self, value: object) -> bool:
         if not isinstance(value, torch.Tensor) or value.shape == self.parameter.shape:
             return isinstance(value, torch.Tensor)
-        # The state of some optimisers differs between ranks but is not sharded, such as Adafactor's
-        # factors.
+        # Some optimiser state differs between ranks and is not sharded: Adafactor's factors.
         if value.numel() > 1:
             where, expected = f"optimizer's state of {self.name}", tuple(self.parameter.shape)
             raise InvalidArgument(

@@ -35,8 +35,7 @@ class EPAll2AllLayer(torch.nn.Module):
         num_tot_experts: number of experts over all ranks, a multiple of ``world_size``.
         dtype, weight_dtype: dtypes of tokens and of weights.
         num_sm: see ``num_sms`` of ``ep_dispatch``.
-        enable_local_combine: ignored; each rank always sums the results of its own experts before
-            it sends them.
+        enable_local_combine: ignored; each rank sums its own experts' results before it sends them.
         use_aot: must be ``False``.
 
     Raises:

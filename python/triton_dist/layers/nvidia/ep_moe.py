@@ -196,8 +196,7 @@ class EP_MoE(TP_MoE):
 
     def _init_ctx(self, max_M: int = 0, *unused: Any, M: int = 0, **also_unused: Any) -> None:
         """Create contexts for at most ``max_M / ranks`` tokens per rank. Collective.
-        ``max_tokens_per_rank`` sets the number per rank directly. ``M`` is an alias of
-        ``max_M``."""
+        ``max_tokens_per_rank`` sets this number directly. ``M`` is an alias of ``max_M``."""
         super()._init_ctx(also_unused.pop("max_tokens_per_rank", 0) * self.world_size or max_M or M)
 
     @torch.no_grad()

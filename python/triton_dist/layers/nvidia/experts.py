@@ -69,8 +69,7 @@ def moe_reduce_rs(
 ) -> torch.Tensor:
     """Multiply each row by its expert's weights; return the weighted sums of this rank's tokens.
 
-    A token's products are multiplied by ``scales`` and summed over its experts and over ranks.
-    Differentiable.
+    A token's products are scaled by ``scales`` and summed over experts and ranks. Differentiable.
 
     Args:
         x: [M * topk, k], this rank's columns, in the row order of ``ag_group_gemm``'s result.

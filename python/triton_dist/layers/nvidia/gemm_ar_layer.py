@@ -54,8 +54,7 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
         copy_to_local: if ``False``, a result may be a view of the context's memory. The view stays
             valid during the next call. The call after the next one overwrites it.
         NUM_COMM_SMS, NUM_SM_MARGIN, TILE_MAP_LEVEL: ignored; accepted for existing scripts.
-        user_gemm_config: tile sizes, warps and stages; ``None``: tune. Other names in the config
-            are ignored.
+        user_gemm_config: tile sizes, warps and stages; ``None``: tune. Other names are ignored.
         has_weight: the layer stores its weight.
         has_bias: the layer stores a bias.
 

@@ -65,8 +65,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
             ``torch.distributed``.
         ranks: ``TensorParallel`` (ops of this package) or ``Collectives`` (torch's libraries) that
             several layers share. ``None``: ``_init_ctx`` creates a ``TensorParallel``.
-        sequence_parallel: run ``forward`` in the sequence-parallel mode, else in the all-reduce
-            mode.
+        sequence_parallel: use the sequence-parallel mode in ``forward``, else all-reduce.
         keep_gathered: keep the tokens that the forward pass gathers. Otherwise the backward pass
             gathers them again.
 
@@ -150,7 +149,6 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         return stock
 
     def _own_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield names and values of the layer's parameters and buffers."""
         yield from self.named_parameters(recurse=False)
         yield from self.named_buffers(recurse=False)
 
@@ -212,8 +210,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
     def _init_ctx(self, max_M: int = 0, *unused: Any, M: int = 0, **also_unused: Any) -> None:
         """Create contexts (memory of the ops) for ``max_M`` tokens over all ranks. Collective.
 
-        ``M`` is an alias of ``max_M``. All other arguments, which existing scripts pass, are
-        ignored.
+        ``M`` is an alias of ``max_M``. Other arguments of existing scripts are ignored.
 
         Raises:
             InvalidArgument, RankDisagreement, SymmetricMemoryFull: see the ops' contexts.
@@ -305,8 +302,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         """Return ``ranks``, or torch's collectives if ``rows`` is empty.
 
         Raises:
-            RankTimeout: ``rows`` of a sequence-parallel layer is empty here but not on another
-                rank.
+            RankTimeout: ``rows`` of a sequence-parallel layer is empty here, but not on all ranks.
         """
         if rows.shape[0]:
             return ranks
@@ -454,8 +450,7 @@ class TokenLayer(TensorParallelLayer):
         Raises:
             InvalidArgument: x has a wrong shape, dtype or device.
             ContextFinalized: the contexts were finalized.
-            RankDisagreement: ranks of an MoE layer chose different experts at the first call of a
-                shape.
+            RankDisagreement: ranks of an MoE layer chose different experts in a shape's first call.
         """
         self._compare_input(x)
         return self._run(x, self._required_ranks(), self.sequence_parallel)

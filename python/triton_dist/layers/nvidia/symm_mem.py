@@ -135,8 +135,7 @@ def fused_scaled_matmul_reduce_scatter(
         B_scale: one element, or [1, N].
         reduce_op: ``"sum"`` or ``"avg"``.
         orig_scatter_dim: dimension of ``output_shape`` to scatter, not the last one.
-        scatter_dim_after_maybe_reshape: ignored, because ``output_shape`` determines the order of
-            the rows.
+        scatter_dim_after_maybe_reshape: ignored; ``output_shape`` determines the order of rows.
         group_name: name of the process group.
         output_shape: shape of the sum before the scatter, [..., N]; ``None``: the shape of A with N
             in place of K.

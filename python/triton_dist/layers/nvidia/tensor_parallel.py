@@ -330,8 +330,7 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
     ) -> Received:
         """Send this rank's tokens x to the ranks of their experts.
 
-        ``dtype`` is the dtype of ``ep_combine``'s result; for the other arguments see
-        ``ep_dispatch``.
+        ``dtype`` is the dtype of ``ep_combine``'s result; for other arguments see ``ep_dispatch``.
         """
         hidden, topk = x.shape[1], ids.shape[1]
         context = self.context(

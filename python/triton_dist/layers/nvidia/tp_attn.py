@@ -24,8 +24,7 @@ from triton_dist.layers.nvidia.tensor_parallel import Collectives
 from triton_dist.runtime.device import current_device
 
 AttentionFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Function of queries, keys and values [batch, tokens, heads, head_dim] that returns the attention
-output."""
+"""Function that returns attention of queries, keys and values [batch, tokens, heads, head_dim]."""
 
 _CACHE_NAMES = ("past_key_value", "cache")
 """Names of the argument ``past_key_values`` in other versions of transformers. An ignored cache

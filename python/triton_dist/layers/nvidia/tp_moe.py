@@ -191,7 +191,6 @@ class TP_MoE(TokenLayer):
     def _weights_of_expert(
         self, name: str, stacked: torch.Tensor, number: int
     ) -> Iterator[StockWeight]:
-        """Yield shards of the stock module's weights of expert ``number``."""
         yield from self._split_expert(name, stacked[number], number)
 
     def _split_expert(

@@ -78,8 +78,7 @@ def clip_grad_norm_(
     size = 1 if layer is None else layer.world_size
     is_max = norm_type == math.inf
     totals: dict[tuple[dist.ProcessGroup, ...], torch.Tensor] = {}
-    """Sum of ``|gradient| ** p``, or the maximum for p = inf, by the groups over which FSDP2 shards
-    the gradient."""
+    """Sum of ``|gradient| ** p``, or the maximum for p = inf, by the groups that shard it."""
     for parameter, gradient in given:
         value = _power(local_part(gradient), norm_type)
         owner = owners.get(id(parameter))
@@ -150,7 +149,6 @@ def _power(gradient: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def _sharding_groups(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Return the process groups over which a ``DTensor`` is sharded."""
     if not isinstance(tensor, DTensor):
         return ()
     mesh = tensor.device_mesh

@@ -63,8 +63,7 @@ class UlyssesSPAllToAllLayer(torch.nn.Module):
     ) -> tuple[int, int, int, int]:
         """Return the bytes that a rank sends to other hosts and within its host, twice.
 
-        Triton-distributed returns both numbers without and with an optimisation. Here they are
-        equal.
+        Triton-distributed returns numbers without and with an optimisation; here they are equal.
         """
         size = self.ctx.num_ranks
         rows = q.shape[0] * q.shape[1] * q.element_size()

@@ -66,8 +66,7 @@ class Kernel:
 
 
 def kernels_to_compile(prepare: Callable[[], object]) -> dict[str, Kernel]:
-    """Return the kernels, by digest, that ``prepare`` would compile and that are not in the disk
-    cache.
+    """Return the kernels, by digest, that ``prepare`` would compile, except cached kernels.
 
     Runs ``prepare``, but the ``warmup`` calls of kernels compile nothing and return ``None``.
     Exceptions of ``prepare`` are ignored, because a later run without this function raises them.

@@ -193,8 +193,7 @@ class CudaDevice:
         # Not ``torch.cuda.graph``: it waits without a time limit, and if the capture fails, its
         # stream stays current.
         with torch.cuda.stream(side), no_garbage_collection():
-            # thread_local: other threads (watchdogs, tuning in other groups) may use the GPU during
-            # the capture.
+            # thread_local: other threads (watchdogs, other tunings) may use the GPU.
             graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 call()
@@ -354,8 +353,7 @@ def _driver_version() -> str:
 
 @functools.cache
 def _peer_access() -> str:
-    """Return how many GPU pairs have peer access: ``full mesh of 4``, ``6 of 12 pairs``,
-    ``none``."""
+    """Return the GPU pairs with peer access: ``full mesh of 4``, ``6 of 12 pairs``, ``none``."""
     count = torch.cuda.device_count()
     pairs = list(itertools.permutations(range(count), 2))
     reached = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)

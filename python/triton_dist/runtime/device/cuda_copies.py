@@ -128,9 +128,8 @@ class CudaTransfer:
         return source.data_ptr() + begin
 
     def start(self, source: torch.Tensor | tuple[torch.Tensor, ...], current: int) -> None:
-        """Queue the steps after the work of stream ``current``. ``source`` is the tensor, or the
-        tensors, that ``InputRows`` refers to. They are contiguous, except for tensors whose columns
-        are copied."""
+        """Queue the steps after the work of stream ``current``. ``source`` has the tensors that
+        ``InputRows`` refers to. They are contiguous, unless columns are copied."""
         tensors = source if isinstance(source, tuple) else (source,)
         bases = [(x.data_ptr(), x.shape[1] * x.element_size()) for x in tensors]
         for (tensor, first, begin), cell in self._input_addresses.items():

@@ -124,7 +124,6 @@ def check(status: int, action: str) -> None:
 
 
 def call(name: str, action: str, *values: Any) -> None:
-    """Call the driver function ``name`` with ``values``, and check the result."""
     check(function(name)(*values), action)
 
 
@@ -168,7 +167,6 @@ def allocate(nbytes: int) -> int:
 
 
 def free_bytes() -> int:
-    """Return the free memory of the current GPU in bytes."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     action = "return the size of free memory"
     call("cuMemGetInfo_v2", action, ctypes.byref(free), ctypes.byref(total))

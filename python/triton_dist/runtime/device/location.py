@@ -72,10 +72,7 @@ class RankLocation:
 
 
 def share_a_gpu(locations: Sequence[RankLocation]) -> bool:
-    """Return whether two or more ranks are on one GPU."""
-    return len({(location.machine, location.pci_address) for location in locations}) < len(
-        locations
-    )
+    return len({(each.machine, each.pci_address) for each in locations}) < len(locations)
 
 
 def sharing_error(

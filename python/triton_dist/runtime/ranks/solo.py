@@ -25,7 +25,6 @@ class SoloRank:
         return {"world_size": "1", "local_world_size": "1"}
 
     def global_rank(self, rank: int) -> int:
-        """Return the global rank of this process."""
         in_world = dist.is_available() and dist.is_initialized()
         return WorldRank(dist.get_rank() if in_world else knobs.rank.get())
 

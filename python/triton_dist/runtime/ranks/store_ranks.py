@@ -116,8 +116,7 @@ class StoreRanks:
                 channel of the same function.
             key: the tuned key, for messages.
             call: position of the call among the calls of ``function``, counted from 1 after the
-                last channel that all ranks used for it. Identifies a call that another rank
-                refused.
+                last channel that all ranks used for it. Identifies a refused call.
             hint: possible reason why other ranks do not join, for the reminder message.
         """
         new = copy.copy(self)

@@ -18,8 +18,7 @@ from triton_dist.runtime import addresses
 
 T = TypeVar("T")
 _ALIGNMENT = 512
-"""Bytes; more than TMA (16) and a cache line (128) require. Flags of different regions never share
-a cache line."""
+"""Bytes; more than TMA (16) and a cache line (128) require. Regions never share a cache line."""
 _allocation_counters: dict[tuple[str, tuple[int, ...]], Iterator[int]] = {}
 """Counters of allocations, by memory name and global ranks. They are equal on all ranks of a group,
 because allocation is collective."""
@@ -77,8 +76,7 @@ class Region:
 
     Attributes:
         local: this rank's tensor.
-        peers: the tensor of each rank of the group, mapped in this process; ``peers[rank]`` is
-            ``local``.
+        peers: each rank's tensor, mapped in this process; ``peers[rank]`` is ``local``.
         pointers: int64 [number of ranks] on the device: addresses of ``peers``, for kernels.
     """
 

@@ -85,7 +85,6 @@ def script_of(args: argparse.Namespace, ctx: Any) -> AllGatherScript:
 
 
 def check_shape(num_ranks: int) -> Shape:
-    """Return the shape of the checking cases."""
     if is_cuda():
         return Shape(4091 * num_ranks, 5120, 1024)
     return Shape(_CPU_CHECK["M_per_rank"] * num_ranks, _CPU_CHECK["N"], _CPU_CHECK["K"])

@@ -86,7 +86,6 @@ def run_all_reduce(
     ctx: AllReduceContext,
     straggler: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """Call the op with the options of the command line."""
     method = None if args.method is None else to_allreduce_method(args.method)
     total: torch.Tensor = all_reduce(
         x, ctx, method=method, straggler_option=straggler, autotune=args.autotune

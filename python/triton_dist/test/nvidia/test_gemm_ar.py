@@ -63,7 +63,6 @@ def shape_of(args: argparse.Namespace) -> Shape:
 
 
 def fixed_tunables(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the tunables that the command line sets."""
     fixed = summed_gemm.fixed_tunables(args, "persistent")
     if args.low_latency is not None:
         one_shot, two_shot = GEMMAllReduceMethod.ONE_SHOT, GEMMAllReduceMethod.TWO_SHOT

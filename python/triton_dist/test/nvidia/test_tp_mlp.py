@@ -3,8 +3,7 @@
 
 The layer is built from a block with random weights and the model's sizes; nothing is downloaded.
 ``check``: compare the layer's results with the block's. ``perf``: also time the layer in CUDA
-graphs, with our ops and with torch's GEMMs and all-reduce. On CPU ranks, sizes are reduced for the
-interpreter.
+graphs, with our ops and with torch's GEMMs and all-reduce. On CPU ranks, sizes are smaller.
 """
 
 from __future__ import annotations

@@ -73,6 +73,5 @@ def operand_errors(name: str, x: torch.Tensor) -> dict[str, dict[str, Any]]:
 
 
 def gathered(shard: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the shards of all ranks, concatenated."""
     is_alone = group_for(group).size == 1
     return shard if is_alone else libraries.all_gather_rows(shard.contiguous(), group)

@@ -73,8 +73,7 @@ class GEMMOpInfo(OpInfo[Shape]):
     """A GEMM of A and B across ranks.
 
     Attributes:
-        sums_over_ranks: K is sharded, as in the last GEMM of a layer. Otherwise N is sharded, as in
-            the first GEMM.
+        sums_over_ranks: K is sharded, as in a layer's last GEMM. Otherwise N, as in its first GEMM.
         any_rows: every rank gets all rows of the result, so M need not be a multiple of the ranks.
     """
 
