@@ -24,9 +24,7 @@ FINDINGS_STATUS = 88
 """Exit status of a process with findings."""
 _WHEELS = ("nvidia-cuda-sanitizer-api", "nvidia-cuda-sanitizer-api-cu12")
 _NAME = "compute-sanitizer"
-_SUMMARY = re.compile(
-    r"^========= (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", re.MULTILINE
-)
+_SUMMARY = re.compile(r"^========= (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", re.M)
 _NOT_FINDINGS = (" ", "COMPUTE-SANITIZER", "ERROR SUMMARY:", "RACECHECK SUMMARY:")
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
@@ -152,7 +150,7 @@ def merge_reports(reports: Mapping[str, Report]) -> list[str]:
 
 def _findings(text: str) -> Iterator[str]:
     """Yield the text of each finding: the error, and the kernel and line of the access."""
-    for paragraph in re.split(r"^========= *$", text, flags=re.MULTILINE):
+    for paragraph in re.split(r"^========= *$", text, flags=re.M):
         lines = [message for message in map(_tool_text, paragraph.splitlines()) if message]
         first = next((line for line in lines if not line.startswith(_NOT_FINDINGS)), None)
         if first is not None:

@@ -318,9 +318,7 @@ def _process_context(environment: Mapping[str, str]) -> Any:
     server's, ranks are new interpreters."""
     global _server_settings
     read_at_import = ("TRITON_INTERPRET", "TORCH_", "OMP_", "PYTHON")
-    settings = {
-        name: value for name, value in environment.items() if name.startswith(read_at_import)
-    }
+    settings = {key: value for key, value in environment.items() if key.startswith(read_at_import)}
     if _server_settings is None:
         _server_settings = settings
     if settings != _server_settings:

@@ -131,10 +131,8 @@ class _Server:
         elif code > 0:
             verdict = Verdict(child.digest, "failed", output)
         else:
-            signal_name = signal.Signals(-code).name
-            verdict = Verdict(
-                child.digest, "failed", f"the compiler died of {signal_name}. {output}"
-            )
+            reason = f"the compiler died of {signal.Signals(-code).name}. {output}"
+            verdict = Verdict(child.digest, "failed", reason)
         self._verdicts.send(verdict)
 
 
