@@ -164,7 +164,7 @@ def script_names() -> None:
     bias, out_weight = torch.randn(len(weight)), torch.randn(10, heads[0] * dim)
     qkv = torch.nn.functional.linear(x, weight, bias).unflatten(2, (-1, dim))
     want = [shared_heads(each, size)[rank] for each in qkv.split(heads, 2)]
-    for name, nnodes, gqa in (("nnodes", 2, 2), ("gqa", 1, 0)):
+    for name, nnodes, gqa in (("nnodes", 2, 2), ("gqa", 1, -2)):
         with pytest.raises(InvalidArgument, match=name):
             SpUlysessQKVGemmAll2AllKernel(None, nnodes, size, 2, 8, hidden, dim, 64, gqa=gqa)
     op = SpUlysessQKVGemmAll2AllKernel(
@@ -172,8 +172,8 @@ def script_names() -> None:
     )
     outputs = [torch.empty_like(each) for each in want]
     local = qkv[:, tokens].contiguous()
-    buffer = op.get_input_comm_buf(local, 1)
-    buffer.copy_(local)
+    op.get_input_comm_buf(local, 1).copy_(local)
+    assert torch.equal(op.get_input_comm_buf(local, 1), local)
     op.sp_group_barrier_all_intra_node()
     for found in (
         op.forward(x[:, tokens], weight, seq_lens, bias, outputs), outputs,
@@ -184,8 +184,10 @@ def script_names() -> None:
         for each, expected in zip(found, want, strict=True):
             assert_allclose(each, expected, rtol=1e-5, atol=1e-5)
     op.get_input_comm_buf(local[:, :, :4], 0).copy_(local[:, :, :4])
-    found = op.pre_attn_a2a_no_cpy(torch.empty_like(local[:, :, :4]), seq_lens)
-    assert_allclose(found, want[0], rtol=1e-5, atol=1e-5)
+    other = torch.zeros_like(local[:, :, :4])
+    found = op.pre_attn_a2a(other, seq_lens, is_input_in_comm_buf=True, comm_buf_idx=0)
+    for each in found, op.pre_attn_a2a_no_cpy(other, seq_lens):
+        assert_allclose(each, want[0], rtol=1e-5, atol=1e-5)
     op.finalize()
 
     with pytest.raises(InvalidArgument, match="a2a_only"):

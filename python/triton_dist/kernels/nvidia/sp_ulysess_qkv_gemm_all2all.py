@@ -87,19 +87,24 @@ class SpUlysessQKVGemmAll2AllKernel(UlyssesKernel):
         gqa: int = 1, max_num_comm_buf: int = 1, use_persistent: bool = False,
     ) -> None:  # fmt: skip
         *_, head_dim, features = sizes
-        kv_heads, rest = divmod(features, head_dim * (gqa + 2))
-        if gqa < 1 or rest:
+        if gqa < 1 or features % (head_dim * (gqa + 2)):
             expected = f"at least 1, so that {features // head_dim} heads are divisible by gqa + 2"
             raise InvalidArgument("SpUlysessQKVGemmAll2AllKernel", "gqa", gqa, expected)
         max_tokens = max_batch_size * max_seq_len
         super().__init__(world_group, nnodes, sp_size, max_tokens, head_dim, input_dtype)
+        kv_heads = features // (head_dim * (gqa + 2))
         self.heads = gqa * kv_heads, kv_heads, kv_heads
         self.buffers: dict[int, torch.Tensor] = {}
 
     def get_input_comm_buf(self, tensor: torch.Tensor, comm_buf_idx: int) -> torch.Tensor:
-        """Return a new tensor like ``tensor``, which is the input of the ``_no_cpy`` methods."""
-        self.buffers[comm_buf_idx] = torch.empty_like(tensor)
-        return self.buffers[comm_buf_idx]
+        """Return a tensor like ``tensor``, which is the input of the ``_no_cpy`` methods.
+
+        Calls with equal shapes return the same tensor.
+        """
+        buffer = self.buffers.get(comm_buf_idx)
+        if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+            buffer = self.buffers[comm_buf_idx] = torch.empty_like(tensor)
+        return buffer
 
     def forward(
         self, attention_input: torch.Tensor, weight: torch.Tensor,
@@ -123,9 +128,14 @@ class SpUlysessQKVGemmAll2AllKernel(UlyssesKernel):
         return [out.copy_(each) for out, each in zip(outputs, results, strict=True)]
 
     def qkv_pack_a2a(
-        self, qkv: torch.Tensor, seq_lens_cpu: torch.Tensor | None = None, *_: Any, **__: Any
-    ) -> list[torch.Tensor]:
-        """Exchange q, k and v that are packed in [batch, tokens, heads of all three, head_dim]."""
+        self, qkv: torch.Tensor, seq_lens_cpu: torch.Tensor | None = None, num_comm_sms: int = -1,
+        is_input_in_comm_buf: bool = False, comm_buf_idx: int = 0,
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """Exchange q, k and v that are packed in [batch, tokens, heads of all three, head_dim].
+
+        With ``is_input_in_comm_buf``, the tensor of ``get_input_comm_buf`` replaces ``qkv``.
+        """
+        qkv = self.buffers[comm_buf_idx] if is_input_in_comm_buf else qkv
         ctx = self.context(*self.heads[:2])
         q, k, v = qkv.split(self.heads, 2)
         return [*ulysses_pre_attn(q, k, v, ctx, lengths_of(seq_lens_cpu))]
@@ -135,12 +145,14 @@ class SpUlysessQKVGemmAll2AllKernel(UlyssesKernel):
         comm_buf_idx: int = 0,
     ) -> list[torch.Tensor]:  # fmt: skip
         """Call ``qkv_pack_a2a`` with the tensor of ``get_input_comm_buf``."""
-        return self.qkv_pack_a2a(self.buffers[comm_buf_idx], seq_lens_cpu)
+        return self.qkv_pack_a2a(qkv, seq_lens_cpu, num_comm_sms, True, comm_buf_idx)
 
     def pre_attn_a2a(
-        self, inputs: torch.Tensor, seq_lens_cpu: torch.Tensor | None = None, *_: Any, **__: Any
-    ) -> torch.Tensor:
-        """Exchange one tensor, [batch, tokens, heads, head_dim]."""
+        self, inputs: torch.Tensor, seq_lens_cpu: torch.Tensor | None = None,
+        num_comm_sms: int = -1, is_input_in_comm_buf: bool = False, comm_buf_idx: int = 0,
+    ) -> torch.Tensor:  # fmt: skip
+        """Exchange one tensor, [batch, tokens, heads, head_dim]; see ``qkv_pack_a2a``."""
+        inputs = self.buffers[comm_buf_idx] if is_input_in_comm_buf else inputs
         ctx = self.context(inputs.shape[2], inputs.shape[2])
         out: torch.Tensor = ulysses_pre_attn(inputs, None, None, ctx, lengths_of(seq_lens_cpu))[0]
         return out
@@ -150,7 +162,7 @@ class SpUlysessQKVGemmAll2AllKernel(UlyssesKernel):
         num_comm_sms: int = -1, comm_buf_idx: int = 0,
     ) -> torch.Tensor:  # fmt: skip
         """Call ``pre_attn_a2a`` with the tensor of ``get_input_comm_buf``."""
-        return self.pre_attn_a2a(self.buffers[comm_buf_idx], seq_lens_cpu)
+        return self.pre_attn_a2a(inputs, seq_lens_cpu, num_comm_sms, True, comm_buf_idx)
 
 
 def lengths_of(seq_lens_cpu: torch.Tensor | None) -> list[int] | None:
