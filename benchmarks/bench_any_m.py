@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from overlap.any_m import FLOOR, bounds, draw, point, progress, random_sizes, summary
+from overlap.any_m import MIN_RATIO, draw, make_point, near_bounds, progress, random_sizes, summary
 from overlap.knobs import environment_with
 from overlap.measuring import Row, measure
 from overlap.plot import check_matplotlib
@@ -98,7 +98,9 @@ class Sweep:
         """Measure all missing points; in the second pass, measure the low points again."""
         options, asked = self.options, self._asked()
         done = {each["M"] for each in self.tree["points"]}
-        again = {e["M"]: e for e in self.tree["points"] if e["ratio"] < FLOOR and "before" not in e}
+        again = {
+            e["M"]: e for e in self.tree["points"] if e["ratio"] < MIN_RATIO and "before" not in e
+        }
         todo = list(again) if options.again else [M for M in asked if M not in done]
         regret = set(asked[: options.regret])
         with self.info.context(self._shape(max([1, *asked, *todo])), self.dtype) as ctx:
@@ -122,7 +124,7 @@ class Sweep:
         each = [
             *options.M,
             *random_sizes(options.M_random, options.most, options.seed),
-            *bounds(options.most, options.bounds, options.seed),
+            *near_bounds(options.most, options.bounds, options.seed),
         ]
         return list(dict.fromkeys(self._shape(M).M for M in each))
 
@@ -148,7 +150,7 @@ class Sweep:
             **({"first_call": tuned.first_call, "raced": tuned.raced} if tuned.raced else {}),
             "failures": failures,
         }
-        found = point(M, samples, baselines, **details)
+        found = make_point(M, samples, baselines, **details)
         finalists = [ms for name, ms in found["ms"].items() if name.startswith(_REGRET)]
         if finalists:
             found["regret"] = round(found["ms"][TUNED] / min(finalists) - 1, 4)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from overlap.any_m import random_sizes
 from overlap.knobs import environment_with
 from overlap.results import software
-from overlap.shapes import NAMED
+from overlap.shapes import ALL_LAYERS
 from overlap.tuned_op import cost_of
 
 from triton_dist import tune
@@ -46,14 +46,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--op", choices=list(GEMM_OPINFOS), default="ag_gemm")
-    parser.add_argument("--layer", choices=list(NAMED), default="llama-70b-gate-up")
+    parser.add_argument("--layer", choices=list(ALL_LAYERS), default="llama-70b-gate-up")
     parser.add_argument("--sizes", type=int, default=64, help="number of random M")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random M")
     parser.add_argument("--most", type=int, default=16384, help="largest M")
     parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args(arguments)
-    options.widths = NAMED[options.layer]
+    options.widths = ALL_LAYERS[options.layer]
     return options
 
 

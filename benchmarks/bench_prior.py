@@ -1,21 +1,21 @@
-"""Compare the predicted times of configs (``prior_fn``) with measured times; needs no GPU.
+"""Compare predicted times of configs (``prior_fn``) with recorded measurements. Needs no GPU.
 
     scripts/python benchmarks/bench_prior.py [--folder FOLDER] [--json FILE]
 
-The first table has one line per key of the spaces in ``FOLDER`` that ``record_spaces.py`` recorded.
-*Choice* is the regret of the config that is predicted to be the fastest, that is by how much it is
-slower than the best config. *First* is the regret of the first config of the space, and *top 8* the
-smallest regret among the 8 configs that are predicted to be the fastest. The second table has the
-rank of the winner of each shipped record among the predictions for the candidates of its key.
+First it prints a line for each file of ``record_spaces.py`` in ``FOLDER`` and each M (rows). The
+regret of a config is its measured time / the time of the fastest config - 1. *Choice* is the regret
+of the config with the smallest predicted time, and *first* the regret of the first config of the
+space. *Top 8* is the smallest regret of the 8 configs with the smallest predicted times. Then, for
+each file of shipped records, it prints the winners' positions in the order of predicted times.
 
-These commands record further spaces, on one GPU and on two:
+These commands record further files, on one GPU and on two:
     bash scripts/launch.sh --nproc_per_node=1 benchmarks/record_spaces.py --op grouped_gemm --out F
     bash scripts/launch.sh --nproc_per_node=2 benchmarks/record_spaces.py --op ag_gemm --out F
 
-The second command also takes ``gemm_rs`` and ``gemm_ar``. The names of the files must end with
-``_sizes.json.gz``. The constants of the predictions were fitted to the layers in ``FITTED`` and to
-every other record of ``ag_gemm``, ``gemm_rs`` and ``gemm_ar``, beginning with the first of each
-file. Totals of other keys and records are printed separately.
+The second command also accepts ``gemm_rs`` and ``gemm_ar``. File names must end with
+``_sizes.json.gz``. The constants of the predictions were fitted to the files in ``FITTED``, and to
+records 1, 3, 5, ... of each file of ``ag_gemm``, ``gemm_rs`` and ``gemm_ar``. Results for fitted
+and for other data are summarised separately.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ from triton_dist.testing.opinfo import OPINFOS
 
 DATA = Path(__file__).parent / "data"
 FITTED = ("matmul_10240_8192", "matmul_8192_28672")
-K = 8
+TOP = 8
+"""Number of configs in the columns *top 8*."""
 
 
-class NoGpu(CpuDevice):
-    """A Hopper GPU on which nothing runs, for config spaces and predictions."""
+class AbsentGpu(CpuDevice):
+    """A Hopper GPU that is not present: only config spaces and predictions can use it."""
 
     name, interprets = "cuda", False
     has_nccl = has_async_tp = True
@@ -67,19 +68,19 @@ class NoGpu(CpuDevice):
 
 @contextlib.contextmanager
 def on_gpu(gpu: str) -> Iterator[None]:
-    """Context manager in which config spaces and predictions are as on ``gpu``."""
-    device, replaced = NoGpu(gpu), (detect._cpu, spaces.compiles_for_hopper)
+    """Context manager in which config spaces and predictions are computed for ``gpu``."""
+    device, original = AbsentGpu(gpu), (detect._cpu, spaces.compiles_for_hopper)
     detect._cpu, spaces.compiles_for_hopper = lambda: device, lambda: True
     try:
-        _forget()
+        _clear_caches()
         yield
     finally:
-        detect._cpu, spaces.compiles_for_hopper = replaced
-        _forget()
+        detect._cpu, spaces.compiles_for_hopper = original
+        _clear_caches()
 
 
-def _forget() -> None:
-    """Drop everything that depends on the device."""
+def _clear_caches() -> None:
+    """Drop cached values that depend on the device."""
     peaks.device_peak.cache_clear()
     prior.gemm_ms.cache_clear()
     for info in OPINFOS.values():
@@ -89,8 +90,8 @@ def _forget() -> None:
                 del vars(space)[name]
 
 
-class KeyScore(NamedTuple):
-    """Regrets at one key."""
+class Regrets(NamedTuple):
+    """Regrets at one M of a file, as in the module docstring."""
 
     file: str
     M: int
@@ -100,53 +101,53 @@ class KeyScore(NamedTuple):
 
 
 def predictions(tree: Mapping[str, Any]) -> Iterator[tuple[str, dict[int, float]]]:
-    """Yield each M of a recorded space, with the predicted times of its configs by index."""
+    """Yield each M of a recorded space, with predicted times in ms by index of the config."""
     configs = [eval(text, {"triton": triton}) for text in tree["configs"]]
     with on_gpu(tree["hardware"]["gpu"]):
-        for M, runs in tree["sizes"].items():
+        for M, samples in tree["sizes"].items():
             op, args, kwargs = _call(tree, M)
-            measured = [int(i) for i, times in runs.items() if isinstance(times, list)]
+            measured = [int(i) for i, ms in samples.items() if isinstance(ms, list)]
             yield M, {i: op.prior_fn(configs[i], *args, **kwargs) for i in measured}
 
 
-def key_scores(path: Path) -> Iterator[KeyScore]:
-    """Yield the regrets at each key of a file of ``record_spaces.py``."""
+def regrets(path: Path) -> Iterator[Regrets]:
+    """Yield the regrets at each M of a file of ``record_spaces.py``."""
     tree = json.loads(gzip.decompress(path.read_bytes()))
     for M, predicted in predictions(tree):
         times = {i: statistics.median(tree["sizes"][M][str(i)]) for i in predicted}
         ranked, best = sorted(times, key=predicted.__getitem__), min(times.values())
-        top = min(times[i] for i in ranked[:K])
-        regrets = (ms / best - 1 for ms in (times[ranked[0]], times[min(times)], top))
-        yield KeyScore(path.name.removesuffix("_sizes.json.gz"), int(M), *regrets)
+        top = min(times[i] for i in ranked[:TOP])
+        values = (ms / best - 1 for ms in (times[ranked[0]], times[min(times)], top))
+        yield Regrets(path.name.removesuffix("_sizes.json.gz"), int(M), *values)
 
 
 def _call(tree: Mapping[str, Any], M: str) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
     """Return the op of a recorded space, and the arguments of its call with ``M`` rows."""
     if tree["op"] != "matmul":
         info = OPINFOS[tree["op"]]
-        return info.op, *info.inputs_for(key_value(tree["keys"][M]))
+        return info.op, *info.inputs_for(decode_key(tree["keys"][M]))
     _, N, depth = map(int, tree["largest"].split("x"))
     A = torch.empty(int(M), depth, dtype=torch.bfloat16, device="meta")
     return matmul, (A, torch.empty(N, depth, dtype=torch.bfloat16, device="meta").T), {}
 
 
-def key_value(tree: Any) -> Any:
-    """Return the key of an op from the tree in its record."""
+def decode_key(tree: Any) -> Any:
+    """Return the key of an op from its JSON form in a record."""
     match tree:
         case {"tuple": items}:
-            return tuple(map(key_value, items))
+            return tuple(map(decode_key, items))
         case {"namedtuple": name, "items": items}:
             module, _, kind = name.partition(":")
-            return getattr(importlib.import_module(module), kind)(*map(key_value, items))
+            return getattr(importlib.import_module(module), kind)(*map(decode_key, items))
         case {"dtype": name}:
             return getattr(torch, name.removeprefix("torch."))
     return tree
 
 
-def winner_ranks(path: Path, step: int = 1) -> Iterator[tuple[str, int, int]]:
-    """Yield key, rank of the winner from 0, and number of candidates, of every ``step``-th record.
+def winner_positions(path: Path, step: int = 1) -> Iterator[tuple[str, int, int]]:
+    """Yield key, position of the winner from 0, and number of candidates of every ``step``-th record.
 
-    Records whose op has no ``prior_fn`` or whose winner is no longer a candidate are left out.
+    Skip records whose op has no ``prior_fn`` or whose winner is no longer a candidate.
     """
     records = list(unpack(json.loads(path.read_text())))
     info = OPINFOS[records[0].key.function]
@@ -154,7 +155,7 @@ def winner_ranks(path: Path, step: int = 1) -> Iterator[tuple[str, int, int]]:
         return
     with on_gpu(records[0].fingerprint.hardware["gpu"]):
         for record in records[::step]:
-            args, kwargs = info.inputs_for(key_value(json.loads(record.key.text)))
+            args, kwargs = info.inputs_for(decode_key(json.loads(record.key.text)))
             kept, _ = info.op.config_space.prune(info.op.prune_fn, args, kwargs)
             predicted = {c.digest: info.op.prior_fn(c, *args, **kwargs) for c in kept}
             ranked = sorted(predicted, key=predicted.__getitem__)
@@ -162,18 +163,19 @@ def winner_ranks(path: Path, step: int = 1) -> Iterator[tuple[str, int, int]]:
                 yield record.key.text, ranked.index(record.best.digest), len(ranked)
 
 
-def _share(hits: Sequence[bool]) -> str:
+def _percent(hits: Sequence[bool]) -> str:
     return f"{sum(hits) / len(hits):.1%}"
 
 
-def _total(name: str, scores: Sequence[KeyScore]) -> None:
-    regrets = sorted(each.choice for each in scores)
-    faster = _share([each.choice < each.first for each in scores])
+def _print_summary(name: str, scores: Sequence[Regrets]) -> None:
+    choices = sorted(each.choice for each in scores)
+    top = _percent([each.top <= 0.02 for each in scores])
+    near = _percent([regret <= 0.1 for regret in choices])
+    faster = _percent([each.choice < each.first for each in scores])
     print(
-        f"{name}: {len(scores)} keys, top {K} within 2 %: {_share([s.top <= 0.02 for s in scores])}"
-        f", choice within 10 %: {_share([r <= 0.1 for r in regrets])}, faster than the first: "
-        f"{faster}, mean regret {statistics.fmean(regrets):.2%}, largest {regrets[-1]:.1%} (first: "
-        f"{statistics.fmean(each.first for each in scores):.1%} on average)"
+        f"{name}: {len(scores)} keys; top {TOP} within 2 % at {top}; choice within 10 % at {near}, "
+        f"faster than first at {faster}; choice: mean regret {statistics.fmean(choices):.2%}, largest "
+        f"{choices[-1]:.1%}; first: mean regret {statistics.fmean(s.first for s in scores):.1%}"
     )
 
 
@@ -181,33 +183,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, default=DATA, help="of recorded spaces")
+    parser.add_argument("--folder", type=Path, default=DATA, help="folder of recorded spaces")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args(arguments)
-    totals = defaultdict[str, list[KeyScore]](list)
+    totals = defaultdict[str, list[Regrets]](list)
     for path in sorted(options.folder.glob("*_sizes.json.gz")):
-        for each in key_scores(path):
+        for each in regrets(path):
             totals["fitted" if each.file in FITTED else "not fitted"].append(each)
             print(f"{each.file:<24} M {each.M:>5}: choice {each.choice:6.1%}, ", end="")
-            print(f"first {each.first:6.1%}, top {K} {each.top:6.1%}")
+            print(f"first {each.first:6.1%}, top {TOP} {each.top:6.1%}")
     for name, scores in totals.items():
-        _total(name, scores)
-    ranks = {}
+        _print_summary(name, scores)
+    positions = {}
     for path in sorted(PACKAGE_RECORDS.glob("*.json")):
-        ranks[path.stem] = found = list(winner_ranks(path))
-        for name, part in (("fitted", found[::2]), ("not fitted", found[1::2])):
+        positions[path.stem] = all_records = list(winner_positions(path))
+        for name, part in (("fitted", all_records[::2]), ("not fitted", all_records[1::2])):
             if part:
-                places = sorted(rank for _, rank, _ in part)
+                ordered = sorted(position for _, position, _ in part)
                 print(
                     f"{path.stem}, {name}: {len(part)} records, of "
                     f"{statistics.fmean(number for *_, number in part):.0f} candidates the winner "
-                    f"has rank {statistics.fmean(places) + 1:.1f} on average, 95 % at most "
-                    f"{places[math.ceil(0.95 * len(places)) - 1] + 1}, top {K}: "
-                    f"{_share([place < K for place in places])}"
+                    f"has position {statistics.fmean(ordered) + 1:.1f} on average, 95 % at most "
+                    f"{ordered[math.ceil(0.95 * len(ordered)) - 1] + 1}, top {TOP}: "
+                    f"{_percent([position < TOP for position in ordered])}"
                 )
     if options.json is not None:
         tree = {"keys": [each._asdict() for scores in totals.values() for each in scores]}
-        options.json.write_text(json.dumps({**tree, "records": ranks}, indent=1) + "\n")
+        options.json.write_text(json.dumps({**tree, "records": positions}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Record the whole tuning space of an op at many sizes, for replays without its hardware.
+"""Measure all configs of an op at many sizes, to replay searches without the hardware.
 
     bash scripts/launch.sh benchmarks/record_spaces.py --op ag_gemm --out ag_gemm_sizes.json.gz
     bash scripts/launch.sh benchmarks/record_spaces.py --op matmul --random 24 --out sizes.json.gz
 
-At each M, every config that is not pruned is run ``--runs`` times: interleaved, cold L2, ranks
-aligned, slowest rank of each sample. ``bench_search_quality.py`` replays the file. For each M, the
-file has the times or the failure of each config (by its index in ``configs``), the number of waves
-of its grid, and the key of the call.
+For each M (number of rows), every config that is not pruned runs ``--runs`` times: interleaved,
+with a cold L2 cache, with all ranks starting together. A sample is the time of the slowest rank.
+For each M, the file has each config's samples in ms or error (by index in ``configs``), the waves
+of its grid, and the key of the call. ``bench_search_quality.py`` replays the file.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from triton_dist.testing.timing import interleaved
 from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed, is_cuda
 
 INFOS = OVERLAPPED_OPINFOS | {"grouped_gemm": OPINFOS["grouped_gemm"]}
-_SIZES = [64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]
-_SIZES += [2560, 3072, 3584, 4096]
+_DEFAULT_M = [64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]
+_DEFAULT_M += [2560, 3072, 3584, 4096]
 _CPU_SCALE = 256
-_SECONDS = 30.0
+_TIMEOUT_SECONDS = 30.0
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -51,42 +51,41 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--op", choices=["matmul", *INFOS], default="matmul")
     parser.add_argument("--layer", help="name of a layer, or N:K; default: the first layer")
-    parser.add_argument("--M", type=parse_numbers, default=_SIZES)
-    parser.add_argument("--random", type=int, default=0, help="number of further M, log-uniform")
+    parser.add_argument("--M", type=parse_numbers, default=_DEFAULT_M, help="rows")
+    parser.add_argument("--random", type=int, default=0, help="number of further random M")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random M")
-    parser.add_argument("--runs", type=int, default=16)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--runs", type=int, default=16, help="samples of each config")
+    parser.add_argument("--out", type=Path, required=True, help="file to write, .json.gz")
     options = parser.parse_args(arguments)
     try:
         options.shape = _layer(options.layer, INFOS.get(options.op))
     except (KeyError, ValueError):
         parser.error(f"argument --layer: {options.op} has no {options.layer!r}")
-    draw, ends = random.Random(options.seed), (min(options.M), max(options.M))
-    drawn = [round(math.exp(draw.uniform(*map(math.log, ends)))) for _ in range(options.random)]
-    options.M = sorted({*options.M, *drawn})
+    # Log-uniform between the smallest and the largest M.
+    generator, logs = random.Random(options.seed), [math.log(f(options.M)) for f in (min, max)]
+    further = [round(math.exp(generator.uniform(*logs))) for _ in range(options.random)]
+    options.M = sorted({*options.M, *further})
     return options
 
 
 def _layer(name: str | None, info: OpInfo[Any] | None) -> Callable[[int], Any]:
-    """Return a function of M that returns the shape of the layer.
+    """Return a function of M that returns the shape of the layer ``name``.
 
     Raises:
-        KeyError, ValueError: there is no such layer.
+        KeyError, ValueError: the layer does not exist.
     """
     if name is not None and ":" in name:
-        return functools.partial(_shape, *map(int, name.split(":")))
-    if info is None:
-        return functools.partial(_shape, *LAYERS[name or next(iter(LAYERS))])
-    layers = layers_of(info)
-    return layers[name or next(iter(layers))]
-
-
-def _shape(N: int, K: int, M: int) -> Shape:
-    return Shape(M, N, K)
+        N, K = map(int, name.split(":"))
+    elif info is None:
+        N, K = LAYERS[name or next(iter(LAYERS))]
+    else:
+        layers = layers_of(info)
+        return layers[name or next(iter(layers))]
+    return lambda M: Shape(M, N, K)
 
 
 class Recorder:
-    """Records the config space of one op at several M. Collective."""
+    """Measures the config space of one op at several M. Collective."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -95,18 +94,18 @@ class Recorder:
         self.configs = list(self.op.config_space)
 
     def record(self) -> dict[str, Any]:
-        """Return the content of the file: the runs and waves of all configs, by M."""
-        sizes, waves, keys = {}, {}, {}
+        """Return the content of the file."""
+        samples, waves, keys = {}, {}, {}
         for M, (args, kwargs) in self._calls():
             keys[str(M)] = codec.encode(self.op.key_fn(*args, **kwargs))
-            sizes[str(M)] = self._runs(M, args, kwargs)
+            samples[str(M)] = self._samples(M, args, kwargs)
             waves[str(M)] = self._waves(args, kwargs)
         fallback = [index for index, each in enumerate(self.configs) if self.op.fallback_fn(each)]
         return {
             "op": self.options.op, "largest": str(self._shape(max(self.options.M))),
             "ranks": dist.get_world_size(), "hardware": dict(current_device().facts()),
             "software": software(), "configs": [str(each) for each in self.configs],
-            "fallback": fallback, "waves": waves, "keys": keys, "sizes": sizes,
+            "fallback": fallback, "waves": waves, "keys": keys, "sizes": samples,
         }  # fmt: skip
 
     def _shape(self, M: int) -> Any:
@@ -118,7 +117,7 @@ class Recorder:
         return dataclasses.replace(shape, N=N, K=K)
 
     def _calls(self) -> Iterator[tuple[int, Call]]:
-        """Yield each M and the arguments of a call, which are valid until the next M."""
+        """Yield each M and the arguments of a call. They are valid until the next M is yielded."""
         if self.info is None:
             for M in self.options.M:
                 yield M, self._matrices(self._shape(M))
@@ -130,11 +129,11 @@ class Recorder:
                 yield M, self.info.arguments(operands, ctx)
 
     def _waves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float | None]:
-        """Return the number of waves of each config's grid, ``None`` if unknown."""
+        """Return the number of waves of each config's grid; ``None``: unknown."""
         key, sizes = self.op.key_fn(*args, **kwargs), self.op.sizes
-        assert sizes is not None, "an op without sizes has no neighbours"
-        own = sizes.values(key)
-        return [sizes.waves(key, config, own) for config in self.configs]
+        assert sizes is not None, "each op of this benchmark declares the sizes in its key"
+        key_sizes = sizes.values(key)
+        return [sizes.waves(key, config, key_sizes) for config in self.configs]
 
     def _matrices(self, shape: Shape) -> Call:
         device = current_device().torch_device
@@ -142,30 +141,31 @@ class Recorder:
         B = torch.randn(shape.N, shape.K, dtype=torch.bfloat16, device=device).T
         return (A, B), {}
 
-    def _runs(self, M: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def _samples(self, M: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the samples in ms, or the error, of each config that is not pruned, by index."""
         kept, _ = self.op.config_space.prune(self.op.prune_fn, args, kwargs)
         calls: dict[str, Callable[[], Any]] = {}
-        runs: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for config in kept:
             name = str(self.configs.index(config))
             call = functools.partial(self.op.fn, *args, **kwargs, **config)
-            reason = self._first_run(call)
-            if reason:
-                runs[name] = reason
+            error = self._first_run(call)
+            if error:
+                results[name] = error
             else:
                 calls[name] = call
         samples = interleaved(calls, self.options.runs, warmup_rounds=1)
-        runs |= {name: [round(ms, 5) for ms in each.milliseconds] for name, each in samples.items()}
+        results |= {name: [round(ms, 5) for ms in s.milliseconds] for name, s in samples.items()}
         dist_print(f"M = {M}: {len(calls)} configs, {len(kept) - len(calls)} failed")
-        return runs
+        return results
 
     def _first_run(self, call: Callable[[], Any]) -> str:
-        """Return why a config fails on some rank; an empty text if it works on all."""
+        """Run ``call`` on all ranks; return an error of one of them, or an empty string."""
         reason = ""
         try:
             call()
-            current_device().synchronize(_SECONDS)
-        except Exception as error:  # a config that fails must not end the recording
+            current_device().synchronize(_TIMEOUT_SECONDS)
+        except Exception as error:  # continue with the other configs, whatever the error
             reason = f"{type(error).__name__}: {error}"[:200]
         return next(filter(None, group_for().all_gather("first run", reason)), "")
 

@@ -4,14 +4,14 @@
     scripts/triton-dist pack ag_gemm --out tuned/ag_gemm.tdpack
     scripts/python benchmarks/gpu_pages.py tuned
 
-Ranges of M (rows) share a tuning. Ranges that end at a power of two are tuned in full. The other
-ranges are warm-started: only the best configs of near ranges are measured. Records are stored in
-``TRITON_DIST_CACHE_DIR``. Keys that have a local or shipped record are not tuned again, so delete
-the op's file in records/ first. Run the command for each number of ranks, on an idle machine. On
-CPU ranks, sizes are reduced.
+All M (rows) of a range share a tuning. Ranges that end at a power of two are tuned in full. Other
+ranges are warm-started: only the best configs of neighbouring ranges are measured. Records are
+stored in ``TRITON_DIST_CACHE_DIR``. Keys with a stored or shipped record are not tuned again, so
+delete the op's file in python/triton_dist/records/ first. Run the command for each number of ranks,
+on an idle machine. On CPU ranks, sizes are reduced.
 
-With --run, each winner is called once, which loads its kernels. This makes a pack for hosts without
-a compiler:
+--run calls each winner once, which loads its kernels. A pack with kernels, for hosts without a
+compiler, needs this:
 
     scripts/triton-dist pack --kernels --out ag_gemm.NVIDIA_H200.tdpack -- \
         bash scripts/launch.sh --nproc_per_node=4 benchmarks/tune_layers.py --op ag_gemm --run
@@ -37,11 +37,10 @@ from triton_dist.testing.opinfo import GEMM_OPINFOS
 from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed, is_cuda
 
-_MOST = 16384
-_WARM_START_MS = "400"
-"""Device time in ms of the measurement for each M that is not tuned in full. It is longer than the
-default, which limits the delay of a program's first call."""
-_WARM_START = "TRITON_DIST_AUTOTUNE_WARM_START_MS"
+_LARGEST_M = 16384
+_DEFAULT_WARM_START_MS = "400"
+"""Device time in ms of a warm-started tuning. The default is shorter: it delays a first call."""
+_WARM_START_MS = "TRITON_DIST_AUTOTUNE_WARM_START_MS"
 _CPU_SCALE = 512
 
 
@@ -50,7 +49,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--op", choices=list(GEMM_OPINFOS), default="ag_gemm")
-    parser.add_argument("--M", type=parse_numbers, help="global rows; default: one M of each range")
+    parser.add_argument(
+        "--M", type=parse_numbers, help="rows over all ranks; default: one M of each range"
+    )
     parser.add_argument("--layers", help="names of models, separated by commas; default: all")
     parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
     parser.add_argument("--run", action="store_true", help="call the op once at each size")
@@ -63,31 +64,30 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def every_range(most: int = _MOST) -> list[int]:
-    """Return one M of each range up to ``most``: first powers of two, then others.
+def every_range(largest: int = _LARGEST_M) -> list[int]:
+    """Return one M of each range up to ``largest``: first powers of two, then the others.
 
-    In both parts, the largest M is first, because smaller M reuse its compiled kernels. A range
-    that ends at 16 or less, or at a multiple of 32, is represented by its end. Another range is
-    represented by its middle, which is near all sizes of the range. If the middle is a multiple of
-    16, the M two below represents the range, because libraries may have special kernels for
-    multiples of 16.
+    Both parts are in descending order, because smaller M reuse kernels that larger M compiled. M is
+    the end of the range if the end is at most 16 or a multiple of 32. Otherwise M is the middle,
+    which is near all sizes of the range. M is two less if the middle is a multiple of 16, because
+    libraries may have special kernels for these.
     """
-    ends = sorted({tune.fine_bucket(n) for n in range(1, most + 1)})
+    ends = sorted({tune.fine_bucket(n) for n in range(1, largest + 1)})
     middles = [(below + 1 + end) // 2 for below, end in itertools.pairwise([0, *ends])]
     sizes = [
         end if end <= 16 or end % 32 == 0 else middle - 2 * (middle % 16 == 0)
         for middle, end in zip(middles, ends, strict=True)
     ]
-    return sorted(sizes, key=lambda size: (not is_in_full(size), -size))
+    return sorted(sizes, key=lambda M: (not is_tuned_in_full(M), -M))
 
 
-def is_in_full(M: int) -> bool:
-    """Return True for powers of two, which are tuned in full."""
+def is_tuned_in_full(M: int) -> bool:
+    """Return True for powers of two."""
     return M & (M - 1) == 0
 
 
 def shapes(options: argparse.Namespace, num_ranks: int) -> list[list[Shape]]:
-    """Return the different shapes of each layer, first shapes with an M that is tuned in full."""
+    """Return the distinct shapes of each layer; shapes that are tuned in full are first."""
     scale = 1 if is_cuda() else _CPU_SCALE
     layers = {
         (each["N"], each["K"]) for name, each in LAYER_CONFIGS.items() if name in options.layers
@@ -103,22 +103,22 @@ def shapes(options: argparse.Namespace, num_ranks: int) -> list[list[Shape]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    warm_start_ms = os.environ.get(_WARM_START, _WARM_START_MS)
+    warm_start_ms = os.environ.get(_WARM_START_MS, _DEFAULT_WARM_START_MS)
     initialize_distributed()
     begin, dtype = time.perf_counter(), dtype_named(options.dtype)
     info, layers = GEMM_OPINFOS[options.op], shapes(options, dist.get_world_size())
     total, number = sum(map(len, layers)), 0
-    for asked in layers:
-        largest = max(asked, key=lambda shape: shape.M)
+    for layer in layers:
+        largest = max(layer, key=lambda shape: shape.M)
         with info.context(largest, dtype) as ctx:
-            for shape in asked:
+            for shape in layer:
                 number += 1
-                os.environ[_WARM_START] = "0" if is_in_full(shape.M) else warm_start_ms
+                os.environ[_WARM_START_MS] = "0" if is_tuned_in_full(shape.M) else warm_start_ms
                 op = TunedOp(info, shape, dtype, ctx, Choice(0))
                 if options.run:
                     op.run()
-                took = time.perf_counter() - begin
-                dist_print(f"[{number}/{total}, {took:.0f} s] {shape}: {op.note}")
+                seconds = time.perf_counter() - begin
+                dist_print(f"[{number}/{total}, {seconds:.0f} s] {shape}: {op.note}")
     finalize_distributed()
 
 

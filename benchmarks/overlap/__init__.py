@@ -1,1 +1,1 @@
-"""Harness of ``bench_overlap.py``: code that all overlapped ops share."""
+"""Code shared by the benchmarks: shapes, measurement, JSON results, tables and plots."""

@@ -1,4 +1,4 @@
-"""Set environment variables for a part of a run."""
+"""Set environment variables temporarily."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def environment_with(**asked: str) -> Iterator[None]:
-    """Context manager that sets these variables and restores their old values."""
-    before = {name: os.environ.get(name) for name in asked}
-    os.environ.update(asked)
+def environment_with(**variables: str) -> Iterator[None]:
+    """Context manager that sets environment variables and restores their old values."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:

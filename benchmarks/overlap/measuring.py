@@ -1,4 +1,4 @@
-"""Check every candidate in every mode, then time all of them interleaved."""
+"""Check the output of each candidate (a baseline, or the op with one config), then time all."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .workload import Workload
 
 T = TypeVar("T")
 MODES = ("eager", "graph")
-_SECONDS = 30.0
-"""Longest that one call of a candidate may take while it is checked."""
+_STEP_SECONDS = 30.0
+"""Time limit of each step of a check: the capture, the run and the comparison."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A candidate in a mode, and its samples, in time per call."""
+    """Times per call of one candidate in one mode."""
 
     name: str
     mode: str
@@ -35,20 +35,18 @@ class Row:
 
 
 class Failed(Exception):
-    """A candidate cannot be measured; every rank raises this."""
+    """A candidate failed on some rank. Raised on all ranks."""
 
 
 def measure(
     workload: Workload, modes: Sequence[str], rounds: int, warmup_rounds: int, num_calls: int = 1
 ) -> tuple[list[Row], dict[str, str]]:
-    """Return rows in the order of the candidates, and the errors of failed candidates by name and
-    mode.
+    """Return a row for each candidate and mode, and the errors of those that failed.
 
-    A sample covers ``num_calls`` consecutive calls, in graph mode in one graph, and is divided by
-    their number. As in a model, many calls then share the launch of a graph and the skew between
-    ranks.
+    A sample is the time of ``num_calls`` consecutive calls divided by ``num_calls``. In graph mode,
+    one graph has all these calls. As in a model, they share its launch and the skew between ranks.
     """
-    ready: dict[str, tuple[str, str, Baseline]] = {}
+    checked: dict[str, tuple[str, str, Baseline]] = {}
     calls: dict[str, Callable[[], Any]] = {}
     failures: dict[str, str] = {}
     for name, candidate in workload.candidates().items():
@@ -57,32 +55,35 @@ def measure(
             workload.refresh()
             try:
                 graph = mode == "graph"
-                calls[label] = _checked(candidate, label, graph, workload.tolerance, num_calls)
-                ready[label] = name, mode, candidate
+                calls[label] = _checked_call(candidate, label, graph, workload.tolerance, num_calls)
+                checked[label] = name, mode, candidate
             except Failed as failure:
                 failures[label] = str(failure)
                 workload.recover()
     samples = interleaved(calls, rounds, warmup_rounds)
-    return [Row(*ready[label], samples[label].divided_by(num_calls)) for label in calls], failures
+    return [Row(*checked[label], samples[label].divided_by(num_calls)) for label in calls], failures
 
 
-def _checked(
+def _checked_call(
     candidate: Baseline, label: str, graph: bool, tolerance: float, num_calls: int
 ) -> Callable[[], Any]:
-    """Return the function to time, after one run whose last output was right on every rank."""
+    """Run ``num_calls`` calls, check the last output, and return the function to time."""
     latest: dict[str, torch.Tensor] = {}
 
-    def keep() -> None:
+    def call_and_keep_output() -> None:
         for _ in range(num_calls):
             latest.update(output=candidate.call())
 
-    call: Callable[[], Any] = keep
+    call: Callable[[], Any] = call_and_keep_output
     if graph:
-        call = _together(f"{label}: capture", lambda: current_device().capture(keep, _SECONDS))
+        call = _on_all_ranks(
+            f"{label}: capture",
+            lambda: current_device().capture(call_and_keep_output, _STEP_SECONDS),
+        )
 
     def run() -> None:
         if graph and candidate.expected is not None:
-            for output in latest.values():  # CPU ranks have no warm-up
+            for output in latest.values():  # empty on CPU ranks, where a capture runs nothing
                 output.fill_(float("nan"))
         with poisoned_empty():
             call()
@@ -91,22 +92,22 @@ def _checked(
         if candidate.expected is not None:
             _compare(latest["output"], candidate.expected(), tolerance)
 
-    _together(f"{label}: run", run)
-    _together(f"{label}: check", check)
+    _on_all_ranks(f"{label}: run", run)
+    _on_all_ranks(f"{label}: check", check)
     return call
 
 
-def _together(phase: str, step: Callable[[], T]) -> T:
+def _on_all_ranks(phase: str, step: Callable[[], T]) -> T:
     """Return the result of ``step``; if it raised on some rank, raise ``Failed`` on all ranks.
 
-    So no rank continues to a collective that another rank does not reach.
+    Otherwise a rank could wait in a collective for a rank that failed before it.
     """
     failure = ""
     try:
-        with bounded_waits(_SECONDS):
+        with bounded_waits(_STEP_SECONDS):
             value = step()
-            current_device().synchronize(_SECONDS)
-    except Exception as error:  # any error of a candidate: measure the others
+            current_device().synchronize(_STEP_SECONDS)
+    except Exception as error:  # whatever the error, measure the other candidates
         failure = f"{type(error).__name__}: {error}"
     for rank, reason in enumerate(group_for().all_gather(phase, failure)):
         if reason:

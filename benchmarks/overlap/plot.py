@@ -1,21 +1,21 @@
-"""Plot of a report: speed-up over the serial baseline, and time relative to the limit."""
+"""Plot speed-up over the serial baseline (GEMM and transfer in sequence), and time / limit."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from .table import median, title
+from .table import BASELINE_KINDS, median, title
 from .workload import TUNED
 
 Tree = dict[str, Any]
-# Colours are equal in all plots. A baseline's colour is found by a part of its name.
+# A series has the same colour in all plots. _BASELINE_COLOURS is keyed by parts of names.
 _TUNED_COLOUR, _SERIAL_COLOUR, _OTHER_COLOUR = "#1f5f99", "#8c8c8c", "#c9b458"
 _BASELINE_COLOURS = {"async-TP": "#d98c3f", "one-shot": "#b65f7c", "two-shot": "#5a9e6f"}
 _OPS = {"ag_gemm": "AllGather-GEMM", "gemm_rs": "GEMM-ReduceScatter", "gemm_ar": "GEMM-AllReduce"}
-_MODES = {"eager": "called from Python", "graph": "replayed in a CUDA graph"}
+_MODE_TITLES = {"eager": "called from Python", "graph": "replayed in a CUDA graph"}
 _WIDTH = 11.0
-"""Inches; at most twice the height, so that numbers stay legible at the width of a page."""
+"""Width in inches. The height is at least half of it, so numbers are legible on a page."""
 
 
 def check_matplotlib() -> None:
@@ -24,13 +24,13 @@ def check_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise SystemExit(
-            "--png needs matplotlib, which is not installed here: pip install matplotlib, or write "
-            "--json now and draw it elsewhere: bench_overlap.py --from-json FILE --png FILE"
+            "--png needs matplotlib, which is not installed: pip install matplotlib. Or write "
+            "--json FILE now and plot it elsewhere: bench_overlap.py --from-json FILE --png FILE"
         ) from None
 
 
 def draw(report: Tree, path: Path) -> None:
-    """Write a PNG with two panels per mode: speed-up, and time over the limit."""
+    """Write a PNG with two panels per mode: speed-up, and time divided by the limit."""
     check_matplotlib()
     from matplotlib.figure import Figure
 
@@ -48,9 +48,9 @@ def draw(report: Tree, path: Path) -> None:
     for (left, right), mode in zip(panels, modes, strict=True):
         _bars(left, shapes, mode, names, over_limit=False)
         _bars(right, shapes, mode, names, over_limit=True)
-        left.set_title("how many times as fast; longer is better", fontsize=10)
-        right.set_title("time over the limit; shorter is better", fontsize=10)
-        left.set_ylabel(f"M x N x K, {_MODES.get(mode, mode)}")
+        left.set_title("speed-up over the serial baseline; longer is better", fontsize=10)
+        right.set_title("time / limit; shorter is better", fontsize=10)
+        left.set_ylabel(f"M x N x K, {_MODE_TITLES.get(mode, mode)}")
     figure.legend(
         *panels[0][0].get_legend_handles_labels(),
         loc="upper center", bbox_to_anchor=(0.5, 1 - 0.27 / figure.get_figheight()),
@@ -61,51 +61,50 @@ def draw(report: Tree, path: Path) -> None:
 
 
 def series(shapes: list[Tree]) -> list[str]:
-    """Return the series of bars: tuned op, baselines, and last the serial baseline."""
+    """Return the names of the bars: the tuned op, the baselines, and last the serial baseline."""
     serial = shapes[0]["serial"]
-    rows = [row for tree in shapes for row in tree["rows"] if row["kind"] == "baseline"]
+    rows = [row for tree in shapes for row in tree["rows"] if row["kind"] in BASELINE_KINDS]
     return [TUNED, *dict.fromkeys(row["name"] for row in rows if row["name"] != serial), serial]
 
 
 def notes(report: Tree) -> list[str]:
-    """Return notes for the reader of the bars, one sentence per line."""
+    """Return the lines of explanation below the bars."""
     shapes = report["shapes"]
-    found = [
-        f"Left: {shapes[0]['serial']} is 1. Right: the limit is 1, the larger of the GEMM alone "
-        "and the fastest transfer alone.",
-        f"Medians of {report['rounds']} rounds, in each the slowest rank. "
+    lines = [
+        f"Serial baseline: {shapes[0]['serial']}. Limit: the larger of the times of the GEMM alone "
+        "and of the fastest transfer alone.",
+        f"Medians of {report['rounds']} samples; a sample is the time of the slowest rank. "
         + (
             "Lines at the ends of bars: 10th to 90th percentile."
             if all("p10" in row for tree in shapes for row in tree["rows"])
-            else "The spread was not kept; by how much the tuned op differs from itself is A/A "
-            "in the table."
+            else "The file has no percentiles; column A/A of the table shows the noise."
         ),
     ]
     bars = [
-        ratio(tree, mode, name, over_limit=True)
+        bar_length(tree, mode, name, over_limit=True)
         for tree in shapes
         for mode in tree["modes"]
         for name in series(shapes)
     ]
     if None in bars:
-        found.append("none: it failed, or cannot take this shape; the table has the reason.")
+        lines.append("none: the candidate failed or does not support the shape.")
     if any(bar is not None and bar < 1 for bar in bars):
-        found.append(
-            "Right, below 1: faster than the library's GEMM or transfer alone, of which the limit "
-            "is made, or as fast within the spread."
+        lines.append(
+            "Right, below 1: faster than the GEMM or transfer alone whose measured time is the "
+            "limit, or equal within noise."
         )
-    return found
+    return lines
 
 
-def ratio(tree: Tree, mode: str, name: str, over_limit: bool) -> float | None:
-    """Return the length of a bar; ``None`` if a candidate failed."""
-    time, unit = median(tree, name, mode), _unit(tree, mode, over_limit)
+def bar_length(tree: Tree, mode: str, name: str, over_limit: bool) -> float | None:
+    """Return time / limit or the speed-up over the serial baseline; ``None`` after a failure."""
+    time, unit = median(tree, name, mode), _reference_ms(tree, mode, over_limit)
     if time is None or unit is None:
         return None
     return time / unit if over_limit else unit / time
 
 
-def _unit(tree: Tree, mode: str, over_limit: bool) -> float | None:
+def _reference_ms(tree: Tree, mode: str, over_limit: bool) -> float | None:
     limit: float | None = tree["modes"].get(mode, {}).get("limit")
     return limit if over_limit else median(tree, tree["serial"], mode)
 
@@ -113,13 +112,13 @@ def _unit(tree: Tree, mode: str, over_limit: bool) -> float | None:
 def _bars(panel: Any, shapes: list[Tree], mode: str, names: list[str], over_limit: bool) -> None:
     """Draw groups of horizontal bars from 0, the first shape on top, with a line at 1."""
     thickness = 1 / (len(names) + 1)
-    for place, name in enumerate(names):
-        lengths = [ratio(tree, mode, name, over_limit) for tree in shapes]
-        heights = [index + (place + 1) * thickness - 0.5 for index in range(len(shapes))]
+    for number, name in enumerate(names):
+        lengths = [bar_length(tree, mode, name, over_limit) for tree in shapes]
+        heights = [index + (number + 1) * thickness - 0.5 for index in range(len(shapes))]
         panel.barh(
             heights, [length or 0.0 for length in lengths], thickness, label=name,
             color=_colour(name, shapes[0]["serial"]), error_kw={"elinewidth": 1.0},
-            xerr=_spread(shapes, mode, name, over_limit),
+            xerr=_error_bars(shapes, mode, name, over_limit),
         )  # fmt: skip
         for length, height in zip(lengths, heights, strict=True):
             if length is None:
@@ -133,22 +132,23 @@ def _bars(panel: Any, shapes: list[Tree], mode: str, names: list[str], over_limi
 
 
 def _colour(name: str, serial: str) -> str:
-    own = {TUNED: _TUNED_COLOUR, serial: _SERIAL_COLOUR}
-    baselines = [colour for part, colour in _BASELINE_COLOURS.items() if part in name]
-    return own.get(name) or [*baselines, _OTHER_COLOUR][0]
+    fixed = {TUNED: _TUNED_COLOUR, serial: _SERIAL_COLOUR}
+    matching = [colour for part, colour in _BASELINE_COLOURS.items() if part in name]
+    return fixed.get(name) or [*matching, _OTHER_COLOUR][0]
 
 
-def _spread(shapes: list[Tree], mode: str, name: str, over_limit: bool) -> list[list[float]]:
-    """Return the distances from the end of each bar to its 10th and 90th percentile."""
-    back, on = [], []
+def _error_bars(shapes: list[Tree], mode: str, name: str, over_limit: bool) -> list[list[float]]:
+    """Return the extents of error bars, from the 10th to the 90th percentile: left, then right."""
+    left, right = [], []
     for tree in shapes:
-        middle, unit = ratio(tree, mode, name, over_limit), _unit(tree, mode, over_limit)
+        length = bar_length(tree, mode, name, over_limit)
+        unit = _reference_ms(tree, mode, over_limit)
         rows = {(row["name"], row["mode"]): row for row in tree["rows"]}
         row = rows.get((name, mode), {})
         ends = [0.0, 0.0]
-        if middle is not None and unit is not None and "p10" in row:
-            ratios = [row[of] / unit if over_limit else unit / row[of] for of in ("p10", "p90")]
-            ends = [max(0.0, middle - min(ratios)), max(0.0, max(ratios) - middle)]
-        back.append(ends[0])
-        on.append(ends[1])
-    return [back, on]
+        if length is not None and unit is not None and "p10" in row:
+            ratios = [row[p] / unit if over_limit else unit / row[p] for p in ("p10", "p90")]
+            ends = [max(0.0, length - min(ratios)), max(0.0, max(ratios) - length)]
+        left.append(ends[0])
+        right.append(ends[1])
+    return [left, right]

@@ -1,4 +1,4 @@
-"""The results as the tree of a JSON file, from which tables and plots are made."""
+"""Convert results to a tree of dicts and lists for JSON. Tables and plots read this tree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from triton_dist.runtime.peaks import device_peak
 from triton_dist.testing.overlap import overlap_limit
 
 from .measuring import Row
-from .workload import TUNED, TUNED_AGAIN, Workload
+from .workload import BEST_BASELINE, TUNED, TUNED_AGAIN, Workload
 
 Tree = dict[str, Any]
 
@@ -52,23 +52,23 @@ def software() -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """Return the variables that affect the speed of libraries."""
+    """Return the environment variables that can affect measured times."""
     prefixes = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_", "TORCH_", "TRITON_")
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefixes)}
 
 
 def shape_tree(
-    shape: Any, workload: Workload, rows: Sequence[Row], failures: Mapping[str, str], took: float
+    shape: Any, workload: Workload, rows: Sequence[Row], failures: Mapping[str, str], seconds: float
 ) -> Tree:
-    """Return the results of one shape: every row with its samples, and a summary by mode."""
+    """Return the results of one shape: rows with samples, errors by name, a summary per mode."""
     modes = dict.fromkeys(row.mode for row in rows)
-    measured = current_device().name == "cuda"
+    on_gpu = current_device().name == "cuda"
     return {
         **vars(shape),
         "shape": str(shape),
-        "limit_at_peaks": workload.cost.limit_ms(device_peak()) if measured else None,
+        "limit_at_peaks": workload.cost.limit_ms(device_peak()) if on_gpu else None,
         "tuning": workload.note,
-        "seconds": round(took, 2),
+        "seconds": round(seconds, 2),
         "serial": workload.serial,
         "rows": [_row_tree(row) for row in rows],
         "failures": dict(failures),
@@ -93,7 +93,7 @@ def _row_tree(row: Row) -> Tree:
 
 
 def _summary(rows: Sequence[Row], serial: str) -> Tree:
-    """Summarise the rows of one mode; omit values that need a failed candidate."""
+    """Return the summary of the rows of one mode, without entries that need a failed candidate."""
     by_name = {row.name: row for row in rows}
     medians = {row.name: row.samples.median for row in rows}
     summary: Tree = {}
@@ -115,7 +115,7 @@ def _summary(rows: Sequence[Row], serial: str) -> Tree:
         summary["best_own"] = min(own, key=medians.__getitem__)
     baselines = [name for name, row in by_name.items() if row.candidate.kind == "baseline"]
     if baselines:
-        summary["best_peer"] = min(baselines, key=medians.__getitem__)
+        summary[BEST_BASELINE] = min(baselines, key=medians.__getitem__)
     if TUNED in medians and TUNED_AGAIN in medians:
         summary["band"] = abs(medians[TUNED] / medians[TUNED_AGAIN] - 1)
     return summary

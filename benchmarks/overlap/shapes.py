@@ -22,29 +22,28 @@ LAYERS = {
     "llama-70b-qkv": (10240, 8192),
     "mistral-7b-gate-up": (14336, 4096),
 }
-NAMED = {**LAYERS, **{name: (each["N"], each["K"]) for name, each in LAYER_CONFIGS.items()}}
-"""``LAYERS`` and the layers of the test scripts."""
-
-
+ALL_LAYERS = {**LAYERS, **{name: (each["N"], each["K"]) for name, each in LAYER_CONFIGS.items()}}
+"""``LAYERS`` and the layers of the test scripts: N and K by name."""
 DTYPE_CHOICES = [*DTYPES.values(), *RECIPES]
 
 
 def parse_layer(text: str) -> tuple[int, int]:
     """Parse the name of a layer, or ``N:K``."""
-    if text in NAMED:
-        return NAMED[text]
+    if text in ALL_LAYERS:
+        return ALL_LAYERS[text]
     try:
         N, K = map(int, text.split(":"))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not N:K or of {', '.join(NAMED)}") from None
+        names = ", ".join(ALL_LAYERS)
+        raise argparse.ArgumentTypeError(f"{text!r} is neither N:K nor one of {names}") from None
     return N, K
 
 
-def parse_shapes(text: str, kind: type[S] = Shape) -> list[S]:
-    """Parse ``M:N:K,M:N:K``, or the sizes of an op's own ``kind`` of shape."""
-    names = ":".join(kind.__annotations__)
+def parse_shapes(text: str, shape_type: type[S] = Shape) -> list[S]:
+    """Parse shapes such as ``8192:28672:8192,64:28672:8192``, each the fields of ``shape_type``."""
+    names = ":".join(shape_type.__annotations__)
     try:
-        shapes = [kind(*map(int, each.split(":"))) for each in text.split(",")]
+        shapes = [shape_type(*map(int, each.split(":"))) for each in text.split(",")]
     except (TypeError, ValueError):
         raise argparse.ArgumentTypeError(f"{text!r} is not {names},{names},...") from None
     if any(size < 1 for shape in shapes for size in vars(shape).values()):
@@ -53,14 +52,14 @@ def parse_shapes(text: str, kind: type[S] = Shape) -> list[S]:
 
 
 def layers_of(info: OpInfo[Any]) -> dict[str, Callable[[int], Any]]:
-    """Return the shapes of ``case`` with the given rows, by name of a layer or model."""
+    """Return functions of M (rows) that return a shape of the op, by name of a layer or model."""
     if isinstance(info, RoutedOpInfo):
         return {name: functools.partial(_with_rows, shape) for name, shape in info.models.items()}
     return {name: functools.partial(_of_layer, info.shape, N, K) for name, (N, K) in LAYERS.items()}
 
 
 def parse_layers(text: str, info: OpInfo[Any]) -> list[Callable[[int], Any]]:
-    """Parse names of ``layers_of``, or ``all``, for argparse."""
+    """Parse ``all``, or names from ``layers_of`` separated by commas."""
     layers = layers_of(info)
     names = list(layers) if text == "all" else text.split(",")
     unknown = [name for name in names if name not in layers]
@@ -73,12 +72,12 @@ def _with_rows(shape: GroupedShape, M: int) -> GroupedShape:
     return dataclasses.replace(shape, M=M)
 
 
-def _of_layer(kind: Callable[[int, int, int], Any], N: int, K: int, M: int) -> Any:
-    return kind(M, N, K)
+def _of_layer(make_shape: Callable[[int, int, int], Any], N: int, K: int, M: int) -> Any:
+    return make_shape(M, N, K)
 
 
 def parse_numbers(text: str) -> list[int]:
-    """Parse ``512,1024`` for argparse."""
+    """Parse a list of numbers such as ``512,1024``."""
     try:
         return [int(each) for each in text.split(",")]
     except ValueError:

@@ -1,4 +1,4 @@
-"""Tables for people, from the tree of a report."""
+"""Format results (the tree of ``results.py``) as tables."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from rich.table import Table
 
 from triton_dist.test.utils import NO_TIMES
 
-from .workload import TUNED
+from .workload import BEST_BASELINE, TUNED
 
 _WIDTH = 200
-"""Width of the console: the output of a launcher is not a terminal, and 80 columns wrap each
-row."""
+"""Columns of the console. rich uses 80 if the output is no terminal, which would wrap each row."""
 _LEGEND = """\
-limit: the larger of the GEMM alone and the fastest transfer alone. own: this package's fastest.
-x serial, x peer: how many times as fast as one part after the other, as the best of the peers.
-A/A: the winner against itself, measured twice; smaller differences mean nothing."""
+A / B: time of A divided by time of B. own: this package's fastest config.
+limit: the larger of GEMM alone and fastest transfer alone. serial: GEMM and transfer in sequence.
+A/A: relative difference of two measurements of the winner. Smaller differences are noise."""
+BASELINE_KINDS = ("baseline", "peer")
+"""Kind of a baseline in result files; older files have "peer"."""
 Tree = dict[str, Any]
 
 
@@ -27,14 +28,14 @@ def console() -> Console:
 
 
 def shape_table(tree: Tree) -> Table:
-    """Return a table of every row of one shape."""
-    named = title(tree)
+    """Return a table of all candidates and modes of one shape."""
+    heading = title(tree)
     if "seconds" in tree:
-        named += f": config {tree['tuning']}; measured in {tree['seconds']:.1f} s"
-    table = Table(title=named, title_justify="left")
+        heading += f": config {tree['tuning']}; measured in {tree['seconds']:.1f} s"
+    table = Table(title=heading, title_justify="left")
     for name in ("", "mode", "kind"):
         table.add_column(name, no_wrap=True)
-    for name in ("ms", "p10", "p90", "/ limit", "x serial"):
+    for name in ("ms", "p10", "p90", "time / limit", "serial / time"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("config", overflow="fold")
     for row in tree["rows"]:
@@ -52,19 +53,19 @@ def shape_table(tree: Tree) -> Table:
 def _row_cells(tree: Tree, row: Tree) -> list[str]:
     mode, time = row["mode"], row["median"]
     times = [_shown(row.get(name), 1.0, digits=4) for name in ("median", "p10", "p90")]
-    over = _shown(time, tree["modes"][mode].get("limit"))
-    whole = row["kind"] in ("baseline", "own", "library")
-    faster = _shown(median(tree, tree["serial"], mode), time) if whole else ""
-    return [mode, row["kind"], *times, over, faster, _short(row.get("config", ""))]
+    over_limit = _shown(time, tree["modes"][mode].get("limit"))
+    is_whole_op = row["kind"] in (*BASELINE_KINDS, "own", "library")
+    speed_up = _shown(median(tree, tree["serial"], mode), time) if is_whole_op else ""
+    return [mode, row["kind"], *times, over_limit, speed_up, _short(row.get("config", ""))]
 
 
 def _short(config: str) -> str:
-    """Return a config without common values, quotes and brackets; the file has all."""
+    """Return a config without common values, quotes and brackets."""
     return re.sub(r"triton\.Config\(|num_ctas=1, |'gemm_config': |\w+Method\.|[{}()']", "", config)
 
 
 def summary_table(report: Tree) -> Table:
-    """Return a table with one line per shape and mode: speed-ups, and time over the limit."""
+    """Return a table with one line per shape and mode."""
     hardware = report["hardware"]
     table = Table(
         title=f"{report['op']}, {report['dtype']}, {hardware['ranks']} ranks, {hardware['gpu']}; "
@@ -76,8 +77,8 @@ def summary_table(report: Tree) -> Table:
     for name in ("M x N x K", "mode", "winner"):
         table.add_column(name, no_wrap=True)
     for name in (
-        "tuned ms", "best own ms", "limit ms", "own / limit", "own x serial", "best peer",
-        "own x peer", "tuned x peer", "A/A",
+        "tuned ms", "best own ms", "limit ms", "own / limit", "serial / own", "best baseline",
+        "baseline / own", "baseline / tuned", "A/A",
     ):  # fmt: skip
         table.add_column(name, justify="right")
     for tree in report["shapes"]:
@@ -90,18 +91,18 @@ def _cells(tree: Tree, mode: str) -> list[str]:
     summary = tree["modes"][mode]
     tuned, own, baseline, serial = (
         median(tree, name, mode) if name is not None else None
-        for name in (TUNED, summary.get("best_own"), summary.get("best_peer"), tree["serial"])
+        for name in (TUNED, summary.get("best_own"), summary.get(BEST_BASELINE), tree["serial"])
     )
-    limit, band = summary.get("limit"), summary.get("band")
+    limit, noise = summary.get("limit"), summary.get("band")
     return [
         summary.get("winner", "failed"),
         *(_shown(value, 1.0) for value in (tuned, own, limit)),
         _shown(own, limit),
         _shown(serial, own),
-        summary.get("best_peer", ""),
+        summary.get(BEST_BASELINE, ""),
         _shown(baseline, own),
         _shown(baseline, tuned),
-        "" if band is None else f"{band:.1%}",
+        "" if noise is None else f"{noise:.1%}",
     ]
 
 
@@ -110,11 +111,11 @@ def _shown(value: float | None, unit: float | None, digits: int = 3) -> str:
 
 
 def title(tree: Tree) -> str:
-    """Return the shape as text. Older files do not contain it; their shapes are M, N and K."""
+    """Return the shape as text. Older files have only its M, N and K."""
     return str(tree.get("shape") or f"{tree['M']}x{tree['N']}x{tree['K']}")
 
 
 def median(tree: Tree, name: str, mode: str) -> float | None:
-    """Return the time of a row in ms, or ``None`` if it failed."""
+    """Return the median time of a candidate in ms; ``None`` if it failed in this mode."""
     medians = {(row["name"], row["mode"]): row["median"] for row in tree["rows"]}
     return medians.get((name, mode))

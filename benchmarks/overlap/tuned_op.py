@@ -1,4 +1,4 @@
-"""A tuned op in the harness: its winner, other configs and baselines. For any op with an OpInfo."""
+"""Candidates to time for an op with an OpInfo: the tuner's winner, other configs, baselines."""
 
 from __future__ import annotations
 
@@ -20,11 +20,17 @@ from triton_dist.testing.opinfo.base import Baseline, OpInfo
 
 from .workload import TUNED, TUNED_AGAIN, Choice
 
-_RACED = 12
+_MAX_RACED = 12
 
 
 class TunedOp:
-    """The op of ``case`` at ``shape``, tuned at construction unless it has a record."""
+    """The op of ``info`` at ``shape``; ``__init__`` tunes it unless it has a record. Collective.
+
+    Attributes:
+        how: sizes from which the tuning was warm-started, or that it was a full tuning.
+        first_call: time in ms of the tuning; see ``cost_of``. ``None``: there was a record.
+        raced: median in ms by config, of the fastest configs in this tuning; ``None``: as above.
+    """
 
     def __init__(
         self, info: OpInfo[Any], shape: Hashable, dtype: torch.dtype, ctx: Any, choice: Choice
@@ -38,29 +44,27 @@ class TunedOp:
         self._args, self._kwargs = info.arguments(self._operands, ctx)
         before, begin = info.op.tuning_count, time.perf_counter()
         self._record = info.op.tune(*self._args, **self._kwargs)
-        took = time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
         self._winner = info.op.best_config(*self._args, **self._kwargs)
         tuned_now = info.op.tuning_count > before
-        self.how = self._record.warm_started_from or "tuned at a size of this range"
-        self.first_call = cost_of(self._record, took) if tuned_now else None
-        """What choosing took now: milliseconds of the host, and of the device."""
+        self.how = self._record.warm_started_from or "tuned in full at a size of this range"
+        self.first_call = cost_of(self._record, seconds) if tuned_now else None
         self.raced = self._fastest() if tuned_now else None
-        """Medians of the fastest that were measured now, by config."""
         self.note = f"tuned now, {self._record.seconds:.1f} s" if tuned_now else "from the cache"
 
     def run(self) -> Any:
-        """Call the op as a program does; return its result."""
+        """Call the op with its winner; return the result."""
         return self.info.op(*self._args, **self._kwargs)
 
     def raced_anew(self, number: int = 3) -> list[Baseline]:
-        """Return the winner of a new tuning at this size, whose record is not kept."""
+        """Tune again without keeping the record; return the winner and the next fastest configs."""
         op = self.info.op
         op.clear()
         record = op.tune(*self._args, **self._kwargs)
         op.clear()
         fastest = sorted(_measured(record), key=lambda trial: trial.digest != record.best.digest)
-        found = (op.config_space.find(trial.digest) for trial in fastest[:number])
-        return [self._candidate(config) for config in found if config is not None]
+        configs = (op.config_space.find(trial.digest) for trial in fastest[:number])
+        return [self._candidate(config) for config in configs if config is not None]
 
     def candidates(self) -> Mapping[str, Baseline]:
         winner = self._candidate(self._winner)
@@ -77,7 +81,7 @@ class TunedOp:
         self.info.recover(self._ctx)
 
     def _fastest(self) -> dict[str, float]:
-        return {str(each.config): _median(each) for each in _measured(self._record)[:_RACED]}
+        return {str(each.config): _median(each) for each in _measured(self._record)[:_MAX_RACED]}
 
     def _candidate(self, config: Mapping[str, Any]) -> Baseline:
         return Baseline(
@@ -91,11 +95,10 @@ class TunedOp:
         return "own" if self.info.is_own(config) else "library"
 
     def _others(self) -> dict[str, Any]:
-        """Return recorded configs to measure in addition to the winner, best first, with their
-        labels."""
+        """Return recorded configs to measure in addition to the winner, by name, fastest first."""
         space, record = self.info.op.config_space, self._record
-        found = (space.find(trial.digest) for trial in _measured(record))
-        ranked = [each for each in found if each is not None]
+        configs = (space.find(trial.digest) for trial in _measured(record))
+        ranked = [config for config in configs if config is not None]
         if self._choice.of_each_algorithm:
             return self._best_of_each_algorithm(ranked)
         chosen = self._best_of_all([each for each in ranked if each != self._winner])
@@ -105,7 +108,7 @@ class TunedOp:
         }
 
     def _best_of_all(self, ranked: list[Any]) -> list[Any]:
-        """Return all, or the best few and always the best of our algorithms."""
+        """Return all configs, or the fastest ones and at least one config of our algorithms."""
         if self._choice.every:
             return ranked
         few = ranked[: self._choice.best]
@@ -114,7 +117,7 @@ class TunedOp:
         return few
 
     def _best_of_each_algorithm(self, ranked: list[Any]) -> dict[str, Any]:
-        """Number of configs of each algorithm, including the winner."""
+        """Return the fastest configs of each algorithm, by name; the winner may be one of them."""
         seen: dict[Hashable, int] = {}
         best = {}
         for config in ranked:
@@ -126,7 +129,7 @@ class TunedOp:
 
 
 def _concurrent(baselines: Mapping[str, Baseline]) -> dict[str, Baseline]:
-    """Return the library's GEMM next to each transfer, on two streams without dependencies."""
+    """Return calls that run the library's GEMM and a transfer at the same time on two streams."""
     gemm = next(each.call for each in baselines.values() if each.kind == "gemm")
     side = torch.cuda.Stream()
 
@@ -139,9 +142,9 @@ def _concurrent(baselines: Mapping[str, Baseline]) -> dict[str, Baseline]:
         current.wait_stream(side)
         return moved
 
-    # Of the kind "gemm": it is never faster than the GEMM alone, so it leaves the limit unchanged.
+    # No call takes less time than the GEMM alone, so kind "gemm" leaves the limit unchanged.
     return {
-        f"GEMM beside {name.removesuffix(' alone')}": Baseline(
+        f"GEMM during {name.removesuffix(' alone')}": Baseline(
             "gemm", functools.partial(both, each.call)
         )
         for name, each in baselines.items()
@@ -150,7 +153,7 @@ def _concurrent(baselines: Mapping[str, Baseline]) -> dict[str, Baseline]:
 
 
 def _measured(record: TuningRecord) -> list[Trial]:
-    """Return the trials with times, the fastest first."""
+    """Return the trials that have times, fastest first."""
     measured = [trial for trial in record.trials if isinstance(trial.outcome, Measurement)]
     return sorted(measured, key=_median)
 
@@ -161,18 +164,18 @@ def _median(trial: Trial) -> float:
 
 
 def cost_of(record: TuningRecord, seconds: float) -> dict[str, float]:
-    """Return the milliseconds of the host, and of all runs on the device.
+    """Return the time of a tuning in ms: ``host`` (``seconds``), and ``device`` for all its runs.
 
-    A config runs once to the end, and some times untimed whenever samples are requested. Of a final
-    only the samples are counted, because a record does not contain its rounds.
+    The device time is estimated: a config runs once, then each round has untimed runs and samples.
+    Untimed runs of the final are not counted, because a record does not contain its rounds.
     """
-    policy = Policy.on(current_device().name, timing="graph", search="racing")  # as of the ops
-    rounds = tuple(itertools.accumulate(ROUNDS if record.warm_started_from else policy.rounds))
+    policy = Policy.on(current_device().name, timing="graph", search="racing")  # policy of the ops
+    totals = tuple(itertools.accumulate(ROUNDS if record.warm_started_from else policy.rounds))
     device = 0.0
     for trial in _measured(record):
-        number = len(trial.outcome.samples)
-        asked = min(bisect.bisect_left(rounds, number) + 1, len(rounds))
-        device += (1 + asked * policy.untimed_runs + number) * _median(trial)
+        num_samples = len(trial.outcome.samples)
+        num_rounds = min(bisect.bisect_left(totals, num_samples) + 1, len(totals))
+        device += (1 + num_rounds * policy.untimed_runs + num_samples) * _median(trial)
     return {"host": round(1e3 * seconds, 1), "device": round(device, 2)}
 
 
@@ -180,6 +183,6 @@ def cost_of(record: TuningRecord, seconds: float) -> dict[str, float]:
 def open_op(
     info: OpInfo[Any], shape: Hashable, dtype: torch.dtype, choice: Choice
 ) -> Iterator[TunedOp]:
-    """Return one op at one shape, with its own context. Collective."""
+    """Context manager that yields one op at one shape, with its own context. Collective."""
     with info.context(shape, dtype) as ctx:
         yield TunedOp(info, shape, dtype, ctx, choice)

@@ -1,4 +1,4 @@
-"""Interface of an op in the harness: one shape, with operands, on this rank."""
+"""Interface through which ``measuring.py`` runs an op at one shape."""
 
 from __future__ import annotations
 
@@ -9,43 +9,45 @@ from typing import Protocol
 from triton_dist.testing.opinfo.base import Baseline, Cost
 
 TUNED, TUNED_AGAIN = "tuned", "tuned, again"
-"""The tuner's winner; and the same once more, which says how much a difference means."""
+"""Names of the tuner's winner. It is timed twice; the difference of the two times is noise."""
+BEST_BASELINE = "best_peer"
+"""Key in results: the name of the fastest baseline."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Number of candidates to measure, in addition to the baselines and the winner."""
+    """What to measure in addition to the baselines and the winner of the tuning."""
 
     best: int
-    """So many of the others, the best by the record."""
+    """Number of configs that are the fastest in the tuning record after the winner."""
     every: bool = False
-    """All that are left after pruning, instead."""
+    """Measure all configs that were measured in the tuning; ignore ``best``."""
     of_each_algorithm: bool = False
-    """Number of configs of each algorithm, including the winner."""
+    """``best`` is a number per algorithm, and the winner counts."""
     concurrent: bool = False
-    """Measure also the GEMM while each transfer runs on another stream. Only for CUDA."""
+    """Also measure the GEMM while each transfer runs on another stream. Only for CUDA."""
 
 
 class Workload(Protocol):
-    """One op at one shape. Its operands are random; every method is collective."""
+    """One op at one shape, with random operands on this rank. Every method is collective."""
 
     serial: str
-    """Name of the peer that does one part after the other."""
+    """Name of the baseline that runs the library's GEMM and transfer one after the other."""
     tolerance: float
-    """rtol = atol between an output and what it must be."""
+    """Relative and absolute tolerance of each output."""
     note: str
-    """How the winner was come by."""
+    """Origin of the winner: a tuning in this run, or a record."""
     cost: Cost
-    """Work of a call for each rank."""
+    """Operations and bytes of one rank in a call."""
 
     def candidates(self) -> Mapping[str, Baseline]:
-        """Return the candidates by name, in the order in which they run.
+        """Return the calls to measure by name, in the order in which they run.
 
-        These are the baselines, ``TUNED``, other configs, ``TUNED_AGAIN``.
+        These are the baselines, ``TUNED``, other configs, and ``TUNED_AGAIN``.
         """
 
     def refresh(self) -> None:
-        """Give the operands new random values, in place."""
+        """Write new random values to the operands, in place."""
 
     def recover(self) -> None:
-        """Restore a common state of all ranks after a candidate failed on some rank."""
+        """Reset the op's state on all ranks after a candidate failed on some rank."""

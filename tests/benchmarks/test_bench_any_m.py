@@ -26,11 +26,11 @@ def test_random_sizes_are_of_all_magnitudes_and_the_seeds():
 
 
 def test_every_bound_has_its_neighbours():
-    sizes = any_m.bounds(1024, None, seed=0)
+    sizes = any_m.near_bounds(1024, None, seed=0)
     ends = {fine_bucket(n) for n in range(1, 1025)}
     near = {end + step for end in ends for step in (-1, 0, 1, 2)}
     assert set(sizes) == {size for size in near if 1 <= size <= 1024}
-    few = set(any_m.bounds(1024, 3, seed=0))
+    few = set(any_m.near_bounds(1024, 3, seed=0))
     assert 9 <= len(few) <= 12
     assert few <= set(sizes)
 
@@ -39,27 +39,27 @@ def test_the_interval_holds_the_median_as_often_as_it_says():
     draw = random.Random(0)
     held = 0
     for _ in range(1000):
-        low, high = any_m.interval([draw.gauss(1.0, 0.1) for _ in range(15)])
+        low, high = any_m.median_interval([draw.gauss(1.0, 0.1) for _ in range(15)])
         held += low <= 1.0 <= high
     assert 950 <= held <= 990
 
 
-def found(M: int, tuned: float, baseline: float, spread: float = 0.001, **about: object):
+def found(M: int, tuned: float, baseline: float, spread: float = 0.001, **details: object):
     draw = random.Random(M)
     times = {
         name: [ms * draw.uniform(1 - spread, 1 + spread) for _ in range(15)]
-        for name, ms in (("tuned", tuned), ("slow peer", 2 * baseline), ("baseline", baseline))
+        for name, ms in (("tuned", tuned), ("slow baseline", 2 * baseline), ("baseline", baseline))
     }
-    about = {"own": True, "config": "{'algorithm': 'x'}", "how": "tuned here", **about}
-    return any_m.point(M, times, ["slow peer", "baseline"], **about)
+    details = {"own": True, "config": "{'algorithm': 'x'}", "how": "tuned here", **details}
+    return any_m.make_point(M, times, ["slow baseline", "baseline"], **details)
 
 
 def test_a_point_is_low_only_if_it_surely_is():
     assert found(100, 1.0, 0.99)["best_peer"] == "baseline"
     assert found(100, 1.0, 0.99)["ratio"] == pytest.approx(0.99, abs=2e-3)
-    assert any_m.is_low(found(100, 1.0, 0.95))
-    assert not any_m.is_low(found(100, 1.0, 0.985))
-    assert not any_m.is_low(found(100, 1.0, 0.975, spread=0.05))
+    assert any_m.is_slower(found(100, 1.0, 0.95))
+    assert not any_m.is_slower(found(100, 1.0, 0.985))
+    assert not any_m.is_slower(found(100, 1.0, 0.975, spread=0.05))
 
 
 def test_the_summary_has_the_worst_and_says_which_are_behind():
@@ -69,11 +69,11 @@ def test_the_summary_has_the_worst_and_says_which_are_behind():
     points += [found(4000, 1.0, 1.0, own=False, regret=0.05), found(5000, 1.0, 1.2, regret=0.01)]
     text = "\n".join(any_m.summary(points))
     assert "512-" in text
-    assert "1 first calls of a range next to tuned ones, device: median 20.5 ms" in text
+    assert "1 warm-started first calls, device time: median 20.5 ms" in text
     assert "M = 2000: 0.9" in text
-    assert "behind, before 0.890" in text
+    assert "slower, in the first pass 0.890" in text
     assert "M = 4000" not in text
-    assert "regret at 2 points: median 3.0%, worst 5.0%; at most 3 % at 50%" in text
+    assert "regret at 2 points: median 3.0%, worst 5.0%; at most 3 % at 50% of the points" in text
 
 
 def test_points_are_drawn(tmp_path):
@@ -113,7 +113,7 @@ def test_a_run_is_gone_on_with_and_low_points_are_measured_again(spawn_ranks, tm
     assert json.loads(path.read_text())["points"] == list(points.values())  # nothing was left to do
     spawn_ranks(2, run_program, *command, "--again", init=False, env=env)
     again = {each["M"]: each for each in json.loads(path.read_text())["points"]}
-    low = [M for M, each in points.items() if each["ratio"] < any_m.FLOOR]
+    low = [M for M, each in points.items() if each["ratio"] < any_m.MIN_RATIO]
     assert low
     for M in low:
         assert again[M]["rounds"] == 12

@@ -18,7 +18,7 @@ PREDICTED = [name for name, info in OPINFOS.items() if info.op.prior_fn is not N
 
 
 def test_predictions_order_the_configs_of_layers_that_they_were_not_fitted_to():
-    scores = list(bench.key_scores(bench.DATA / "matmul_4096_14336_sizes.json.gz"))
+    scores = list(bench.regrets(bench.DATA / "matmul_4096_14336_sizes.json.gz"))
     assert len(scores) == 25
     assert sum(each.top <= 0.02 for each in scores) == 25
     assert sum(each.choice <= 0.1 for each in scores) == 25
@@ -27,12 +27,12 @@ def test_predictions_order_the_configs_of_layers_that_they_were_not_fitted_to():
 
 def test_winners_of_shipped_records_are_among_the_most_promising(monkeypatch):
     files = sorted(PACKAGE_RECORDS.glob("*gemm*.json"))
-    ranks = {path.name: list(bench.winner_ranks(path, step=25)) for path in files}
+    ranks = {path.name: list(bench.winner_positions(path, step=25)) for path in files}
     found = [rank for each in ranks.values() for _, rank, _ in each]
     assert {name.partition(".")[0] for name, each in ranks.items() if each} == set(PREDICTED)
-    assert sum(rank < bench.K for rank in found) >= 0.9 * len(found)
+    assert sum(rank < bench.TOP for rank in found) >= 0.9 * len(found)
     monkeypatch.setattr(ag_gemm, "prior_fn", lambda *_: 1.0)  # the order of the space
-    in_space = [rank for _, rank, _ in bench.winner_ranks(files[1], step=25)]
+    in_space = [rank for _, rank, _ in bench.winner_positions(files[1], step=25)]
     own = [rank for _, rank, _ in ranks[files[1].name]]
     assert sum(own) < sum(in_space) / 2
 

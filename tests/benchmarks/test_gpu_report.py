@@ -24,7 +24,7 @@ from triton_dist._archive import Contents, write
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
-    monkeypatch.setattr(gpu_report, "_GRACE", 0.2)
+    monkeypatch.setattr(gpu_report, "_GRACE_SECONDS", 0.2)
 
 
 def states(report):
@@ -74,7 +74,10 @@ def test_commands_name_files_that_are_there(capsys):
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr(gpu_report.torch.cuda, "device_count", lambda: 0)
-    for arguments, said in ([], "there is no GPU; "), (["--steps", "nothing"], "none of"):
+    for arguments, said in (
+        ([], "there is no GPU; "),
+        (["--steps", "nothing"], "no step has 'nothing'; steps: "),
+    ):
         with pytest.raises(SystemExit):
             gpu_report.main(arguments)
         assert said in capsys.readouterr().err
@@ -123,7 +126,7 @@ def test_a_page_and_records_come_from_the_folder_alone(tmp_path):
         "## Any M, gemm_rs",
         "           all       1   1.250",
         "- goals, gemm_rs: failed\n",
-        "- stress: not asked for\n",
+        "- stress: not selected\n",
     ):
         assert said in text
     merged = json.loads((records / "gemm_rs.NVIDIA_H200.json").read_text())
