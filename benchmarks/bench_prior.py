@@ -145,9 +145,9 @@ def decode_key(tree: Any) -> Any:
 
 
 def winner_positions(path: Path, step: int = 1) -> Iterator[tuple[str, int, int]]:
-    """Yield key, position of the winner from 0, and number of candidates of every ``step``-th record.
+    """Yield the key, the winner's position from 0, and the number of candidates, by record.
 
-    Skip records whose op has no ``prior_fn`` or whose winner is no longer a candidate.
+    Use every ``step``-th record. Skip those whose winner is not a candidate of today's op.
     """
     records = list(unpack(json.loads(path.read_text())))
     info = OPINFOS[records[0].key.function]
@@ -173,9 +173,9 @@ def _print_summary(name: str, scores: Sequence[Regrets]) -> None:
     near = _percent([regret <= 0.1 for regret in choices])
     faster = _percent([each.choice < each.first for each in scores])
     print(
-        f"{name}: {len(scores)} keys; top {TOP} within 2 % at {top}; choice within 10 % at {near}, "
-        f"faster than first at {faster}; choice: mean regret {statistics.fmean(choices):.2%}, largest "
-        f"{choices[-1]:.1%}; first: mean regret {statistics.fmean(s.first for s in scores):.1%}"
+        f"{name}: {len(scores)} keys, top {TOP} within 2 %: {top}, choice within 10 %: {near}, "
+        f"choice faster than first: {faster}, mean regret: choice {statistics.fmean(choices):.2%}, "
+        f"first {statistics.fmean(s.first for s in scores):.1%}, largest: choice {choices[-1]:.1%}"
     )
 
 

@@ -161,9 +161,10 @@ def run_step(step: Step, folder: Path, seconds: float, ranks: int) -> dict[str, 
         status = _wait(process, seconds)
     took = time.monotonic() - begin
     state = CUT_OFF if status is None else FAILED if status else DONE
+    when = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return {
         "state": state, "status": status, "seconds": round(took, 1), "command": command,
-        "log": log.name, "commit": commit(), "when": now(),
+        "log": log.name, "commit": commit(), "when": when,
     }  # fmt: skip
 
 
@@ -179,10 +180,6 @@ def _wait(process: subprocess.Popen[Any], seconds: float) -> int | None:
                 os.killpg(process.pid, signal_number)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE_SECONDS)
-
-
-def now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def commit() -> str:

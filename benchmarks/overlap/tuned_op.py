@@ -49,7 +49,8 @@ class TunedOp:
         tuned_now = info.op.tuning_count > before
         self.how = self._record.warm_started_from or "tuned in full at a size of this range"
         self.first_call = cost_of(self._record, seconds) if tuned_now else None
-        self.raced = self._fastest() if tuned_now else None
+        fastest = _measured(self._record)[:_MAX_RACED]
+        self.raced = {str(t.config): _median(t) for t in fastest} if tuned_now else None
         self.note = f"tuned now, {self._record.seconds:.1f} s" if tuned_now else "from the cache"
 
     def run(self) -> Any:
@@ -80,9 +81,6 @@ class TunedOp:
     def recover(self) -> None:
         self.info.recover(self._ctx)
 
-    def _fastest(self) -> dict[str, float]:
-        return {str(each.config): _median(each) for each in _measured(self._record)[:_MAX_RACED]}
-
     def _candidate(self, config: Mapping[str, Any]) -> Baseline:
         return Baseline(
             self._kind(config),
@@ -102,13 +100,10 @@ class TunedOp:
         if self._choice.of_each_algorithm:
             return self._best_of_each_algorithm(ranked)
         chosen = self._best_of_all([each for each in ranked if each != self._winner])
-        return {
-            f"{self._kind(config)} {number}": config
-            for number, config in enumerate(chosen, start=1)
-        }
+        return {f"{self._kind(config)} {n}": config for n, config in enumerate(chosen, start=1)}
 
     def _best_of_all(self, ranked: list[Any]) -> list[Any]:
-        """Return all configs, or the fastest ones and at least one config of our algorithms."""
+        """Return all configs, or the fastest; then add our fastest config if ours are missing."""
         if self._choice.every:
             return ranked
         few = ranked[: self._choice.best]
