@@ -37,7 +37,6 @@ SUFFIX = ".tdpack"
 RECORDS_SUFFIX = ".json"
 """Suffix of a single file of records, which can be used in place of a pack without kernels."""
 FORMAT = 2
-"""Version of the format of the manifest."""
 
 _MANIFEST = "manifest.json"
 _RECORD = re.compile(r"records/[^/\\\0]{1,200}\.json")
@@ -48,7 +47,6 @@ _MAX_JSON_BYTES = 1 << 24
 """Maximum size of the manifest, or of the metadata of a kernel, in bytes. Parsing JSON takes up to
 30 times as much memory."""
 MAX_RECORDS_BYTES = 1 << 26
-"""Maximum size of a file of records, in bytes."""
 _DAMAGE_ERRORS = (
     zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, RuntimeError, ValueError,
     OverflowError, MemoryError,

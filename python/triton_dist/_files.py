@@ -53,10 +53,8 @@ def check_writable(path: Path) -> None:
 
 
 def _is_stream(path: Path) -> bool:
-    """Return whether ``path`` is a pipe, a device or an open file, which cannot be replaced.
-
-    Raise ``IsADirectoryError`` for a folder.
-    """
+    """Return whether ``path`` is a pipe, device or open file; raise ``IsADirectoryError`` for a
+    folder."""
     if path.is_dir():
         raise IsADirectoryError(21, os.strerror(21), str(path))
     return str(path).startswith(_STREAMS) or (path.exists() and not path.is_file())

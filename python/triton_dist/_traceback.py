@@ -79,7 +79,6 @@ class _FoldedStack(traceback.StackSummary):
 
 
 def _fold(formatted: traceback.TracebackException, error: BaseException) -> None:
-    """Fold the stacks of ``error`` and of the exceptions that caused it."""
     stack = _FoldedStack(formatted.stack)
     stack.foldable = len(stack) - (not isinstance(error, TritonDistError))
     formatted.stack = stack
@@ -92,10 +91,7 @@ def _fold(formatted: traceback.TracebackException, error: BaseException) -> None
 
 
 def _is_of_python(frame: traceback.FrameSummary) -> bool:
-    """Return whether a frame is in the standard library.
-
-    Such a frame is folded if it directly follows a folded frame.
-    """
+    """Return whether a frame is in the standard library. It is folded after a folded frame."""
     return frame.filename.startswith(_LIBRARY) and "-packages" not in frame.filename
 
 

@@ -408,8 +408,7 @@ class RankFailure:
     """The failure of one spawned rank."""
 
     exception: str
-    """Name of the exception's type. If the rank raised no exception: ``"Died"`` or ``"TimedOut"``.
-    """
+    """Name of the exception's type; ``"Died"`` or ``"TimedOut"`` without an exception."""
     message: str
     traceback: str
     """Traceback of the exception, or the stacks of a rank that was stuck."""

@@ -37,7 +37,6 @@ class Knob(Generic[T]):
     parse: Callable[[str], T]
     """Converts the text of the variable. Raises ``ValueError`` for an invalid text."""
     expected: str
-    """Description of the valid values."""
     doc: str
 
     def get(self) -> T:

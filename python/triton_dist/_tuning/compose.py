@@ -298,11 +298,8 @@ _tuned: weakref.WeakSet[AutoTuner[..., Any]] = weakref.WeakSet()
 
 
 def _read_sources() -> None:
-    """Parse the sources of tuned functions that have records in packs.
-
-    Parsing takes 0.5 s. It runs in the background while kernels are loaded from packs, so the first
-    call of the function does not wait for it.
-    """
+    """Parse, in the background (0.5 s), the sources of tuned functions that have records in
+    packs."""
     keys = [each.key for packed in packs_in(pack_locations()) for each in records_of(packed)]
     names = {(key.module, key.function) for key in keys}
     for tuned in list(_tuned):
@@ -373,10 +370,7 @@ class _Composer:
 def _without_gradients(
     trial_context: Callable[[], AbstractContextManager[object]],
 ) -> Iterator[None]:
-    """Context manager for trials: disable gradients and limit the time of waits in kernels.
-
-    A candidate that deadlocks in a wait then fails, and all ranks drop it. No process has to be
-    ended.
-    """
+    """Context manager for trials: disable gradients, and let a wait in a kernel fail after a time
+    limit."""
     with torch.no_grad(), trial_context():
         yield

@@ -48,10 +48,8 @@ class Device(Protocol):
 
     def timer(self) -> Timer: ...
     def delay_stream(self, queueing: float = 0.0) -> None:
-        """Keep the device busy until the host has queued the call that follows.
-
-        ``queueing`` is the time in seconds that the host needed to queue this call recently.
-        """
+        """Keep the device busy while the host queues the next call, which took ``queueing`` seconds
+        recently."""
 
     def capture(self, call: Callable[[], Any], seconds: float) -> Callable[[], Any]:
         """Run ``call`` once, capture it in a graph, and return a function that replays the graph.
@@ -92,10 +90,7 @@ class RankGroup(Protocol):
         """Return size and placement of the group, as text, for the fingerprint of a record."""
 
     def global_rank(self, rank: int) -> int:
-        """Return the global rank of ``rank`` of the group.
-
-        If ranks are on several hosts, the text of the result includes the host.
-        """
+        """Return the global rank of ``rank``; with several hosts, its text includes the host."""
 
     def channel(
         self, function: str = "", key: str = "", call: int = 0, hint: str = ""
@@ -114,10 +109,8 @@ class RankGroup(Protocol):
         """Return ``True`` until the group is destroyed."""
 
     def abort(self, reason: str, refused: bool = False) -> None:
-        """Report, without waiting, that this rank sends no more messages, for this ``reason``.
-
-        With ``refused``, the reason is that its call of the function is invalid.
-        """
+        """Report, without waiting, why this rank sends no more messages. ``refused``: its call is
+        invalid."""
 
     def note(self, function: str, text: str) -> None:
         """Publish, once per text, why this rank may be missing when other ranks tune."""
@@ -136,11 +129,10 @@ class RankGroup(Protocol):
         """Return the values of all ranks, ordered by rank, on every rank."""
 
     def pending_values(self) -> tuple[Mapping[int, object], Mapping[int, str]]:
-        """Return which ranks have sent the next message, without sending it. Any thread may call
-        this method.
+        """Return the values of the ranks that have sent the next message, without sending it.
 
-        The first result has the values of the ranks that have sent the message. The second result
-        has, by rank, the reason why the rank cannot send it, if this is known.
+        The second result has, by rank, the known reason why a rank cannot send it. Any thread may
+        call this method.
         """
 
     def align_devices(self) -> None:
@@ -153,8 +145,7 @@ class RankGroup(Protocol):
 
 
 class ThreadValue(Protocol):
-    """A value per thread. A thread that works for another thread, such as an autograd thread, may
-    inherit the value of that thread."""
+    """A value per thread, which a thread that works for another thread may inherit."""
 
     def get(self) -> Any:
         """Return the value, or ``None``."""
@@ -192,8 +183,7 @@ class Store(Protocol):
     """Storage of tuning records. A damaged record is skipped with a warning."""
 
     def find(self, key: Key) -> Iterator[StoredRecord]:
-        """Yield the records of ``key``, read one by one, the record that is most likely valid
-        first."""
+        """Yield the records of ``key``, read one by one, the most likely valid record first."""
 
     def put(self, record: TuningRecord) -> str:
         """Store ``record`` in place of an earlier record of the key and function.

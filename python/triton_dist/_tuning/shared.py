@@ -70,14 +70,10 @@ def is_by_prior() -> bool:
 # must pause the time limit (the watch) of the trial.
 watchdog.enclosing_watches = InheritedValue("triton_dist.watches")
 _tuning_locks: weakref.WeakKeyDictionary[Any, TuningLock] = weakref.WeakKeyDictionary()
-"""Tuning locks by group of ranks."""
 
 
 def hardware_of(device: Device, ranks: RankGroup) -> str:
-    """Return the part of a key that names the hardware.
-
-    Records of different hardware thus have different keys and do not replace each other.
-    """
+    """Return the part of a key that names the hardware."""
     group = [f"{name} {value}" for name, value in sorted(ranks.facts().items())]
     return ", ".join([device.name, device.facts().get("gpu", "no gpu"), *group])
 
@@ -145,7 +141,6 @@ def _bounded_trials(device: Device, ranks: RankGroup, seconds: float) -> Iterato
 
 @functools.cache
 def _warn_of_shared_gpus(ranks: int) -> None:
-    """Warn once per process."""
     warn(
         f"{ranks} ranks share a GPU and run alternately on it. Tuning works, but the times do "
         "not predict the performance with one rank per GPU. Records are kept separately from "
@@ -186,11 +181,8 @@ def fingerprint_of(
 
 
 def _additional_constants(constants: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
-    """Return the ``constants`` of validators, with "(pruning)" appended to their names.
-
-    ``known`` are the constants of the tuned function. Constants that have an equal value there are
-    left out.
-    """
+    """Return the ``constants`` of validators that differ from ``known``, with "(pruning)" in the
+    name."""
     return {
         f"{name} (pruning)": text for name, text in constants.items() if known.get(name) != text
     }
@@ -198,11 +190,8 @@ def _additional_constants(constants: Mapping[str, str], known: Mapping[str, str]
 
 Holders: TypeAlias = "Mapping[TuningLock, tuple[int, AbstractContextManager[object]]]"
 _lock_holders = InheritedValue("triton_dist.tuning")
-"""For each tuning lock that this thread may enter: the id of the thread that holds it, and an inner
-lock.
-
-A thread of autograd inherits the value from the thread that called ``backward``. Threads for which
-the holding thread waits take the inner lock, one at a time."""
+"""For each tuning lock that this thread may enter: the id of the holding thread, and an inner lock
+for threads for which the holding thread waits. A thread of autograd inherits the value."""
 
 
 class TuningLock:

@@ -35,19 +35,16 @@ class Verdict:
     winner: str | None = None
     """Digest of the winning config; ``None`` if the rank has no valid record."""
     record: str | None = None
-    """Digest of the record."""
     shipped: bool = False
     """The record is from a pack. Records of the rank's own cache are preferred to it."""
     bound: frozenset[str] | None = None
-    """Names of the bound constants, such as closure cells, that the record depends on. ``None``:
-    the record depends on none."""
+    """Names of the bound constants, such as closure cells, that the record depends on, if any."""
 
 
 class LocalRecord(NamedTuple):
     """Record that this rank found in its own memory, files or packs."""
 
     record: TuningRecord | None
-    """``None`` if there is no valid record."""
     location_or_reason: str
     """Location of the record, or why there is none."""
     tolerated: str = ""
@@ -83,8 +80,7 @@ class Proposal:
     """The first message of a rank in the first call of a key."""
 
     compared: Sequence[tuple[str, str]]
-    """Pairs of a name and a text. The texts must be equal on all ranks. The first pair with
-    different texts is reported."""
+    """Pairs of name and text. The first pair whose text differs between ranks is reported."""
     fingerprint: Fingerprint
     verdict: Verdict
     always_tune: bool
@@ -101,31 +97,26 @@ class Proposal:
     will_run: bool = False
     """The rank runs the function with the chosen config immediately."""
     remote_seconds: float | None = None
-    """Maximum duration in seconds of a look-up in the remote store. ``None``: this rank makes no
-    look-up."""
+    """Maximum seconds of a look-up in the remote store; ``None``: this rank makes no look-up."""
 
 
 class Agreement:
     """The result of the first exchange, equal on all ranks.
 
     Attributes:
-        fingerprint: the common fingerprint. It has only the bound constants that are equal on all
-            ranks.
+        fingerprint: the common fingerprint, without bound constants that differ between ranks.
         leader: the proposal of rank 0.
-        capturing: some rank cannot measure now.
-        by_prior: on some rank, predictions replace measurements.
+        capturing, by_prior: whether the proposal of some rank has this property.
+        leader: the proposal of rank 0.
         frozen: global ranks on which tuning is forbidden. One such rank forbids it for all ranks.
         all_have_record: all ranks have the same record, or no rank has one.
         will_run: every rank runs the function with the chosen config immediately.
         holder: the rank whose record all ranks use; ``None`` if no record is used.
-        winner: digest of the winning config in the record that is used.
+        winner: digest of the winning config in this record.
     """
 
     def __init__(self, ranks: Channel, name: str, proposals: Sequence[Proposal]) -> None:
-        """Compare ``proposals``, one per rank. If they differ, raise ``RankDisagreement``.
-
-        ``name`` is the name of the function, for messages.
-        """
+        """Compare ``proposals``, one per rank. If they differ, raise ``RankDisagreement``."""
         for each in zip(*(proposal.compared for proposal in proposals), strict=True):
             if len({text for _, text in each}) > 1:
                 texts = {ranks.global_rank(rank): text for rank, (_, text) in enumerate(each)}
@@ -177,9 +168,8 @@ def remote_record(
 ) -> StoredRecord | None:
     """Return, on every rank, the valid record in the leader's remote store, or ``None``.
 
-    All ranks call this function after an agreement without a record to use. The leader also writes
-    the record to its local store. With ``may_wait``, the leader waits while another job tunes the
-    key.
+    The leader also writes the record to its local store. With ``may_wait``, it waits while another
+    job tunes the key.
     """
     seconds = agreement.leader.remote_seconds
     if seconds is None or agreement.leader.always_tune:

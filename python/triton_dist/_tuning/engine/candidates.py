@@ -70,14 +70,11 @@ class _LeaderResult:
     kept: tuple[int, ...] | None = ()
     """The candidates. ``None``: there are too many to list."""
     pruned: tuple[tuple[int, str], ...] = ()
-    """The pruned configs with reasons."""
     warm_started_from: str = ""
-    """Text that names the neighbours from which the candidates were chosen. Empty if there are
-    none."""
+    """Names the neighbours from which the candidates were chosen, if any."""
     failure: str | None = None
     """Failure of one of the user's functions."""
     failed_hook: str = "prune_fn"
-    """Name of the user's function that failed."""
     failed_prediction: tuple[str, str] | None = None
     """The config for which ``prior_fn`` failed, and the reason."""
 
@@ -86,13 +83,10 @@ class CandidateSet:
     """The configs that may be tried.
 
     Attributes:
-        candidates: all candidates. If the space is too large to list, only the leader's
-            candidates are pruned.
+        candidates: all candidates. If they are too many to list, only the leader prunes them.
         pruned: the configs that were pruned; empty if the space is too large to list.
-        warm_started_from: text that names the neighbours from which the candidates were chosen.
-            Empty if there are none.
-        predicted_ms: on the leader, the predictions of ``prior_fn``; ``inf``: unknown. Empty
-            without ``prior_fn``.
+        warm_started_from: names the neighbours from which the candidates were chosen, if any.
+        predicted_ms: on the leader, the results of ``prior_fn``, if any; ``inf``: unknown.
     """
 
     def __init__(
@@ -113,10 +107,8 @@ class CandidateSet:
         }
 
     def label(self, config: Config, policy: Policy) -> str:
-        """Return the position of ``config`` among the candidates, such as ``3/96``.
-
-        If the candidates are not listed, return its position among the tried configs.
-        """
+        """Return the position of ``config`` among the candidates, such as ``3/96``; if they are not
+        listed, among the tried configs."""
         label = f"{len(self._labels) + 1}/{policy.max_tried(len(self.candidates))}"
         return self._labels.setdefault(config.digest, label)
 
@@ -140,8 +132,7 @@ class CandidateSet:
         return [Trial.of(each.config, Failure("pruned", each.reason)) for each in listed]
 
     def dropped(self) -> dict[str, int]:
-        """On the leader, return the number of pruned configs that the record does not list, by
-        reason."""
+        """On the leader, return the number of unlisted pruned configs by reason."""
         if isinstance(self.candidates, Unlisted):
             return dict(self.candidates.dropped)
         unlisted = self.pruned if len(self.pruned) > MAX_LISTED else []
@@ -172,8 +163,7 @@ class Selection:
     def prune_result(self) -> PruneResult:
         """The result of ``prune_fn`` on this rank, computed at first use.
 
-        Do not store it in a local variable. Its failure refers to the frame of the first caller,
-        which would refer back to the failure.
+        Do not store it in a local variable: its failure refers to the frame of the first caller.
         """
         if self._prune_result is None:
             subject, call = self._subject, self._call
@@ -264,10 +254,8 @@ class Selection:
     def _predicted_ms(self, configs: Sequence[Config]) -> dict[Config, float]:
         """Return the prediction of ``prior_fn`` for each config; empty without ``prior_fn``.
 
-        A prediction that is not finite means that the time is unknown, and is returned as ``inf``.
-
-        Raises:
-            PriorFailed: ``prior_fn`` raised, or returned something other than a positive number.
+        A prediction that is not finite is returned as ``inf``. Raise ``PriorFailed`` if
+        ``prior_fn`` raises or returns something other than a positive number.
         """
         prior_fn, call, predicted = self._subject.prior_fn, self._call, {}
         if prior_fn is None:
@@ -303,8 +291,7 @@ class Selection:
     def predicted(self) -> tuple[TuningRecord | None, str]:
         """Return a record predicted from the neighbours without measuring, or ``None``.
 
-        The second value is the failure of one of the user's functions, as text. It is empty if
-        there is none.
+        The second value is the failure of a user's function as text; empty if there is none.
         """
         if self._subject.sizes is None:
             return None, ""

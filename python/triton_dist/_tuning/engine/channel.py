@@ -63,7 +63,6 @@ class Step:
     phase: str
     """What the ranks do in this step, such as ``compile 3/96``."""
     config: Config | None = None
-    """The config that is being tried, if any."""
     remark: str = ""
     """Further text for the error of this rank, such as its own failure in this step."""
 
@@ -118,9 +117,7 @@ class Channel:
     def first_all_gather(self, step: Step, value: T, expected_soon: bool = False) -> list[T]:
         """Gather ``value`` from all ranks as the first message.
 
-        Args:
-            expected_soon: all ranks agreed to send this message soon. Wait for at most ``seconds``,
-                and not as long as for a collective of the group.
+        If all ranks agreed to send it soon (``expected_soon``), wait for at most ``seconds``.
         """
         # Inside a trial of another tuned function, a rank whose trial failed sends no message here.
         # It reports the failure at the end of the trial's step, so a longer wait is useless.
@@ -154,11 +151,8 @@ class Channel:
             self.on_stuck(config, failure)
 
     def end(self) -> None:
-        """Drop references to the user's call, so that its arguments are freed without garbage
-        collection.
-
-        An error refers to its frames, and the frames refer to the arguments and to this object.
-        """
+        """Drop errors, whose frames refer to this object and to the arguments of the user's
+        call."""
         self.final_error = self.on_stuck = None
 
     def abort(self, error: BaseException) -> None:
@@ -180,8 +174,7 @@ class Channel:
         """Context manager that ends the process if user code takes longer than ``seconds``.
 
         With ``begun``, all code inside is user code. Otherwise, user code runs between ``begin``
-        and ``end`` of the yielded watch. Raise ``TimeoutError`` if user code took longer and
-        returned before the end of the process.
+        and ``end`` of the yielded watch. Raise ``TimeoutError`` if user code returned too late.
         """
         limit = self._seconds if seconds is None else seconds
         stuck = functools.partial(self.stuck, step, limit, "is stuck in the user's code")
@@ -273,9 +266,5 @@ class Channel:
         return error
 
     def _limit(self, user_seconds: float) -> float:
-        """Return the time limit of a message.
-
-        After user code, it includes the grace time, in which a rank can report that its user code
-        took longer than ``user_seconds``.
-        """
+        """Return the time limit of a message. After user code, it includes the grace time."""
         return user_seconds + self._grace if user_seconds else self._seconds

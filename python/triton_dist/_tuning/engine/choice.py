@@ -90,28 +90,23 @@ def _varying(
 
 _logger = logging.getLogger("triton_dist.tuning")
 _CONFIG_ERRORS = {"OutOfResources", "CompilationError", "PTXASError", "CandidateFailed"}
-"""Names of the exception classes that are raised because of the config. They are compared by name,
-because triton is not imported here. Out of device memory is not included: other allocations of the
-program may cause it."""
+"""Names of exception classes whose cause is the config; triton itself is not imported here. Out of
+device memory is not included: other allocations of the program may cause it."""
 _FAILED_PASS = "PassManager::run failed"
 """Text of the ``RuntimeError`` that Triton raises if a compiler pass fails."""
 
 
 def blames_config(error: Exception) -> bool:
-    """Return whether the config is the cause of the error, so that another config may work.
+    """Return whether the config is the cause of the error.
 
-    A recorded winner may fail so, because another driver or compiler needs more shared memory or
-    rejects the kernel.
+    A recorded winner may fail because another driver or compiler rejects the kernel.
     """
     names = {kind.__name__ for kind in type(error).__mro__}
     return not names.isdisjoint(_CONFIG_ERRORS) or _FAILED_PASS in error_text(error)
 
 
 def add_note(error: Exception, text: str) -> None:
-    """Attach ``text`` to ``error``.
-
-    Python before 3.11 has no notes. There, append the text to the message, or log it.
-    """
+    """Attach ``text`` to ``error``; before Python 3.11, append it to the message or log it."""
     if hasattr(error, "add_note"):
         error.add_note(text)
     elif len(error.args) == 1 and isinstance(error.args[0], str):
@@ -128,13 +123,11 @@ class Choice:
     record: TuningRecord | None
     """``None``: nothing was measured. The config was predicted, or is the default."""
     is_reusable: bool = True
-    """Later calls use the choice too."""
     size_table: SizeTable | None = None
     """Configs by exact size within the range of the key."""
     first_use: Callable[[Callable[[], Any]], tuple[Any, str]] | None = None
-    """Takes the user's call and makes it as the first call with the winner of a record. Returns the
-    result, and an empty text or why all ranks must tune again. Set in the call that found the
-    record."""
+    """Makes the user's first call with the winner of a record. Returns the result, and why all
+    ranks must tune again; empty if they need not. Set in the call that found the record."""
     tuned: bool = False
     """The config was tuned in this call, and not read from a record."""
     advice: str = ""
@@ -170,7 +163,6 @@ class Choices:
     max_cached_keys: int = 0
     """Maximum number of exact keys in ``hits``, and in the cache of each process group."""
     new_keys: NewKeys = field(default_factory=NewKeys)
-    """Keys that were tuned and not called again."""
 
     def keep(self, group: Any, key: Any, arguments: dict[str, Any]) -> None:
         """Cache the arguments of an exact key. If the cache is full, evict the oldest key."""
@@ -182,10 +174,7 @@ class Choices:
         hits[key] = arguments
 
     def drop_destroyed(self, is_destroyed: Callable[[Any], bool]) -> None:
-        """Drop the choices of destroyed process groups, because a program may create many groups.
-
-        ``is_destroyed`` is called with a process group.
-        """
+        """Drop the choices of destroyed process groups: a program may create many groups."""
         tables: list[tuple[dict[Any, Any], Callable[[Any], bool]]] = [
             (self.group_hits, is_destroyed),
             (self.ranges, lambda key: is_destroyed(key[0])),

@@ -31,10 +31,8 @@ class MissingKernels:
 class CompileAhead:
     """Compilation of the candidates' kernels before their trials, until it is closed.
 
-    Args:
-        prepare: compiles a candidate without launching it. ``None``: this object does nothing.
-        compiler: returns the compiler. ``None``: this object does nothing.
-        seconds: time limit to list the kernels of the candidates.
+    It does nothing if ``prepare``, which compiles a candidate without launching it, or ``compiler``
+    is ``None``. ``seconds`` limits the time to list the kernels.
     """
 
     def __init__(
@@ -76,10 +74,7 @@ class CompileAhead:
         return not self._done.issuperset(self._kernels(config))
 
     def wait(self, config: Config) -> None:
-        """Wait until this rank has compiled its share of the kernels of ``config``.
-
-        The share includes kernels that other ranks need.
-        """
+        """Wait until this rank has compiled its share of the kernels of ``config``."""
         for kernel in self._kernels(config):
             if self._compiler is not None:
                 self._compiler.wait(kernel)
@@ -89,7 +84,6 @@ class CompileAhead:
         self._done.update(self._kernels(config))
 
     def _kernels(self, config: Config) -> list[str]:
-        """Return the kernels of ``config`` that were missing in the cache of some rank."""
         return self._needed.get(config.digest, [])
 
     def close(self) -> None:

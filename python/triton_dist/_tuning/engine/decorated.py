@@ -24,10 +24,7 @@ R_co = TypeVar("R_co", covariant=True)
 class Decorated(Generic[P, R_co]):
     """Callable with the name, docstring and signature of the function ``fn``.
 
-    It can be used as a method. It is pickled by name.
-
-    Attributes:
-        fn: the function without tuning.
+    It can be used as a method. It is pickled by name. ``fn`` is the function without tuning.
     """
 
     _kind = "decorated"
@@ -41,7 +38,6 @@ class Decorated(Generic[P, R_co]):
 
     @property
     def _name(self) -> str:
-        """The name of the function as ``module.qualname``."""
         return f"{original(self.fn).__module__}.{qualified_name(self.fn)}"
 
     def _hint_for_method(self, args: tuple[Any, ...]) -> str:
@@ -66,11 +62,8 @@ class Decorated(Generic[P, R_co]):
         return self if instance is None else types.MethodType(self, instance)
 
     def __reduce__(self) -> str:
-        """Return the name under which this object can be imported.
-
-        If a function was decorated, it is the name of the function. For a partial or a callable
-        object, it is the name of the global variable that has this object as value.
-        """
+        """Return the name under which this object can be imported: the name of the function, or of
+        the global variable that has this object as value."""
         if isinstance(inspect.unwrap(self.__wrapped__), types.FunctionType):
             return str(vars(self).get("__qualname__", ""))
         for module in list(sys.modules.values()):
@@ -113,9 +106,7 @@ def signature_error(
 ) -> str:
     """Return why ``function`` cannot be called with these arguments; empty if it can.
 
-    Args:
-        names: the names of all arguments that configs set.
-        kwargs: keyword arguments, including the values of one config.
+    ``names`` are the arguments that configs set. ``kwargs`` includes the values of one config.
     """
     try:
         signature = inspect.signature(function)

@@ -268,11 +268,10 @@ class AutoTuner(Decorated[P, R_co]):
         return self._choose(args, kwargs, *options).config if untuned is None else untuned
 
     def fingerprint(self, space: ConfigSpace | None = None) -> Fingerprint:
-        """Return everything that a record made now depends on, besides its key: hardware, versions,
-        ranks, source code.
+        """Return what a record made now depends on, besides its key: hardware, versions, ranks,
+        source code.
 
-        Args:
-            space: the configs to choose from; by default the whole config space.
+        ``space`` has the configs to choose from; by default the whole config space.
         """
         space = self.config_space if space is None else space
         return self._parts_for(None, False).fingerprint(self.fn, space)
@@ -323,10 +322,8 @@ class AutoTuner(Decorated[P, R_co]):
         return self.fn(*args, **{**arguments, **kwargs})
 
     def _reset_for_world(self) -> None:
-        """Drop all choices, because the group of all ranks was created or destroyed.
-
-        All other process groups end with it.
-        """
+        """Drop all choices: the group of all ranks was created or destroyed, and other groups end
+        with it."""
         world = self._default_group.WORLD
         self._choices = Choices()
         self._hits, self._group_hits = self._choices.hits, self._choices.group_hits
@@ -339,11 +336,8 @@ class AutoTuner(Decorated[P, R_co]):
     def _from_tuned_range(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], process_group: Any
     ) -> dict[str, Any] | None:
-        """Return the values of the tuned arguments if the sizes of the call are in a tuned range.
-
-        No message is sent to other ranks. Return ``None`` if the range is not tuned or the call is
-        invalid.
-        """
+        """Return the values of the tuned arguments if the sizes of a valid call are in a tuned
+        range, else ``None``. Send no message to other ranks."""
         if self.sizes is None or not self._names.isdisjoint(kwargs):
             return None
         try:
@@ -376,9 +370,7 @@ class AutoTuner(Decorated[P, R_co]):
         winner_failure: str = "",
         must_measure: bool = False,
     ) -> Choice:
-        """Return the choice for these arguments.
-
-        If the key has no choice yet, look up a record or tune, one thread at a time.
+        """Return the choice for these arguments. Look up a record or tune if there is none.
 
         Args:
             will_run: the caller runs the function with the choice immediately.
@@ -489,14 +481,11 @@ class AutoTuner(Decorated[P, R_co]):
         return choice
 
     def _count_call(self) -> None:
-        """Count a call that the hot path does not count."""
         if self._default_group.WORLD is not self._world:
             self._reset_for_world()
         self._calls += 1
 
     def _reporting(self, process_group: Any) -> AbstractContextManager[None]:
-        """Return a context manager that reports an exception raised inside it to all ranks."""
-
         def ranks() -> RankGroup:
             try:
                 return self._process.ranks(process_group)
@@ -534,10 +523,8 @@ class AutoTuner(Decorated[P, R_co]):
     def _config_if_off(
         self, kwargs: dict[str, Any], group: Any, allow_overwrite: bool, autotune: bool = True
     ) -> Config | None:
-        """Return the default config if tuning is off, else ``None``.
-
-        Tunable arguments that the caller sets are left out.
-        """
+        """If tuning is off, return the default config without the arguments that the caller sets,
+        else ``None``."""
         with self._reporting(group):
             if autotune and not self._process.is_off():
                 return None

@@ -63,11 +63,9 @@ class Restorer:
             without_expanded_dimensions(tensor).copy_(copy)
 
     def changed(self) -> list[str]:
-        """Return the names of arguments that were changed in place since ``keep`` and that are not
-        restored.
+        """Return the names of arguments changed in place since ``keep`` and not restored.
 
-        PyTorch's version counters count its own in-place operations, but no writes of Triton
-        kernels.
+        Version counters count PyTorch's in-place operations, but no writes of Triton kernels.
         """
         pairs = zip(self._others, self._versions, strict=True)
         return list(dict.fromkeys(name for (name, each), old in pairs if _version(each) != old))

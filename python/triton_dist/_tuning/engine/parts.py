@@ -37,8 +37,7 @@ class Hooks:
     recover: Callable[..., object] | None = None
     """``recover(*args, **kwargs)`` resets the state of each rank after a launch failed."""
     reset: Callable[..., object] | None = None
-    """``reset(*args, **kwargs)`` undoes side effects of the function. It is called before each run,
-    untimed."""
+    """``reset(*args, **kwargs)`` undoes side effects of the function before each run, untimed."""
     check: Callable[[Any, Any], object] | None = None
     """``check(output, reference)`` returns ``False`` or raises to reject the config."""
     agree: Callable[..., object] | None = None
@@ -69,8 +68,7 @@ class ProcessFunctions:
     default_group: Any = NoWorld
     """Class or object whose ``WORLD`` is the group of all ranks; ``None`` before its creation."""
     is_traced: Callable[[Iterable[Any]], bool] = lambda values: False
-    """Returns ``True`` if a call with these arguments computes nothing, because torch traces it or
-    because its tensors are fake."""
+    """Returns ``True`` if a call computes nothing: torch traces it, or its tensors are fake."""
     is_off: Callable[[], bool] = lambda: False
     """Returns ``True`` if tuning is off and default configs are used."""
     max_cached_keys: Callable[[], int] = lambda: 4096
@@ -126,11 +124,9 @@ class Settings:
     strict: bool
     """A record is invalid if a software version differs, even if only the patch level differs."""
     verbose: bool
-    """Print the tuning to standard error."""
     seconds: float
     """Time limit in seconds for one step of a trial, on the host and on the device."""
     compile_seconds: float
-    """Time limit in seconds for a step that compiles a candidate."""
     grace: float
     """Seconds from the message that this rank hangs in a candidate to the end of its process."""
     warm_start_ms: float = 0.0
@@ -148,8 +144,7 @@ class CommonParts:
     hardware: str
     """The part of a key that has the GPU model and the size and placement of the group."""
     store: Store
-    """Records in memory, on disk and in packs. Every rank reads them. Only the leader (rank 0 of
-    the group) writes."""
+    """Records in memory, on disk and in packs. All ranks read; only the leader (rank 0) writes."""
     journal: Callable[[Key], Journal]
     trial_context: Callable[[], AbstractContextManager[object]]
     """Context manager around all trials of a tuning. It sets a time limit for waits in kernels."""
@@ -157,15 +152,13 @@ class CommonParts:
     """Context manager that yields a function. The tuner calls the function after each run, untimed.
     The function raises if a wait in a kernel reached its time limit during the run."""
     tuning_lock: Callable[[], AbstractContextManager[object]]
-    """Context manager that lets one thread of a rank tune at a time. It is re-entrant,
-    because a tuned function may call a tuned function. If the thread that holds the lock waits for
-    another thread, that thread may enter too."""
+    """Re-entrant context manager that lets one thread of a rank tune, and threads for which it
+    waits."""
     compiler: Callable[[], Compiler] | None
     """Returns a compiler that compiles candidates in other processes before their trials. ``None``:
     each trial compiles its config."""
     random_state: Callable[[Any], RandomState]
-    """Returns the state of all random generators. The argument has the arguments of a call, which
-    may contain generators."""
+    """Returns the state of all random generators, including generators in a call's arguments."""
     remote: RemoteStore | None = None
     """Records that machines share. ``None`` on all ranks except the leader."""
 
@@ -175,20 +168,17 @@ class Parts(CommonParts):
     """The parts for the first call of a key of ``tune.autotune``."""
 
     memory_store: Store
-    """Records in the memory of this process. Ranks other than the leader write new records to it
-    only."""
+    """Records in the memory of this process. Ranks other than the leader write only here."""
     search: Callable[[Candidates, Policy, Config | None, Mapping[Config, float]], Search]
     """Returns the search for the candidates. The last two arguments are the winner of an earlier
     tuning, or ``None``, and the predicted milliseconds of the candidates; empty if unknown."""
     check_search: Callable[[], object] = lambda: None
-    """Raises if the search needs a missing package. Every rank calls it before a tuning, so that
-    all ranks raise the same error, although only the leader searches."""
+    """Raises on every rank if the search, which the leader runs, needs a missing package."""
     warm_start_search: Callable[[Sequence[Config], Policy, float], Search]
     """Returns the search for a few candidates that were chosen from neighbouring sizes. The last
     argument is the device time to spend, in ms."""
     fingerprint: Fingerprinter
-    """Returns the fingerprint of a function: everything that its records depend on, besides the
-    key."""
+    """Returns the fingerprint of a function: what its records depend on, besides the key."""
     log: Callable[[Key], Log]
 
 
@@ -204,17 +194,14 @@ class Call:
     """Number of calls of the function, up to and including this call, since the ranks last tuned or
     looked up a record together. It identifies the call in error messages of other ranks."""
     traced: bool = False
-    """Torch traces the call, or its tensors are fake. It computes nothing, so nothing can be
-    measured."""
+    """Nothing can be measured: torch traces the call, or its tensors are fake."""
     sizes: tuple[int, ...] = ()
     """Exact sizes of the call. ``key`` has the ends of their ranges."""
     will_run: bool = False
-    """The function will run with the chosen config immediately after the choice. ``False`` for
-    ``tune`` and ``best_config``."""
+    """The function runs with the chosen config next; ``False`` for ``tune`` and ``best_config``."""
     winner_failure: str = ""
     """Why the winner of the record failed in this call. If not empty, no record is used."""
     agreed_keys: tuple[object, ...] = ()
-    """Keys that these ranks have already tuned or looked up together. A call with one of these keys
-    sends no message."""
+    """Keys that the ranks tuned or looked up together. Calls with these keys send no message."""
     must_measure: bool = False
     """The caller is ``tune``, whose result a prediction cannot replace."""

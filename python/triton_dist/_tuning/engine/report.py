@@ -50,10 +50,7 @@ class Report:
         self._task: Any = None
 
     def cached(self, record: TuningRecord, location: str, tolerated: str) -> None:
-        """Report that a record is used and nothing is tuned.
-
-        ``tolerated`` are differences between the record and this process that are accepted.
-        """
+        """Report that a record is used, with ``tolerated`` differences, and nothing is tuned."""
         note = f" (differences that are accepted: {tolerated})" if tolerated else ""
         best, kind = record.best, "record"
         if record.shipped:
@@ -117,10 +114,7 @@ class Report:
     def tried(
         self, label: str, request: Request, outcome: Outcome, config_outcome: Outcome
     ) -> None:
-        """Report the outcome of a request.
-
-        ``config_outcome`` combines the outcomes of all requests for the config.
-        """
+        """Report the outcome of a request, and the combined outcome of the config."""
         config = request.config
         self._log.line(f"[{label}] {_ms(outcome)}")
         self._event(
@@ -237,7 +231,6 @@ def _ms(outcome: Outcome) -> str:
 
 
 _NUM_ROWS = 5
-"""Number of the fastest configs in the table of a summary."""
 _NUM_PRUNED = 20
 """Maximum number of pruned configs that a summary lists."""
 _LEGEND = (
@@ -247,12 +240,9 @@ _LEGEND = (
 
 
 def summary(record: TuningRecord, default: str, phases: Mapping[str, float]) -> list[str]:
-    """Return the lines of a table with the fastest configs, the winner and the default, then
-    failures by kind.
+    """Return the lines of a table with the fastest configs, the winner, the default, and failures.
 
-    Args:
-        default: digest of the first config of the space.
-        phases: seconds by phase.
+    ``default`` is the digest of the first config of the space. ``phases`` has seconds by phase.
     """
     analysis, best = Analysis(record), record.best.digest
     fastest = analysis.timed[0].ms
@@ -282,12 +272,7 @@ def summary(record: TuningRecord, default: str, phases: Mapping[str, float]) -> 
 
 
 def warn_of_failures(title: str, record: TuningRecord, remedy: str) -> None:
-    """Warn if more than half of the tried configs failed.
-
-    Args:
-        title: beginning of the message.
-        remedy: end of the message: where all failures are shown.
-    """
+    """Warn, beginning with ``title`` and ending with ``remedy``, if most tried configs failed."""
     outcomes = [(trial, trial.outcome) for trial in record.trials]
     failures = [(trial, each) for trial, each in outcomes if isinstance(each, Failure)]
     failures = [(trial, each) for trial, each in failures if each.kind != "pruned"]

@@ -72,10 +72,8 @@ class Sampler:
         """By config: seconds that the host needed to queue recent runs."""
 
     def note_queueing_seconds(self, config: Config, seconds: float) -> None:
-        """Store the seconds that the host needed to queue the first run of a config.
-
-        ``seconds`` is limited to 1 ms, because the first run also loads the kernel.
-        """
+        """Store the seconds, at most 1 ms, to queue a config's first run, which also loads the
+        kernel."""
         self._queueing_seconds.setdefault(config, min(seconds, _MAX_FIRST_QUEUEING))
 
     def sample(
@@ -206,12 +204,10 @@ class Attempts:
         self.by_rank: Sequence[Sequence[float]] = ()
         """Samples of each rank in the last attempt. Empty if it failed."""
         self._error: Exception | None = None
-        """First exception that a config raised on this rank. ``None`` after a config was measured.
-        """
+        """First exception of a config on this rank. ``None`` after a config was measured."""
 
     def take_error(self) -> Exception | None:
-        """Return the first exception of a config, and drop it, because its frames refer to this
-        object."""
+        """Return the first exception of a config, and drop it: its frames refer to this object."""
         error, self._error = self._error, None
         return error
 
@@ -239,11 +235,7 @@ class Attempts:
             )
 
     def attempt(self, request: Request, label: str) -> Outcome:
-        """Measure the config of ``request``. Compile, run and check it first if it is new.
-
-        Args:
-            label: the position of the config among the candidates, such as ``3/96``.
-        """
+        """Measure the config of ``request``. Compile, run and check it first if it is new."""
         self.by_rank = ()
         config, clock = request.config, self._ranks.clock
         is_new, has_run, failure = config.digest not in self._ready, False, None
@@ -273,7 +265,6 @@ class Attempts:
         return failure
 
     def _prepare(self, config: Config, label: str) -> None:
-        """Compile the config without a launch."""
         prepare, call = self._subject.hooks.prepare, self._call
         if self._ahead.is_needed(config):
             step = Step(f"compile {label}", config)
@@ -376,8 +367,7 @@ class Attempts:
         """Run the config once, and check its output with ``check_fn``.
 
         Return the milliseconds of the run if there is only one config, else an empty list. The
-        reference output is the output of the first config. It is copied, because a function may
-        reuse its output buffer.
+        reference is a copy of the first config's output, whose buffer the function may reuse.
         """
         check = self._subject.hooks.check
         if check is not None and self._reference is None and self._first_measured is not None:
@@ -471,8 +461,7 @@ def failure_of(error: Exception, kind: FailureKind, rank: int) -> Failure:
 def text_of(error: Exception) -> str:
     """Return type and message of ``error``. The middle of a long message is removed.
 
-    If ``error`` is a timeout in a clean-up after another exception, the text begins with that other
-    exception.
+    For a timeout in a clean-up after another exception, begin with the other exception.
     """
     cause = original_error(error)
     message = (

@@ -60,9 +60,8 @@ _REFUSALS = (InvalidArgument, RankDisagreement)
 """Errors whose text has the cause, so that no note is added."""
 
 _NextRequest: TypeAlias = "tuple[int | None, int, Outcome | None, tuple[int, ...]]"
-"""The next request of the search: index of its config in the space, number of samples, outcome if
-it is known, and indices of configs to compile. If the first index is ``None``, the search is over.
-"""
+"""The next request: index of its config (``None``: the search is over), number of samples, outcome
+if it is known, and indices of configs to compile."""
 
 
 def resolve(subject: TunedFunction, parts: Parts, call: Call) -> Choice:
@@ -289,9 +288,8 @@ class _FirstCall:
     def _refusal(self, agreement: Agreement, reason: str, failure: str) -> Exception:
         """Return the error for a call that would have to tune while nothing may be measured.
 
-        Args:
-            reason: why there is no record.
-            failure: failure of a user's function in the prediction; empty if there is none.
+        ``reason`` is why there is no record. ``failure`` is the failure of a user's function, if
+        any.
         """
         name, key = self._subject.name, self.selection.key
         why = f"{reason}; {failure}" if failure else reason
@@ -320,9 +318,8 @@ class _FirstCall:
     def _reasons_against(self, record: TuningRecord) -> Iterator[str]:
         """Yield reasons against a record that matches the fingerprint.
 
-        The rounding of sizes may have changed, so that the measured sizes belong to another range.
-        The current ``prune_fn`` may drop the winner of a shipped record. A record that is not
-        shipped was tuned with the current ``prune_fn``, which is part of the fingerprint.
+        The rounding of sizes may have changed. The current ``prune_fn`` may drop the winner of a
+        shipped record; for other records, it is part of the fingerprint.
         """
         sizes, key = self._subject.sizes, self._call.key
         if sizes is not None and not sizes.family(key).rounds_to(
@@ -335,7 +332,6 @@ class _FirstCall:
             yield f"prune_fn drops the winner {record.best}"
 
     def _agree(self, key: Key, fingerprint: Fingerprint, local: LocalRecord) -> Agreement:
-        """Exchange the proposals of all ranks. Raise if the ranks' calls differ."""
         subject, call, agree = self._subject, self._call, self._subject.hooks.agree
         name, space, remote = subject.name, subject.space, self._parts.remote
         agreed_values = "" if agree is None else str(agree(*call.args, **call.kwargs))
@@ -362,10 +358,7 @@ class _FirstCall:
         return Agreement(self.ranks, name, proposals)
 
     def _shared_record(self, agreement: Agreement, local: TuningRecord | None) -> TuningRecord:
-        """Return the record that all ranks use. It is sent only if some rank does not have it.
-
-        ``local`` is the record of this rank, if it has one.
-        """
+        """Return the record that all ranks use. Send it unless every rank has it as ``local``."""
         if agreement.all_have_record and local is not None:
             return local
         offer = local if self.ranks.rank == agreement.holder else None
@@ -395,12 +388,8 @@ class _FirstCall:
     def _measure(
         self, candidate_set: CandidateSet, reason: str, old: TuningRecord | None, report: Report
     ) -> StoredRecord:
-        """Measure the candidates of ``candidate_set`` and store the record.
-
-        Args:
-            reason: why the key is tuned.
-            old: the record of this rank that the new record replaces, if any.
-        """
+        """Measure the candidates, because of ``reason``, and store the record, which replaces
+        ``old``."""
         parts, ranks, subject = self._parts, self.ranks, self._subject
         call, restore, sizes = self._call, subject.hooks.restored_arguments, subject.sizes
         restorer = Restorer(subject.function, restore, call.args, call.kwargs, self._random_state)
@@ -451,8 +440,7 @@ class _FirstCall:
     ) -> Exception | None:
         """Answer the requests of the search until there are no more.
 
-        Return the first exception that a config raised on this rank; ``None`` if some config was
-        measured.
+        Return the first exception that a config raised on this rank, unless a config was measured.
         """
         parts, ranks, policy = self._parts, self.ranks, self._parts.settings.policy
         call, prepare = self._call, self._subject.hooks.prepare
@@ -545,10 +533,7 @@ class _FirstCall:
         return Request(space[index], samples), outcome
 
     def _winner(self, record: TuningRecord) -> Config:
-        """Return the winner of ``record`` as a config of this process.
-
-        All ranks have this config, because their config spaces are equal.
-        """
+        """Return the winner of ``record`` as a config of this process, which all ranks have."""
         best = record.best
         config = self._subject.space.find(best.digest, best.config)
         assert config is not None, best

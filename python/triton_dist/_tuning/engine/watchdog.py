@@ -40,14 +40,12 @@ class Watch:
     """Time limit of the user code that one thread runs."""
 
     seconds: float
-    """Time limit in seconds."""
     grace: float
     """Seconds from the call of ``report`` to the end of the process."""
     report: Callable[[], Exception]
     """Called on a separate thread when the limit is exceeded. The result is printed to stderr."""
     notify_ranks: Callable[[Exception], object]
-    """Called with the result of ``report``. It is called last, because it may block if the other
-    ranks do not respond."""
+    """Called last with the result of ``report``: it may block if the other ranks do not respond."""
     now: Callable[[], float] = time.monotonic
     """Returns the time in seconds, without the time in which the process was stopped."""
     due: float = math.inf
@@ -59,10 +57,7 @@ class Watch:
     threads that it waits for. While it is above 0, there is no limit."""
 
     def begin(self) -> None:
-        """Start the time limit, because user code starts.
-
-        ``begin`` and ``end`` take no lock, because they run inside of timed code.
-        """
+        """Start the time limit. No lock is taken, because this runs inside of timed code."""
         self.due = self.now() + self.seconds
 
     def end(self) -> None:
@@ -143,11 +138,10 @@ class Watchdog:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager that pauses the watches of this thread.
+        """Context manager that pauses the watches of this thread while code of the tuner runs.
 
-        It surrounds code of the tuner, which limits its own waits. Such code runs inside a watch if
-        a tuned function calls another function that is not tuned yet. At the end of the block, the
-        time limits start again from zero.
+        A tuned function may call another function that is not tuned yet. At the end of the block,
+        the time limits start again from zero.
         """
         with self._changed:
             watches: tuple[Watch, ...] = self.enclosing_watches.get() or ()

@@ -83,8 +83,7 @@ class ShortRace(IteratorSearch):
         return [config for config, median in medians.items() if median <= limit]
 
     def _affordable(self, candidates: Sequence[Config], samples: int) -> list[Config]:
-        """Return the fastest candidates for which ``samples`` more samples fit into the time
-        left."""
+        """Return the fastest candidates with time left for ``samples`` more samples."""
         runs = samples + self._policy.untimed_runs
         time = self._milliseconds - self._spent
         chosen = set()
@@ -100,10 +99,7 @@ class ShortRace(IteratorSearch):
 
     def _margin(self, remaining: Sequence[Sequence[float]]) -> float:
         """Return the relative difference of two candidates that noise may cause; 0 if it is at most
-        ``Policy.indifference``, so that only the fastest candidate remains.
-
-        Args:
-            remaining: the samples of each candidate of the last round.
+        ``Policy.indifference``. ``remaining`` has the samples of each candidate of the last round.
         """
         repeated = [each for each in self._samples.values() if len(each) > 1]
         if not repeated:

@@ -102,7 +102,6 @@ class ProposalSearch(IteratorSearch):
             yield request
 
     def _proposed(self) -> Iterator[Config]:
-        """Yield each candidate to try, once."""
         yield from self._first_configs[: self._tries]
         repeated = 0
         while len(self._times) < self._tries and repeated < _MAX_REPEATED_PROPOSALS:
@@ -149,8 +148,7 @@ Factory = Callable[[Mapping[str, Sequence[Any]]], Search]
 
 
 class UserProposer:
-    """Proposer that takes the proposals of a user's search and drops those that are not
-    candidates."""
+    """Proposer of the candidates that a user's search proposes."""
 
     is_user_defined = True
 
@@ -197,11 +195,7 @@ class UserProposer:
 
 
 class Exhaustive(IteratorSearch):
-    """Search that takes ``policy.repeat`` samples of each candidate, one candidate after another.
-
-    Args:
-        incumbent: not used; all searches accept it.
-    """
+    """Search that takes ``policy.repeat`` samples of one candidate after another."""
 
     def __init__(
         self, candidates: Sequence[Config], policy: Policy, incumbent: Config | None = None
@@ -226,15 +220,12 @@ def search_for(
     user_search: Factory | None = None,
     compiles_ahead: bool = False,
 ) -> protocols.Search:
-    """Return the search for ``candidates``.
+    """Return the search for ``candidates``. Raise ``MissingExtra`` if it needs a missing package.
 
     Args:
         predicted_ms: the predicted time of each candidate; empty if unknown.
         user_search: creates the search of the user, if any.
         compiles_ahead: whether other processes compile candidates before their trials.
-
-    Raises:
-        MissingExtra: the search needs a package that is not installed.
     """
     if user_search is not None:
         return ProposalSearch(UserProposer(user_search, candidates), candidates, policy, incumbent)

@@ -23,12 +23,10 @@ from triton_dist._tuning.values.analysis import ABSENT, parameters
 Numbers = Any
 """A numpy array."""
 _DRAWS_PER_POINT = 20
-"""Maximum number of draws for each requested point. The constraint ``where`` of a product space may
-reject most of them."""
+"""Maximum draws per requested point. ``where`` of a product space may reject most of them."""
 _MAX_RANDOM_BATCHES = 50
 """Maximum number of batches of random points. ``prune_fn`` may reject most of their configs."""
 NUM_RANDOM_AT_START = 20
-"""Number of random candidates at the beginning of a search."""
 
 
 class Grid(ABC):
@@ -50,8 +48,7 @@ class Grid(ABC):
 
     @abstractmethod
     def has(self, point: Point) -> bool:
-        """Return whether the point is in the config space. ``prune_fn``, which may still reject it,
-        is not called."""
+        """Return whether the point is in the config space, even if ``prune_fn`` rejects it."""
 
     @abstractmethod
     def config(self, point: Point) -> Config | None:
@@ -183,13 +180,9 @@ class UnlistedGrid(Grid):
 
 
 class GridProposer(ABC):
-    """Base of proposers that choose points of a grid. Each config is proposed at most once.
+    """Base of proposers that choose points of a grid, each at most once, the first at random.
 
-    The first proposals are random.
-
-    Args:
-        batch_size: number of configs chosen at a time, above 1 if other processes compile them.
-        seed: seed of all random numbers.
+    ``batch_size`` configs are chosen at a time: above 1 if other processes compile them.
     """
 
     is_user_defined = False
@@ -200,7 +193,6 @@ class GridProposer(ABC):
         self._used: set[Point] = set()
         """Points that were proposed or measured, or turned out to have no candidate."""
         self._queue: deque[tuple[Point, Config]] = deque()
-        """Proposals that :meth:`ask` has not returned."""
         self._to_compile: list[Config] = []
         """Proposals that :meth:`upcoming_configs` has not returned."""
         self._has_proposed = False

@@ -59,8 +59,7 @@ from triton_dist._tuning.values.winner import levels, typical
 _BLOCK_SAMPLES = 16
 _FIT_ITERATIONS = 10
 _MAX_CLOCK_DEVIATION = 0.1
-"""If the relative deviation of a sample from the median of its candidate is larger, the reason is
-not the clock. :class:`Drift` ignores the sample."""
+""":class:`Drift` ignores a sample with a larger relative deviation from its candidate's median."""
 
 
 class Drift:
@@ -128,11 +127,9 @@ of its size. A candidate that is slower by less is never dropped after one sampl
 CLOCK_JUMP = 0.06
 """Relative delay of a sample that a sudden clock change within its block may cause."""
 SECOND_SAMPLE_SHARE = 1 / 6
-"""Stage 2 takes at least this share of the time of stage 1, because one late sample can make a good
-config look slow."""
+"""Minimum time of stage 2 relative to stage 1, because one late sample can hide a good config."""
 NUM_CLOCK_REFERENCES = 3
-"""Number of candidates of each block of stage 1 whose second sample measures the clock of that
-block."""
+"""Candidates of each block of stage 1 whose second sample measures the clock of the block."""
 NUM_STANDARD_ERRORS = 4.0
 DOUBLED_MARGIN_AT = 3.0
 """Number of candidates at which the margin is doubled. It grows further with fewer candidates,
@@ -166,14 +163,9 @@ class IteratorSearch:
 class Racing(IteratorSearch):
     """Search that races the candidates in stages.
 
-    Deterministic: equal outcomes lead to equal requests. Call :meth:`tell` for each request before
-    the next :meth:`ask`.
-
-    Args:
-        candidates: in the order of the space; the first one is the default.
-        policy: ``rounds``, ``repeat`` and ``tie_break`` set the samples of each stage;
-            ``max_trials`` limits the number of candidates.
-        incumbent: the winner of an earlier tuning; takes part if it is a candidate.
+    Call :meth:`tell` for each request before the next :meth:`ask`. The first of the candidates is
+    the default. ``policy`` sets the samples of each stage and limits the number of candidates.
+    ``incumbent``, the winner of an earlier tuning, takes part if it is a candidate.
     """
 
     def __init__(
@@ -295,10 +287,7 @@ class Racing(IteratorSearch):
         return [config for config in ranked if self._is_within(config, limit)]
 
     def _still_racing(self, candidates: Sequence[Config]) -> Sequence[Config]:
-        """Return the candidates that may be the fastest, given the noise, fastest first.
-
-        If the time limit ends a round early, the fastest then have more samples.
-        """
+        """Return the candidates that may be the fastest, given the noise, fastest first."""
         self._drift.fit(self._digests(candidates))
         ranked = self._ranked(candidates)
         if not ranked:
@@ -321,16 +310,13 @@ class Racing(IteratorSearch):
         return [c for c, level in zip(remaining, fitted.level, strict=True) if level <= limit]
 
     def _digests(self, candidates: Iterable[Config]) -> list[str]:
-        """Return the digests of the candidates that did not fail."""
         digests = (config.digest for config in candidates)
         return [digest for digest in digests if digest in self._samples]
 
     def _fewest_samples(self, candidates: Iterable[Config]) -> int:
-        """Return the minimum over the candidates of their numbers of samples."""
         return min((len(self._samples[each]) for each in self._digests(candidates)), default=0)
 
     def _one_run_each_ms(self, candidates: Iterable[Config]) -> float:
-        """Return the milliseconds that one run of each candidate takes in total."""
         return sum(self._samples[digest][0] for digest in self._digests(candidates))
 
     def _ranked(self, candidates: Iterable[Config]) -> list[Config]:

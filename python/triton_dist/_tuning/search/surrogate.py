@@ -32,8 +32,7 @@ _NOISE = 0.01
 _MAX_CONFIGS = 300
 """Maximum number of configs in the model. The time of a fit grows with the cube of the number."""
 _CLIP_FACTOR = 1.5
-"""Times are clipped at this multiple of their 80th percentile, because differences between slow
-configs do not matter."""
+"""Times are clipped at this multiple of their 80th percentile: slow configs do not matter."""
 _GRADIENT_STEPS, _SMALL_MODEL, _LEARN_EVERY = 4, 80, 4
 """A model with fewer than 80 configs takes 4 gradient steps per fit. A larger model takes one
 step in every fourth fit, because a step costs as much as a fit."""
@@ -74,8 +73,7 @@ class Model:
     def learn(self, points: Sequence[Point], times: Sequence[float]) -> None:
         """Fit the model to measured times in ms, ``inf`` for failures.
 
-        If there are more than 300 configs, use the fastest 150 and every other config of the rest,
-        up to 300 in total.
+        Of more than 300 configs, use the fastest 150 and up to 150 of the rest.
         """
         kept = np.argsort(times, kind="stable")
         if len(kept) > _MAX_CONFIGS:
@@ -138,8 +136,7 @@ class Model:
 
     def _fit(self) -> None:
         self._matrix = self._similarity(self._features, self._features)
-        noisy = self._matrix + _NOISE * np.eye(len(self._logs))
-        self._inverse = np.linalg.inv(noisy)
+        self._inverse = np.linalg.inv(self._matrix + _NOISE * np.eye(len(self._logs)))
         self._coefficients = self._inverse @ self._logs
 
     def _gradient_steps(self, number: int) -> int:
@@ -149,10 +146,7 @@ class Model:
 
 
 def _targets(times: Numbers) -> Numbers:
-    """Return the logarithms of ``times`` with mean 0 and standard deviation 1.
-
-    A failure (``inf``) counts as the clipping limit.
-    """
+    """Return the logarithms of ``times``, normalised. A failure counts as the clipping limit."""
     valid = times[np.isfinite(times)]
     if not len(valid):
         return np.zeros(len(times))
@@ -226,7 +220,6 @@ class Surrogate(GridProposer):
                 self._next_batch = []
 
     def _ranked_points(self) -> Iterator[Point]:
-        """Yield untried points, the most promising first."""
         fastest = sorted(self._times, key=self._times.__getitem__)
         pool: list[Point] = []
         if self._num_choices % DESCENT_EVERY == 0:
@@ -251,6 +244,5 @@ class Surrogate(GridProposer):
         return (pool[index] for index in np.argsort(-improvement, kind="stable"))
 
     def _untried_neighbours(self, points: Sequence[Point], reach: int) -> list[Point]:
-        """Return the neighbours of ``points`` that were not tried."""
         neighbours = (each for point in points for each in self._grid.neighbours(point, reach))
         return [each for each in neighbours if each not in self._used]

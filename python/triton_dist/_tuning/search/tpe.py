@@ -21,8 +21,7 @@ from triton_dist._tuning.search.grid import NUM_RANDOM_AT_START, GridProposer
 from triton_dist._tuning.values import Candidates, Config, Point
 
 MAX_NEIGHBOUR_STEPS = 16
-"""Maximum distance, in values of one numeric parameter, of a neighbour that replaces a repeated
-config. The next good value may be far, for example the next multiple of a power of two."""
+"""Maximum distance, in values of a parameter, of a neighbour that replaces a repeated config."""
 RANDOM_EVERY = 3
 """Every third repeated config is replaced by a random candidate, not by a neighbour."""
 _MAX_CATEGORIES = 32

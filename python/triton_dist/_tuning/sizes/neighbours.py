@@ -47,7 +47,6 @@ _MAX_ONE_SIDED_DISTANCE = 0.3
 fallback config is used."""
 
 _NUM_ITERATIONS = 8
-"""Iterations of :func:`aligned_means`."""
 
 
 def slowdowns(record: TuningRecord) -> dict[str, float]:
@@ -66,9 +65,8 @@ def aligned_means(
 ) -> dict[str, float]:
     """Return, by name, the weighted mean of several maps from name to delay.
 
-    The delays of a map are relative to the fastest entry of this map, so maps have different zeros.
-    An offset is added to each map, by least squares. Without offsets, the best entry of a map with
-    slow entries only would have delay 0.
+    The delays of a map are relative to its fastest entry. An offset is added to each map, by least
+    squares: the best entry of a map with slow entries only would otherwise have delay 0.
     """
     scores = means(delays, weights)
     for _ in range(_NUM_ITERATIONS):
@@ -114,11 +112,10 @@ class Neighbour:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Neighbours of a new key.
+    """Neighbours of a new key, for which ``prune_fn`` keeps the configs ``kept``.
 
-    In the methods, ``kept`` are the configs that ``prune_fn`` kept for the new key. The *kind* of a
-    config is given by its parameter names and string values, such as the algorithm. The *kind* of a
-    fallback config is the result of ``fallback_fn``.
+    The *kind* of a config is given by its parameter names and string values, such as the algorithm.
+    The *kind* of a fallback config is the result of ``fallback_fn``.
     """
 
     family: Family
@@ -132,9 +129,8 @@ class Neighbours:
     def tried_all_kinds(self, kept: Sequence[Config]) -> bool:
         """Return whether fully tuned neighbours have tried each kind of config in ``kept``.
 
-        A kind that was not tried, such as an algorithm for small sizes, would never be found, and
-        each further tuning from neighbours would try less of the space. Shipped records contain
-        only the best configs and count as having tried all kinds.
+        Otherwise a kind, such as an algorithm for small sizes, would never be found. Shipped
+        records contain only the best configs and count as having tried all kinds.
         """
         fully_tuned = [each.record for each in self.all if not each.record.warm_started_from]
         if any(record.shipped for record in fully_tuned):
@@ -154,11 +150,9 @@ class Neighbours:
         records: Iterable[TuningRecord],
         is_valid: Callable[[TuningRecord], bool],
     ) -> Neighbours:
-        """Return the neighbours of ``key`` among ``records``.
+        """Return the neighbours of ``key`` among the ``records`` for which ``is_valid`` is true.
 
-        Args:
-            user_key: the result of ``key_fn``, whose text ``key`` contains.
-            is_valid: returns whether a record may be used for this call.
+        ``user_key`` is the result of ``key_fn``, whose text ``key`` contains.
         """
         family = sizes.family(user_key)
         similar: list[tuple[float, tuple[int, ...], TuningRecord]] = []
@@ -224,10 +218,8 @@ class Neighbours:
     def times(
         self, record: TuningRecord, usable: Sequence[Config], others: Sequence[Neighbour]
     ) -> SizeTimes:
-        """Return the latency curves of the ``usable`` configs in the range of ``record``.
-
-        The slopes of the curves are computed from ``record`` and the records of ``others``.
-        """
+        """Return the latency curves of the ``usable`` configs in the range of ``record``, with
+        slopes from ``record`` and ``others``."""
         (measured_size,) = record.measured_sizes or self.family.sizes
         measured = [((each.record.measured_sizes or each.sizes)[0], each.record) for each in others]
         is_fallback = {config.digest: bool(self.fallback_fn(config)) for config in usable}
@@ -306,8 +298,7 @@ def nearest(
 ) -> list[Neighbour]:
     """Return the nearest six valid records, and fully tuned ones until three are fully tuned.
 
-    Args:
-        similar: distance, sizes and record of each possible neighbour.
+    ``similar`` has distance, sizes and record of each possible neighbour.
     """
     chosen: dict[tuple[int, ...], Neighbour] = {}
     num_fully_tuned = 0
@@ -330,8 +321,7 @@ def _with_different_waves(
 ) -> list[Config]:
     """Return ``number`` of the ``promising`` configs with low scores, one after another.
 
-    Each chosen config adds a penalty to the scores of configs with the same number of waves,
-    because their times are correlated.
+    Each chosen config adds a penalty to configs with equal waves: their times are correlated.
     """
     num_chosen: Counter[float | None] = Counter()  # by waves
     chosen: list[Config] = []

@@ -39,11 +39,8 @@ class LatencyCurve(NamedTuple):
     """Predicted time of one config as a function of the size."""
 
     digest: str
-    """Digest of the config."""
     size: int
-    """The measured size."""
     ms: float
-    """Milliseconds at the measured size."""
     slope_down: float
     """At smaller sizes: fraction of ``ms`` that is proportional to the size."""
     slope_up: float
@@ -58,12 +55,10 @@ class SizeTimes(NamedTuple):
     """Times from which rank 0 builds a size table. They are broadcast to all ranks."""
 
     winner: str
-    """Digest of the winner."""
     fixed_tiles: tuple[str, float] | None
     """Digest and milliseconds of one config that is not a fallback: of the winner or, if the winner
     is a fallback, of the fastest. ``None`` if all configs are fallbacks."""
     curves: tuple[LatencyCurve, ...]
-    """Latency curves of the fallback configs."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +136,7 @@ def _slopes(
 ) -> tuple[float | None, float | None]:
     """Return ``slope_down`` and ``slope_up`` of a :class:`LatencyCurve`; ``None`` if not known.
 
-    Args:
-        other_times: other sizes and the milliseconds there, nearest size first.
+    ``other_times`` has other sizes and the milliseconds there, nearest size first.
     """
 
     def slope(size: int, other_ms: float) -> float:

@@ -31,9 +31,7 @@ _LIBRARIES = frozenset({"torch", "triton", "numpy"})
 class Libraries:
     """The modules that are libraries and not part of the project.
 
-    Args:
-        function_modules: names of the modules of the tuned functions. Their packages belong to the
-            project, even if they are installed.
+    The packages of ``function_modules`` belong to the project, even if they are installed.
     """
 
     def __init__(self, function_modules: Iterable[str | None]) -> None:
@@ -105,7 +103,6 @@ def _installed_in(folder: str) -> frozenset[str]:
 
 
 def _top(path: str) -> str:
-    """Return the name of a top-level module or package from the path of a file."""
     return path.partition("/")[0].removesuffix(".py")
 
 

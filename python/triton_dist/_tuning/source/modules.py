@@ -76,11 +76,9 @@ class Statement:
         headers: Iterable[Any] = (),
         line_without_tuner: int = 0,
     ) -> None:
-        """Scan ``node``.
+        """Scan ``node``, which runs under the conditions ``headers``.
 
-        Args:
-            headers: conditions under which the statement runs.
-            line_without_tuner: first line of a function whose tuner decorators are left out.
+        Tuner decorators of a function that begins at ``line_without_tuner`` are left out.
         """
         self.line, self.end, self.shown_line = _first_line(node), node.end_lineno, node.lineno
         self.defines: str = getattr(node, "name", "")
@@ -135,7 +133,6 @@ class Statement:
                 self.values |= {x.id: y for x, y in pairs if isinstance(x, ast.Name)}
 
     def _scan(self, node: Any, later: bool) -> None:
-        """Collect the names in one node of the syntax tree."""
         kind = node.__class__
         reads = self._inner_reads if later else self.reads
         stores = self.assigned_later if later else self.changes
@@ -193,7 +190,6 @@ class Statement:
 
 
 def _imports_of(node: ast.AST) -> dict[str, Import]:
-    """Return the names that an import statement binds."""
     if isinstance(node, ast.ImportFrom):
         module, level = node.module or "", node.level
         return {x.asname or x.name: Import(module, level, x.name) for x in node.names}
@@ -203,10 +199,7 @@ def _imports_of(node: ast.AST) -> dict[str, Import]:
 
 @functools.cache
 def _fields(kind: Any) -> tuple[str, ...]:
-    """Return the fields that are part of a digest.
-
-    ``type_params`` exists since Python 3.12 only.
-    """
+    """Return the fields that are part of a digest: all but ``type_params``, new in Python 3.12."""
     left_out = ("ctx", "kind", "type_comment", "type_params")
     return tuple(each for each in kind._fields if each not in left_out)
 
@@ -249,11 +242,7 @@ def _location(code: types.CodeType) -> tuple[int, str]:
 
 
 class File:
-    """The statements of a file, and which of them bind or change a name.
-
-    Args:
-        is_cell: the lines are a cell of a notebook.
-    """
+    """The statements of a file, or of a notebook cell, and which of them bind or change a name."""
 
     def __init__(self, lines: list[str], is_cell: bool = False) -> None:
         self.lines, self._is_cell = lines, is_cell
@@ -277,11 +266,8 @@ class File:
         self._by_name = self._index()
 
     def is_own(self, call: ast.expr, name: str) -> bool:
-        """Return whether an expression is, or calls, a function of triton_dist.
-
-        Args:
-            name: regular expression for the name of the function.
-        """
+        """Return whether an expression is, or calls, a function of triton_dist whose name matches
+        ``name``."""
         root, *path = dotted(getattr(call, "func", call)).split(".")
         full = (".".join([x.module, x.attribute, *path]) for x in self.imports.get(root, ()))
         return any(re.fullmatch(rf"triton_dist\b.*\.{name}", each) for each in full)
@@ -409,9 +395,7 @@ EMPTY = File([])
 def file_at(path: str, scope: dict[str, Any] | None = None) -> File:
     """Return the statements of the file at ``path``; ``EMPTY`` if it cannot be read or parsed.
 
-    Args:
-        scope: globals of the file's module. If the file is in an archive, the loader in ``scope``
-            returns its text.
+    If the file is in an archive, the loader in ``scope`` (globals of the module) returns its text.
     """
     linecache.checkcache(path)
     # An identical list is returned until the size or the modification time of the file changes.

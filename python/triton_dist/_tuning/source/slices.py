@@ -62,9 +62,8 @@ class Source(NamedTuple):
 class Slice:
     """Search for the statements and constants that functions depend on. The result is ``source``.
 
-    Args:
-        home: globals of the module of the tuned function. Labels of its statements have no module.
-        ignore: names of constants to leave out, such as ``"RANK"`` or ``"op.RANK"``.
+    Labels of statements of the module with globals ``home`` have no module. ``ignore`` has names of
+    constants to leave out, such as ``"RANK"`` or ``"op.RANK"``.
     """
 
     def __init__(
@@ -208,7 +207,6 @@ class Slice:
         return key not in self._followed and self._followed.setdefault(key, value) is value
 
     def _configs(self, value: Any) -> None:
-        """Record the arguments of a partial, or the configs of a tuned function or kernel."""
         if isinstance(value, functools.partial):
             self._closure(value)
         configs, space = attribute(value, "configs"), attribute(value, "config_space")
@@ -233,8 +231,7 @@ class Slice:
             if short == "__class__" or item is attribute(value, "__wrapped__"):
                 self.follow(item)
             elif short in rebound:
-                unique = self._unique(name, value)
-                self.source.uncounted[unique] = "it changes as the function runs"
+                self.source.uncounted[self._unique(name, value)] = "it changes as the function runs"
             else:
                 self._bind(name, item, value)
 
@@ -300,10 +297,8 @@ class Slice:
     ) -> None:
         """Follow the dotted names ``chains`` that a statement reads.
 
-        Args:
-            cells: values of closure cells, by name. They are followed elsewhere.
-            imports: names that functions in the statement import when they run. They are imported
-                now, if possible.
+        ``cells`` are followed elsewhere. ``imports`` are names that functions in the statement
+        import when they run; they are imported now, if possible.
         """
         file = self._file(scope)
         for each in imports.values():
@@ -329,7 +324,6 @@ class Slice:
                 self.follow_global(scope, root)
 
     def _attribute(self, module: types.ModuleType, path: list[str]) -> None:
-        """Follow the attribute of a module at ``path``."""
         names = [*module.__name__.split("."), *path]
         if names[:2] == ["torch", "ops"] and len(names) > 3:
             # torch has no public function that returns a custom op's function. This table exists
@@ -351,12 +345,8 @@ class Slice:
     def _imported(
         self, found: Import, scope: Globals, path: Iterable[str] = (), load: bool = False
     ) -> None:
-        """Follow an imported name.
-
-        Args:
-            path: attributes that are read from the imported object.
-            load: import the module, if possible.
-        """
+        """Follow an imported name and its attributes ``path``. With ``load``, import the module if
+        possible."""
         full = found.full_name(scope.get("__package__"))
         if self._is_library(full):
             return
@@ -400,10 +390,8 @@ class Slice:
             (source.literal if is_fixed else source.bound)[unique] = text
 
     def _file(self, scope: Globals, code: types.CodeType | None = None) -> File:
-        """Return the file of ``code``, or of the module with globals ``scope``.
-
-        Return an empty file if the file was edited after the import.
-        """
+        """Return the file of ``code``, or of the module ``scope``; empty if edited after the
+        import."""
         if id(code or scope) not in self._files:
             path = code.co_filename if code else scope.get("__file__") or ""
             functions = () if code else filter(None, map(function_in, [*scope.values()]))

@@ -21,10 +21,7 @@ from triton_dist._tuning.source.modules import EMPTY, File, file_at
 def changes(recorded: Mapping[str, str], module: str, function: str) -> tuple[list[str], list[str]]:
     """Return a sentence for each statement that changed, and the labels that cannot be compared.
 
-    Args:
-        recorded: digests by label, from :func:`~triton_dist._tuning.source.source_of`.
-        module: dotted name, or path of a ``.py`` file, of the module of the function.
-        function: qualified name of the function.
+    ``recorded`` has digests by label. ``module`` is a dotted name, or the path of a ``.py`` file.
     """
     files, unknown, sentences = _Files(module, function), list[str](), dict[str, None]()
     for label, value in recorded.items():
@@ -83,8 +80,7 @@ class _Files:
         if parent:
             above = self._spec(parent)
             folders = list((above and above.submodule_search_locations) or ())
-        found = (each.find_spec(module, folders) for each in sys.meta_path)
-        return next(filter(None, found), None)
+        return next(filter(None, (each.find_spec(module, folders) for each in sys.meta_path)), None)
 
     def _file(self, module: str) -> File:
         spec = self._spec(module)

@@ -24,12 +24,8 @@ class DamagedEntry(ValueError):
 
 
 def import_library(url: str) -> None:
-    """Import the library for ``url``.
-
-    Raises:
-        ImportError: the library is not installed.
-        ValueError: the URL has no scheme, or a scheme that fsspec does not support.
-    """
+    """Import the library for ``url``. Raise ``ImportError`` if it is not installed, and
+    ``ValueError`` for an unsupported scheme."""
     scheme, separator, _ = url.partition("://")
     if not separator:
         raise ValueError("the URL has no scheme, such as redis:// or s3://")

@@ -17,11 +17,7 @@ _FLAGS = os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
 
 
 def expanded(path: Path) -> Path:
-    """Return ``path`` with ``~`` expanded.
-
-    If the home folder is unknown, return ``path`` unchanged. :func:`os_errors` raises for this
-    path.
-    """
+    """Return ``path`` with ``~`` expanded; unchanged if the home folder is unknown."""
     try:
         return path.expanduser()
     except RuntimeError:
@@ -47,8 +43,7 @@ def os_errors(path: Path) -> Iterator[None]:
 def open_regular(path: Path, flags: int) -> int:
     """Open a regular file and return its descriptor, without waiting for the writer of a pipe.
 
-    Raises:
-        OSError: ``path`` cannot be opened, or is not a regular file.
+    Raise ``OSError`` if ``path`` is not a regular file.
     """
     with os_errors(path):
         file = os.open(path, flags | _FLAGS, 0o666)
@@ -70,8 +65,7 @@ def read_bytes(path: Path, max_bytes: int = 1 << 28) -> bytes:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the sorted names in ``folder``; an empty list if ``folder`` does not exist. Raises
-    ``OSError``."""
+    """Return the sorted names in ``folder``; an empty list if it does not exist."""
     try:
         with os_errors(folder):
             return sorted(os.listdir(folder))

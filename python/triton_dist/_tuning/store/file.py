@@ -89,10 +89,8 @@ class FileStore(ReadOnlyStore):
 
 
 def _is_damaged(path: Path) -> bool:
-    """Return whether the file at ``path`` is damaged. The caller holds the lock of the folder.
-
-    A record also counts as damaged if the file name belongs to another key.
-    """
+    """Return whether ``path`` is damaged or named for another key. The caller holds the folder's
+    lock."""
     try:
         key = read(path).key
     except (FileNotFoundError, NewerSchema):

@@ -24,13 +24,11 @@ class InterruptedTuning(NamedTuple):
     """A tuning that has a journal, so it was interrupted or is running."""
 
     path: Path
-    """Path of the journal."""
     key: Key | None
     """``None`` if the journal has no readable key."""
     tried: int
     """Number of configs with an outcome."""
     candidates: int = 0
-    """Number of configs to try."""
     best: float | None = None
     """Lowest median so far, in milliseconds."""
     seconds: float = 0.0

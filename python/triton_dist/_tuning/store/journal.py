@@ -47,11 +47,7 @@ os.register_at_fork(after_in_child=_close_inherited)
 
 
 class FileJournal:
-    """The journal of one key, at ``path``. No method raises if a file operation fails.
-
-    Args:
-        module: module of the tuned function, for messages.
-    """
+    """The journal of one key, at ``path``. No method raises if a file operation fails."""
 
     def __init__(self, path: Path, module: str = "") -> None:
         self.path, self._module = path, module

@@ -64,10 +64,7 @@ def read_record(content: bytes) -> TuningRecord:
 
 
 def _matches_checksum(tree: Any) -> bool:
-    """Return whether the checksum in ``tree`` is right. The layout of the file has no effect.
-
-    Records in formats before schema 4 have no checksum.
-    """
+    """Return whether the checksum is right or, as in records before schema 4, missing."""
     if not isinstance(tree, dict) or tree.get("schema") not in range(1, SCHEMA + 1):
         return True  # the reader raises a specific error
     recorded = tree.pop("checksum", None)
@@ -80,8 +77,7 @@ def _matches_checksum(tree: Any) -> bool:
 
 
 def _split_trials(content: bytes) -> tuple[bytes, bytes] | None:
-    """Return the text without trials, and the text of the trials; ``None`` if their lines are not
-    found."""
+    """Return the text without trials and the text of the trials; ``None`` if they are not found."""
     begin = content.find(_TRIALS_BEGIN)
     end = content.find(_TRIALS_END, begin)
     if not 0 <= begin < end:

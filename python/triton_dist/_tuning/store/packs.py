@@ -73,10 +73,8 @@ class PackStore:
             yield from (StoredRecord(record, location) for record in records.values())
 
     def _files(self, function: str | None) -> Iterator[tuple[str, Mapping[Key, TuningRecord]]]:
-        """Yield the path of the pack, and the records, of each file of records.
-
-        With ``function``, yield only the files of functions with this name.
-        """
+        """Yield the pack's path and the records of each file of records, of ``function`` if it is
+        given."""
         prefix = "" if function is None else f"{_file_name_part(function)}."
         for path in files_in(self._root, (SUFFIX, RECORDS_SUFFIX)):
             for name, read in _readers(path):
@@ -92,10 +90,7 @@ class PackStore:
 
 
 def _readers(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """Yield the name of each file of records in a pack, and a function that returns its bytes.
-
-    ``path`` may also be a single file of records outside of a pack.
-    """
+    """Yield the name of each file of records in ``path`` (a pack or one file), and its reader."""
     if path.suffix != SUFFIX:
         yield path.name, functools.partial(read_bytes, path, MAX_RECORDS_BYTES)
     elif packed := open_pack(path):
@@ -120,9 +115,8 @@ def _parsed(path: Path, name: str, data: bytes) -> list[TuningRecord]:
 def read_verified(path: Path) -> Pack:
     """Return the pack at ``path`` after reading and checking every file in it.
 
-    Raises:
-        PackRefused: a file is damaged or does not belong to the pack.
-        OSError: the pack cannot be read.
+    Raise ``PackRefused`` if a file is damaged or does not belong to the pack, and ``OSError`` if
+    the pack cannot be read.
     """
     packed = Pack(path)
     packed.contents()

@@ -77,10 +77,7 @@ class ReadOnlyStore:
                     yield StoredRecord(record, str(path))
 
     def _unchanged(self, path: Path) -> TuningRecord | None:
-        """Return the record in ``path``. Parse the file only if it changed since the last call.
-
-        The first call at a new size reads all records of its function, which may be hundreds.
-        """
+        """Return the record in ``path``. Parse the file only if it changed since the last call."""
         try:
             status = path.stat()
         except OSError:
@@ -141,7 +138,6 @@ class ReadOnlyStore:
         return None
 
     def _damaged(self, path: Path, reason: str) -> None:
-        """Handle a file that is not a record, or that has a record of another key."""
         self._warn(path, f"is not used: {reason}. Delete it or replace it")
 
     def _warn(self, path: Path, what: str) -> None:
@@ -167,10 +163,8 @@ class ReadOnlyStore:
 def read(path: Path) -> TuningRecord:
     """Return the record in ``path``.
 
-    Raises:
-        NewerSchema: a later version of triton_dist wrote the record.
-        ValueError: the file is not a valid record.
-        OSError: the file cannot be read.
+    Raise ``OSError`` if the file cannot be read, ``NewerSchema`` if a later version of triton_dist
+    wrote it, and ``ValueError`` if it is not a valid record.
     """
     try:
         content = read_bytes(path)

@@ -41,12 +41,10 @@ from triton_dist._warn import warn
 from triton_dist.errors import CacheWarning, NewerSchema
 
 MAX_BYTES = 8 << 20
-"""Maximum size of an entry in bytes."""
 _NAMESPACE = f"triton_dist-{SCHEMA}/"
 _NAME = re.compile(re.escape(_NAMESPACE) + r"[\w-]+/[0-9a-f]{32}-[0-9a-f]{32}", re.ASCII)
 _UNREACHABLE = {"TimeoutError", "ConnectionError", "gaierror", "ImportError"}
-"""Names of exception classes of Python, redis and botocore that are raised if the store cannot be
-reached."""
+"""Exception classes of Python, redis and botocore for a store that cannot be reached."""
 _FIRST_PAUSE, _MAX_PAUSE = 0.1, 2.0
 """Seconds between two look-ups while another job tunes. Each pause is longer than the last."""
 
@@ -158,10 +156,8 @@ class RemoteStore:
                 yield StoredRecord(record, f"{self.url}/{name}")
 
     def read(self, name: str) -> TuningRecord | None:
-        """Return the record in an entry; ``None`` if the entry is missing, expired or damaged.
-
-        Warn about a damaged entry.
-        """
+        """Return the record in an entry; ``None`` if it is missing, expired or (with a warning)
+        damaged."""
         try:
             data = self.request(lambda backend: backend.get(name, MAX_BYTES))
             return None if data is None else self._parsed(name, data)
@@ -216,10 +212,7 @@ class RemoteStore:
         raise kind(f"remote store {self.url}: {reason}")
 
     def _attempt(self, operation: str, request: Callable[[], T]) -> T | None:
-        """Return the result of ``request()``. If it fails, warn and return ``None``.
-
-        ``operation`` is "read", "write" or "lease".
-        """
+        """Return the result of ``request()``. If it fails, warn and return ``None``."""
         if operation in self._disabled_operations:
             return None
         try:

@@ -145,8 +145,7 @@ class Analysis:
         return {value: self.ratio(min(times)) - 1 for value, times in self._groups(name).items()}
 
     def always_failed(self) -> list[tuple[str, str, int]]:
-        """Return parameter, value and number of failures, for each value with which every tried
-        config failed."""
+        """Return parameter, value and number of failures, for each value that always failed."""
         failures: dict[tuple[str, str], int] = {}
         for trial in self.record.trials:
             if isinstance(trial.outcome, Failure) and trial.outcome.kind != "pruned":

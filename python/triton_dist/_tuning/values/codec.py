@@ -194,8 +194,7 @@ def _encode_function(value: Any, with_bound_values: bool) -> Tree:
     code = getattr(value, "__code__", None)
     if code is not None and "<" in value.__qualname__:
         closure = (value.__closure__ or ()) if with_bound_values else ()
-        cells = [encode(cell.cell_contents) for cell in closure]
-        tree["code"] = digest(*encode_code(code), cells)
+        tree["code"] = digest(*encode_code(code), [encode(cell.cell_contents) for cell in closure])
     return tree
 
 

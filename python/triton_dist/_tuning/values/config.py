@@ -321,10 +321,7 @@ class ConfigSpace(Sequence[Config]):
 
 
 class FixedSpace(ConfigSpace):
-    """Space that remains when the caller passes the values in ``fixed``.
-
-    ``prune_fn`` gets complete configs, with the values in ``fixed``.
-    """
+    """Space that remains when the caller passes ``fixed``. ``prune_fn`` gets complete configs."""
 
     fixed: Config
 
@@ -337,8 +334,7 @@ class FixedSpace(ConfigSpace):
 
 
 def on_complete_configs(function: Callable[..., object], fixed: Config) -> Callable[..., object]:
-    """Return ``function`` (``prune_fn`` or ``fallback_fn``), called with ``fixed`` added to each
-    config."""
+    """Return ``function``, called with ``fixed`` added to each config."""
 
     @functools.wraps(function)
     def with_fixed(config: Config, /, *args: Any, **kwargs: Any) -> object:

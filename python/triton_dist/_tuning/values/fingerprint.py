@@ -51,7 +51,6 @@ class Fingerprint:
     source: Mapping[str, str]
     """Digests of the Python statements that the function may run, by qualified name."""
     space: str
-    """Digest of the config space."""
     version: str = ""
     """Version declared by the author of the function; empty if not declared."""
     literal: Mapping[str, str] = field(default_factory=dict)

@@ -39,12 +39,10 @@ class Origin(NamedTuple):
         except (TypeError, ValueError):  # builtins have no signature
             parameters = []
         signature = f"({', '.join(parameters)}) tunes {', '.join(sorted(tunables))}"
-        module = _module_name(original(function).__module__)
-        return cls(qualified_name(function), module, signature)
+        return cls(qualified_name(function), _module_name(original(function).__module__), signature)
 
     def with_distinction(self, which: str) -> Origin:
-        """Return this origin with ``which`` appended to the signature, to distinguish functions of
-        equal name and parameters."""
+        """Return this origin with ``which`` appended to the signature, to make it unique."""
         return self._replace(signature=f"{self.signature}, {which}")
 
 
@@ -77,7 +75,6 @@ class Key:
     """
 
     function: str
-    """Qualified name without the module."""
     text: str
     """Result of ``key_fn`` as JSON (:func:`codec.text`)."""
     hardware: str
@@ -147,8 +144,7 @@ class Key:
         return self.function.rpartition(".")[2]
 
     def __str__(self) -> str:
-        """Return the result of ``key_fn`` as Python source, followed by the values of tuned
-        parameters that the caller passed."""
+        """Return the result of ``key_fn`` as Python source, then :attr:`passed_values`."""
         tree, passed = json.loads(self.text), self.passed_values
         return show(tree) if passed is None else f"{show(tree['tuple'][0])} {passed[0]}"
 

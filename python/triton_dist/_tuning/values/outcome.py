@@ -164,13 +164,10 @@ class JournalEntry:
     n: int
     """Index of the request, from 0."""
     config: str
-    """Digest of the config."""
     samples: int
-    """Number of requested samples."""
     outcome: Outcome
     seconds: float
-    """Seconds of tuning until the outcome. If the tuning was interrupted, the time until it was
-    resumed is not included."""
+    """Seconds of tuning until the outcome, without interruptions."""
 
     def to_tree(self) -> dict[str, Any]:
         request = {"n": self.n, "config": self.config, "asked": self.samples}

@@ -60,8 +60,7 @@ class Policy:
 
     @property
     def untimed_runs(self) -> int:
-        """Number of untimed runs of a config before each series of samples. A graph capture counts
-        as one run."""
+        """Untimed runs of a config before each series of samples; a graph capture counts as one."""
         return self.warmup + (self.timing == "graph")
 
     def is_model_based(self, candidates: Candidates) -> bool:
@@ -74,8 +73,7 @@ class Policy:
     def max_tried(self, number: int) -> int:
         """Return the maximum number of candidates tried out of ``number``.
 
-        With ``search="auto"``, a race may try more than the returned number: up to 1.5 times
-        ``tries``.
+        With ``search="auto"``, a race may try up to 1.5 times ``tries``.
         """
         return min(number, self.tries or number, self.max_trials or number)
 

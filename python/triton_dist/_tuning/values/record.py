@@ -44,9 +44,7 @@ class Trial:
     """One config and the outcome of trying it."""
 
     digest: str
-    """Digest of the config."""
     config: codec.Tree
-    """The values of the config, encoded as a JSON tree."""
     outcome: Outcome
 
     @classmethod
@@ -67,10 +65,8 @@ class TuningRecord:
     timestamp: str
     """End of the tuning, UTC, ISO 8601."""
     seconds: float
-    """Duration of the tuning in seconds."""
     warm_started_from: str = ""
-    """Text that names the records at other sizes from which the candidates were chosen. Empty if
-    all candidates were considered."""
+    """Names the records at other sizes from which the candidates were chosen, if any."""
     measured_sizes: tuple[int, ...] = ()
     """Sizes of the measured call. Empty if they equal the sizes in the key. A size in the key is
     the largest size of the range for which the result is used."""
@@ -204,22 +200,15 @@ class StoredRecord(NamedTuple):
     """Path of the record's file, or ``"memory"``."""
 
     def has_function_of(self, key: Key) -> bool:
-        """Return whether this record and ``key`` have the same function name.
-
-        For a shipped record, the modules must also be equal.
-        """
+        """Return whether ``key`` has this function name and, for a shipped record, this module."""
         recorded, shipped = self.record.key, self.record.shipped
         is_same_module = not shipped or recorded.module == key.module
         return recorded.function == key.function and is_same_module
 
 
 def _upgraded(tree: codec.Tree) -> dict[str, codec.Tree]:
-    """Return ``tree`` with the entries of the current schema.
-
-    Raises:
-        NewerSchema: a later version of triton_dist wrote the tree.
-        ValueError: the tree is malformed.
-    """
+    """Return ``tree`` in the current schema. Raise ``NewerSchema``, or ``ValueError`` if
+    malformed."""
     if not isinstance(tree, dict):
         raise ValueError("it is not a JSON object")
     schema = tree.get("schema")

@@ -253,10 +253,8 @@ def _integer(value: Any) -> int | None:
 
 
 def _rounded(rounding: Rounding, size: int) -> int | None:
-    """Return the largest size in the range of ``size``; ``None`` if ``rounding`` raises.
-
-    A user's rounding may not support sizes that no call has used.
-    """
+    """Return the largest size in the range of ``size``; ``None`` if the user's ``rounding``
+    raises."""
     try:
         return rounding(size)
     except Exception:
@@ -325,5 +323,4 @@ def _with_arguments(
 
 
 def _items(tree: Any) -> Any:
-    """Return the items of a tuple in the tree of a key."""
     return tree["items"] if "items" in tree else tree["tuple"]

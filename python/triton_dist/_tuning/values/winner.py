@@ -30,8 +30,7 @@ class Levels(NamedTuple):
     """Estimated standard deviation of one sample in milliseconds; outliers have little effect."""
 
     def standard_error(self, num_samples: int, other_num_samples: int) -> float:
-        """Return the standard error, in milliseconds, of the difference of two levels with these
-        numbers of samples."""
+        """Return the standard error in ms of the difference of two levels."""
         return self.noise * math.sqrt(1 / num_samples + 1 / other_num_samples)
 
 

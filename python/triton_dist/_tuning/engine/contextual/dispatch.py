@@ -56,8 +56,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
 
     Attributes:
         fn: the original function. If it is called directly, Triton tunes its kernels.
-        tuning_calls: number of additional calls of the function that tunings in this process made.
-            The user's own calls are not counted.
+        tuning_calls: calls that tunings in this process made in addition to the user's calls.
     """
 
     fn: Callable[P, R_co]
@@ -117,8 +116,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         Raises:
             RankDisagreement: ranks launch different kernels, keys or configs.
             TuningTimeout: a rank did not take part in the tuning.
-            TuningFrozen: there is no record, and ``TRITON_DIST_AUTOTUNE_FROZEN`` is set on some
-                rank.
+            TuningFrozen: there is no record, and some rank has ``TRITON_DIST_AUTOTUNE_FROZEN`` set.
             NoValidConfig: every config of some kernel failed.
         """
         if self._settled_for_world is not self._default_group.WORLD or self._interception.sessions:
@@ -126,7 +124,6 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         return self._call_settled(args, kwargs)  # type: ignore[no-any-return]
 
     def _call_settled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the settled function, and detect new kernels and keys."""
         interception, settled_call = self._interception, (self, get_ident())
         before = self._torch_state((args, kwargs)) if self._uses_random_numbers else None
         interception.enter_settled(settled_call)
@@ -187,7 +184,6 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         return result
 
     def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the function while ``call`` is registered as the current call of this thread."""
         interception = self._interception
         interception.enter(call)
         try:

@@ -50,8 +50,7 @@ class SettledFunction(Protocol):
         """Start to tune, because the function launched a kernel without a config."""
 
     def launch_known(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Launch a kernel instead of ``tuner.run`` if its config is known, else return
-        ``NOT_KNOWN``."""
+        """Launch a kernel if its config is known, else return ``NOT_KNOWN``."""
 
 
 class Call:
@@ -252,12 +251,10 @@ class Interception:
         return prune_configs
 
     def _current_settled_call(self) -> SettledCall | None:
-        """Return the innermost call of a settled function on this thread, or for whose backward
-        pass this autograd thread works.
+        """Return the innermost call of a settled function on this thread.
 
-        torch does not show whose backward pass an autograd thread runs. If several settled
-        functions run backward passes concurrently and launch new keys, they cannot be
-        distinguished.
+        On an autograd thread, it is the call for whose backward pass the thread works. Concurrent
+        backward passes of several settled functions cannot be distinguished.
         """
         watches, thread = list(self._settled_calls), threading.get_ident()
         on_thread = [settled_call for settled_call in watches if settled_call[1] == thread]
@@ -306,8 +303,7 @@ class _RunRedirection:
 
 
 class UntunedSession:
-    """Replacement of a session if tuning is off: each kernel uses its first config, and nothing is
-    looked up, measured or stored."""
+    """Replacement of a session if tuning is off: each kernel uses its first config."""
 
     calls = 1
     random_state: RandomState | None = None

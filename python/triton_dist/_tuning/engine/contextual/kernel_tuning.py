@@ -110,10 +110,8 @@ _ADDRESS = " at 0x"
 
 
 def triton_key(tuner: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the key under which Triton's ``Autotuner`` caches the config of a launch.
-
-    It has the values of the arguments in ``key=``, then the dtypes of all arguments.
-    """
+    """Return Triton's key of a launch: values of the arguments in ``key=``, then dtypes of all
+    arguments."""
     by_name = dict(zip(tuner.arg_names, args, strict=False)) | kwargs
     arguments = {name: value for name, value in by_name.items() if name in tuner.arg_names}
     values = [arguments[name] for name in tuner.keys if name in arguments]
@@ -175,7 +173,6 @@ class KernelTuning:
         self._journal: Journal | None = None
         self._head: codec.Tree = {}
         self._entries = 0
-        """Number of entries in the journal."""
         self._tried_digest = ""
         """Digest of the config that was written to the journal last as being tried."""
         self._began = time.monotonic()
@@ -262,7 +259,6 @@ class KernelTuning:
         self._append(digest, failure)
 
     def _append(self, digest: str, outcome: Outcome) -> None:
-        """Append an outcome to the journal."""
         if self._journal is not None:
             seconds = time.monotonic() - self._began
             self._journal.append(JournalEntry(self._entries, digest, 1, outcome, seconds))
@@ -534,17 +530,12 @@ class _NotCached(Exception):
 class _LocalConfigs:
     """The configs of the kernel on this rank, and the result of the pruning on this rank.
 
-    Attributes:
-        space: all configs.
-        kept: the configs that the pruning keeps.
-        configs: all configs, by digest.
-        triton_configs: the ``triton.Config`` objects, by digest.
+    ``kept`` are the configs that the pruning keeps. The maps are by digest.
     """
 
     def __init__(self, tuner: Any, prune: Callable[[], list[Any]]) -> None:
         self._tuner = tuner
         self.failure: Exception | None = None
-        """The exception that the pruning raised."""
         pruned: list[Any] = []
         try:
             pruned = prune()

@@ -44,10 +44,8 @@ def run_target(kind: Any) -> RunTarget:
 
 @functools.cache
 def _run_target(kind: Any, runs: tuple[tuple[type, Run], ...]) -> RunTarget:
-    """Return the result of :func:`run_target`, cached by ``runs``.
-
-    ``runs`` has the classes that define ``run``, in method resolution order, and these methods.
-    """
+    """Return the result of :func:`run_target`, given the ``run`` of each class in method resolution
+    order."""
     for number, (defining, run) in enumerate(runs):
         if defining is Autotuner:
             return RunTarget.TRITON_RUN
@@ -83,11 +81,8 @@ def has_own_cache(tuner: Any) -> bool:
 
 
 class OverriddenRuns:
-    """The subclasses of ``Autotuner`` that override ``run``. Their ``run`` can be replaced.
-
-    Args:
-        replace: takes a class and its ``run``, and returns the replacement of ``run``.
-    """
+    """The subclasses of ``Autotuner`` that override ``run``. ``replace(kind, run)`` returns a new
+    ``run``."""
 
     def __init__(self, replace: Callable[[type[Autotuner], Run], Run]) -> None:
         self._replace = replace
@@ -149,8 +144,7 @@ def _subclasses(kind: type[Autotuner]) -> Iterator[type[Autotuner]]:
 class Launch:
     """The launch ``tuner.run(*args, **kwargs)``, which can be made with any config.
 
-    Args:
-        undo: callbacks are added to it that undo the launch before the next call of the function.
+    Callbacks are added to ``undo`` that undo the launch before the function is called again.
     """
 
     def __init__(
@@ -168,10 +162,8 @@ class Launch:
             kernel._init_handles()
 
     def run_candidate(self, config: Any, device: Device, timer: Timer, timed: bool) -> Any:
-        """Launch a candidate, with ``timer`` around the kernel only.
-
-        If ``timed``, evict the last-level cache before the launch.
-        """
+        """Launch a candidate, with ``timer`` around the kernel only; if ``timed``, with a cold
+        cache."""
         tuner, arguments = self._tuner, self._arguments(config)
         # Triton's ``run``, which is not called here, checks this.
         conflicts = self._kwargs.keys() & config.kwargs.keys()

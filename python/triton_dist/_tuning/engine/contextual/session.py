@@ -42,8 +42,7 @@ from triton_dist.errors import (
 )
 
 KernelTunings = MutableMapping[tuple[Any, tuple[Any, ...]], KernelTuning]
-"""The kernel tunings of one decorated function, by kernel and Triton's key, in order of creation.
-"""
+"""Kernel tunings of a decorated function, by kernel and Triton's key, in order of creation."""
 
 _MAX_UNTUNED_KEYS = 8
 _MAX_SLOWDOWN = 3.0
@@ -182,8 +181,7 @@ class Session:
             for report in steps:
                 failures = report.failures | failures  # keep the failure of the lowest rank
             if digest not in failures:
-                slowest = max(report.milliseconds for report in steps)
-                tuning.tell(digest, slowest, self._reduction)
+                tuning.tell(digest, max(report.milliseconds for report in steps), self._reduction)
             for failed, failure in failures.items():
                 tuning.fail(failed, failure)
             if tuning.plan.current is None:

@@ -89,10 +89,8 @@ class TuningCall:
         )
 
     def why_unusable(self, tuning: KernelTuning, launch: Launch) -> str:
-        """Compile a recorded winner. Return, on all ranks, why some rank cannot use it.
-
-        The result is empty if all ranks can use it. Interpreted kernels need no compilation.
-        """
+        """Compile a recorded winner. Return, on all ranks, why some rank cannot use it; empty if
+        all can."""
         if jit_function(tuning.tuner) is None:
             return ""
         failure = ""
@@ -173,8 +171,7 @@ class TuningCall:
     def _compile_on_all_ranks(
         self, what: str, tuning: KernelTuning, config: Config, work: Callable[[], object]
     ) -> Failure | None:
-        """Run ``work`` on all ranks. Return the failure of the lowest rank that failed, or
-        ``None``."""
+        """Run ``work`` on all ranks. Return the failure of the lowest rank that failed, if any."""
         failure: Failure | None = None
         step = Step(f"call {self.number}: {what} {tuning.name} {config}")
         limit, self._compiling = self._parts.settings.compile_seconds, (tuning, config)
@@ -188,10 +185,9 @@ class TuningCall:
         return next((failure for failure in failures if failure is not None), None)
 
     def _launch_current(self, tuning: KernelTuning, launch: Launch) -> Any:
-        """Launch the config of the plan's next step.
+        """Launch the config of the plan's next step, or another one if this rank cannot launch it.
 
-        If it cannot be launched on this rank, launch another config in this call. Without a launch,
-        other ranks, on which the config runs, would wait for signals of this kernel.
+        Without a launch, other ranks would wait for signals of this kernel.
         """
         step, device = tuning.plan.current, self._parts.device
         assert step is not None  # otherwise the tuning has a winner
