@@ -72,29 +72,27 @@ class Calls:
         """Return the result of ``work`` and an event.
 
         Args:
-            kind: calls of a kind run in order, because they share a context.
+            kind: calls of a kind run in order, also on different streams: they share a context.
             previous: run after this event; asynchronous calls then do not wait for the current
                 stream.
             is_async: run on a second stream.
             inputs: tensors that ``work`` uses, also in tuples.
         """
-        last, previous = self._last.pop(kind, None), previous or EventOverlap()
-        if not is_async:
-            if last is not None and not last.is_awaited:
-                last.current_stream_wait()
-            previous.current_stream_wait()
-            return work(), EventOverlap()
-        results = []
+        last, previous, results = self._last.get(kind), previous or EventOverlap(), []
 
         def run() -> None:
+            if last is not None and last.must_be_awaited():
+                last.current_stream_wait()
             previous.current_stream_wait()
             results.append(work())
+            self._last[kind] = EventHandle(*(flat(results) if is_async else ()))
 
-        # If the last call was not asynchronous, it may still run on the current stream.
-        after_current = last is None or previous.event is None
-        join = self._device.fork(run, *flat(inputs), after_current=after_current)
-        event = self._last[kind] = EventHandle(join, *flat(results))
-        return results[0], EventOverlap(event)
+        if not is_async:
+            run()
+            self._last[kind].is_awaited = True  # by its own stream
+            return results[0], EventOverlap()
+        self._device.fork(run, *flat(inputs), after_current=previous.event is None)
+        return results[0], EventOverlap(self._last[kind])
 
 
 def flat(results: Any) -> Iterator[torch.Tensor]:

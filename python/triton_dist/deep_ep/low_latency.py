@@ -148,7 +148,11 @@ class LowLatencyCalls(Calls):
         inputs = x, topk_idx, cumulative_local_expert_recv_stats
         if return_recv_hook:
             sent, event = self._run(kind, lambda: send(ep_send), None, False)
-            return result, counts, handle, event, lambda: receive(sent.wait())
+
+            def hook() -> None:
+                self._run(kind, lambda: receive(sent.wait()), None, False)
+
+            return result, counts, handle, event, hook
         # The second stream also writes the results, which are allocated on this stream.
         written = out, scales, exponents, counts, handle
         _, event = self._run(kind, work, None, async_finish, inputs, written)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,18 +31,31 @@ class EventHandle:
     """The work that is queued on the current stream at creation.
 
     Args:
-        join: makes the current stream wait for other work, and use the tensors that it is passed.
-        tensors: results of that work.
+        tensors: results of the work.
     """
 
-    def __init__(self, join: Callable[..., None] | None = None, *tensors: torch.Tensor) -> None:
-        self._join = join or current_device().record_event()
-        self._tensors, self.is_awaited = tensors, False
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        device = current_device()
+        self._join, self._tensors = device.record_event(), tensors
+        self._streams, self._in_graph = {device.current_stream()}, device.is_capturing()
+        self.is_awaited = False
 
     def current_stream_wait(self) -> None:
         """Make the current stream wait for the work."""
         self._join(*self._tensors)
+        self._streams.add(current_device().current_stream())
         self.is_awaited = True
+
+    def must_be_awaited(self) -> bool:
+        """Return whether the current stream may run before the end of the work.
+
+        A capture cannot wait for an event outside of it, nor the other way round. There, it is
+        enough that any stream has waited.
+        """
+        device = current_device()
+        if device.current_stream() in self._streams:
+            return False
+        return not (self.is_awaited and (self._in_graph or device.is_capturing()))
 
 
 class EventOverlap:
