@@ -201,10 +201,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if part:
                 ordered = sorted(position for _, position, _ in part)
                 print(
-                    f"{path.stem}, {name}: {len(part)} records, of "
-                    f"{statistics.fmean(number for *_, number in part):.0f} candidates the winner "
-                    f"has position {statistics.fmean(ordered) + 1:.1f} on average, 95 % at most "
-                    f"{ordered[math.ceil(0.95 * len(ordered)) - 1] + 1}, top {TOP}: "
+                    f"{path.stem}, {name}: {len(part)} records with "
+                    f"{statistics.fmean(number for *_, number in part):.0f} candidates on average; "
+                    f"position of the winner: mean {statistics.fmean(ordered) + 1:.1f}, 95 % at most "
+                    f"{ordered[math.ceil(0.95 * len(ordered)) - 1] + 1}, in the top {TOP}: "
                     f"{_percent([position < TOP for position in ordered])}"
                 )
     if options.json is not None:

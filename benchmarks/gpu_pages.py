@@ -109,9 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, help="output folder of gpu_report.py")
-    parser.add_argument(
-        "--page", type=Path, default=PAGE, help="page to write; default: %(default)s"
-    )
+    parser.add_argument("--page", type=Path, default=PAGE, help="file; default: %(default)s")
     parser.add_argument(
         "--records", type=Path, default=RECORDS, help="folder; default: %(default)s"
     )

@@ -175,7 +175,7 @@ def _wait(process: subprocess.Popen[Any], seconds: float) -> int | None:
     except subprocess.TimeoutExpired:
         return None
     finally:
-        for signal_number in (signal.SIGINT, signal.SIGKILL):  # also for processes left behind
+        for signal_number in (signal.SIGINT, signal.SIGKILL):  # reaches background processes too
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal_number)
             with suppress(subprocess.TimeoutExpired):

@@ -71,8 +71,8 @@ def notes(report: Tree) -> list[str]:
     """Return the lines of explanation below the bars."""
     shapes = report["shapes"]
     lines = [
-        f"Serial baseline: {shapes[0]['serial']}. Limit: the larger of the times of the GEMM alone "
-        "and of the fastest transfer alone.",
+        f"Serial baseline: {shapes[0]['serial']}. Limit: max(fastest GEMM alone, fastest transfer "
+        "alone).",
         f"Medians of {report['rounds']} samples; a sample is the time of the slowest rank. "
         + (
             "Lines at the ends of bars: 10th to 90th percentile."
@@ -138,7 +138,7 @@ def _colour(name: str, serial: str) -> str:
 
 
 def _error_bars(shapes: list[Tree], mode: str, name: str, over_limit: bool) -> list[list[float]]:
-    """Return the extents of error bars, from the 10th to the 90th percentile: left, then right."""
+    """Return how far error bars (10th to 90th percentile) extend left and right of bar ends."""
     left, right = [], []
     for tree in shapes:
         length = bar_length(tree, mode, name, over_limit)

@@ -16,7 +16,7 @@ _WIDTH = 200
 """Columns of the console. rich uses 80 if the output is no terminal, which would wrap each row."""
 _LEGEND = """\
 A / B: time of A divided by time of B. own: this package's fastest config.
-limit: the larger of GEMM alone and fastest transfer alone. serial: GEMM and transfer in sequence.
+limit: max(fastest GEMM alone, fastest transfer alone). serial: GEMM and transfer in sequence.
 A/A: relative difference of two measurements of the winner. Smaller differences are noise."""
 BASELINE_KINDS = ("baseline", "peer")
 """Kind of a baseline in result files; older files have "peer"."""

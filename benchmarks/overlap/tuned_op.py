@@ -29,7 +29,7 @@ class TunedOp:
     Attributes:
         how: sizes from which the tuning was warm-started, or that it was a full tuning.
         first_call: time in ms of the tuning; see ``cost_of``. ``None``: there was a record.
-        raced: median in ms by config, of the fastest configs in this tuning; ``None``: as above.
+        raced: medians in ms by config of the fastest configs of the tuning. ``None``: as above.
     """
 
     def __init__(

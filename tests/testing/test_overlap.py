@@ -102,16 +102,16 @@ def what_a_rank_gets():
         rows = gather_alone(A, ctx)
         shards = [torch.empty_like(A) for _ in range(2)]
         dist.all_gather(shards, A)
-        baseline = 1 - dist.get_rank()
-        torch.testing.assert_close(rows[3 * baseline : 3 * baseline + 3], shards[baseline])
+        peer = 1 - dist.get_rank()
+        torch.testing.assert_close(rows[3 * peer : 3 * peer + 3], shards[peer])
 
 
-def test_peers_do_what_they_say(spawn_ranks):
+def test_baselines_return_what_they_should(spawn_ranks):
     untuned = {"TRITON_DIST_AUTOTUNE": "0"}
     assert spawn_ranks(2, everything_there_is, env=untuned) == [KINDS, KINDS]
 
 
-def test_every_case_is_here():
+def test_every_gemm_is_in_the_table():
     assert list(GEMM_OPINFOS) == list(KINDS)
 
 
@@ -120,7 +120,7 @@ def test_the_transfer_alone_brings_the_rows_of_peers(spawn_ranks):
 
 
 @pytest.mark.gpu(count=2)
-def test_torch_has_peers_on_gpus(spawn_ranks):
+def test_torch_has_baselines_on_gpus(spawn_ranks):
     untuned = {"TRITON_DIST_AUTOTUNE": "0"}
     for kinds in spawn_ranks(
         2, everything_there_is, "cuda", device="cuda", timeout=110, env=untuned
@@ -140,7 +140,7 @@ def test_the_limit_is_the_slower_part_at_its_fastest(gemm, transfers, limit):
     assert overlap_limit(candidates, samples) == limit
 
 
-def test_own_algorithms_are_told_from_vendors():
+def test_own_algorithms_are_distinguished_from_library_algorithms():
     own = {algorithm for algorithm in ALGORITHMS if AG_GEMM.is_own({"algorithm": algorithm})}
     assert own == {method.value for method in AllGatherMethod}
 

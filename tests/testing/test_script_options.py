@@ -106,7 +106,7 @@ CANDIDATES = {
     "op": Baseline("own", lambda: None),
     "GEMM alone": Baseline("gemm", lambda: None),
     "all-gather alone": Baseline("transfer", lambda: None),
-    "serial": Baseline("peer", lambda: None),
+    "serial": Baseline("baseline", lambda: None),
 }
 TIMES = {"op": 2.5, "GEMM alone": 2.0, "all-gather alone": 1.0, "serial": 3.0}
 
