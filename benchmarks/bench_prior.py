@@ -203,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(
                     f"{path.stem}, {name}: {len(part)} records with "
                     f"{statistics.fmean(number for *_, number in part):.0f} candidates on average; "
-                    f"position of the winner: mean {statistics.fmean(ordered) + 1:.1f}, 95 % at most "
+                    f"winner's position: mean {statistics.fmean(ordered) + 1:.1f}, 95 % at most "
                     f"{ordered[math.ceil(0.95 * len(ordered)) - 1] + 1}, in the top {TOP}: "
                     f"{_percent([position < TOP for position in ordered])}"
                 )

@@ -54,9 +54,10 @@ def _row_cells(tree: Tree, row: Tree) -> list[str]:
     mode, time = row["mode"], row["median"]
     times = [_shown(row.get(name), 1.0, digits=4) for name in ("median", "p10", "p90")]
     over_limit = _shown(time, tree["modes"][mode].get("limit"))
-    is_whole_op = row["kind"] in (*BASELINE_KINDS, "own", "library")
+    kind = "baseline" if row["kind"] in BASELINE_KINDS else row["kind"]
+    is_whole_op = kind in ("baseline", "own", "library")
     speed_up = _shown(median(tree, tree["serial"], mode), time) if is_whole_op else ""
-    return [mode, row["kind"], *times, over_limit, speed_up, _short(row.get("config", ""))]
+    return [mode, kind, *times, over_limit, speed_up, _short(row.get("config", ""))]
 
 
 def _short(config: str) -> str:
