@@ -172,7 +172,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
 
     def _untuned(self) -> UntunedSession:
         with suppress(TritonDistError):  # ranks that wait for this rank show the note
-            self._ranks().note(self._name, "called it with TRITON_DIST_AUTOTUNE=0")
+            self._ranks().note(self._name, "called it with TRITON_DIST_AUTOTUNE=0 or prior")
         return UntunedSession(self._interception)
 
     @deferred_warnings()
