@@ -79,8 +79,8 @@ def _refused(expected: str) -> Any:
 class Buffer(LowLatencyCalls):
     """Memory for dispatch and combine over the ranks of one host.
 
-    All ranks make equal calls in equal order, and tune them together. Calls with ``async_finish``
-    run on a second stream. ``allocate_on_comm_stream`` has no effect.
+    All ranks must make equal calls in equal order. They tune the calls together. Calls with
+    ``async_finish`` run on a second stream. ``allocate_on_comm_stream`` has no effect.
 
     Args:
         group: process group of one host; default: the world.
@@ -122,7 +122,7 @@ class Buffer(LowLatencyCalls):
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Set ``num_sms`` of the default configs, which bounds the programs of a call."""
+        """Set ``num_sms`` of the default configs: the largest number of programs of a call."""
         if new_num_sms % 2:
             raise InvalidArgument("set_num_sms", "new_num_sms", new_num_sms, "an even number")
         Buffer.num_sms = new_num_sms
@@ -136,7 +136,7 @@ class Buffer(LowLatencyCalls):
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Return about the bytes that low-latency calls allocate on each rank."""
+        """Return the approximate bytes that low-latency calls allocate on each rank."""
         # 2 contexts, each with 5 buffers of rows (create_ep_context).
         return 10 * num_ranks * num_max_dispatch_tokens_per_rank * hidden * torch.bfloat16.itemsize
 
@@ -201,13 +201,14 @@ class Buffer(LowLatencyCalls):
         Args:
             x: bf16 [tokens, hidden]; or fp8, and scales [tokens, at most hidden / 128] in fp32 or
                 int32.
-            handle: send to the ranks of an earlier dispatch. Excludes the next six arguments.
+            handle: send to the ranks of an earlier dispatch; excludes the next arguments up to
+                ``topk_weights``.
             num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank: results of
                 ``get_dispatch_layout``, for ``topk_idx`` if it is passed.
             num_tokens_per_rdma_rank: no effect.
             topk_idx: int64 [tokens, topk], experts; -1 is masked.
             topk_weights: fp32 [tokens, topk].
-            expert_alignment: round the returned numbers up to its multiples.
+            expert_alignment: round the returned numbers up to multiples of this number.
             num_worst_tokens: number of result rows, equal on all ranks and at least the ranks times
                 the tokens of any rank.
             config: ``num_sms`` bounds the programs, of which there are at least 4.
@@ -316,7 +317,7 @@ class Buffer(LowLatencyCalls):
             x: bf16 [received rows, hidden].
             handle: result of ``dispatch``.
             topk_weights: fp32 [received rows, topk].
-            bias: bf16 [tokens, hidden], or two, added to the rounded sum.
+            bias: bf16 [tokens, hidden], or a pair of such tensors, added to the rounded sum.
             config, previous_event, async_finish: see ``dispatch``.
 
         Returns:

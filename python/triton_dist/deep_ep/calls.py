@@ -19,7 +19,7 @@ Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class Calls:
-    """Base of ``Buffer``. Its contexts are created by the first call of a size, and grow."""
+    """Base of ``Buffer``. Its first calls create contexts; larger calls replace them."""
 
     def __init__(self, group: Group) -> None:
         self.group, ranks = process_group_of(group), group_for(group)

@@ -1,4 +1,4 @@
-"""Dispatch and combine of few tokens, with places for the worst routing.
+"""Dispatch and combine of few tokens, with result rows for the worst routing.
 
 The host does not wait. Two contexts alternate, so two micro-batches can be in flight. The weights
 of a combine travel to the experts' ranks, which return one sum per token and rank.
@@ -89,7 +89,7 @@ class LowLatencyCalls(Calls):
             ``None``.
 
         Raises:
-            InvalidArgument: options exclude each other, or two other calls wait for their function.
+            InvalidArgument: options exclude each other, or two earlier sends are not yet received.
         """
         limit, hidden = num_max_dispatch_tokens_per_rank, x.shape[1]
         groups = -(-hidden // SCALE_ELEMENTS)

@@ -18,7 +18,7 @@ def kernel_pack(
     max_tokens, capacity, EXPERTS: tl.constexpr, EXPERT_LANES: tl.constexpr, BLOCK: tl.constexpr,
     GROUP_LANES: tl.constexpr,
 ):  # fmt: skip
-    """Copy the row of each position to out [EXPERTS, capacity, hidden]; leave gaps unwritten.
+    """Copy rows, in order of experts, to out [EXPERTS, capacity, hidden]; leave gaps unwritten.
 
     Grid (programs,). Scales [EXPERTS, groups, capacity] and indices of tokens [EXPERTS, capacity].
     """

@@ -59,7 +59,7 @@ class EventHandle:
 
 
 class EventOverlap:
-    """An event of a call, also as a context manager that makes the current stream wait at its end.
+    """An event of a call; as a context manager, it makes the current stream wait at the end.
 
     Args:
         event: ``None`` for a call that the current stream waits for anyway.

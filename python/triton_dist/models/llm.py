@@ -38,7 +38,7 @@ class LLM:
         mode: mode in which ``inference`` runs, such as ``"triton_dist"``; set it with ``set_fwd``.
 
     Args:
-        config: name and settings of the model, which ``init_model_cpu`` creates.
+        config: name and settings; ``init_model_cpu`` creates the model.
         group: process group; ``None``: the world, or this process alone without
             ``torch.distributed``.
 
@@ -61,7 +61,7 @@ class LLM:
         self.model = stock.eval()
         blocks = [(block.self_attn, block.mlp) for block in stock.model.layers]
         self._layers = [layer for block in blocks for layer in block]
-        self._share(None)
+        self._set_ranks(None)
         self.model_type = "moe" if any(isinstance(mlp, TP_MoE) for _, mlp in blocks) else "dense"
         self.dtype, self.max_length = config.dtype, config.max_length
         self.num_layers = len(blocks)
@@ -97,12 +97,12 @@ class LLM:
         """
         self.finalize()
         self.ranks = TensorParallel(max_M, self.group)
-        self._share(self.ranks)
+        self._set_ranks(self.ranks)
 
     init_triton_dist_AR_ctx = init_triton_dist_ctx
     init_triton_dist_gemm_ar_ctx = init_triton_dist_ctx
 
-    def _share(self, ranks: Collectives | None) -> None:
+    def _set_ranks(self, ranks: Collectives | None) -> None:
         for layer in self._layers:
             layer.ranks = ranks
 
@@ -129,11 +129,11 @@ class LLM:
             InvalidArgument: there are more tokens than the contexts allow, the batch is larger than
                 the cache, or the mode requires contexts and there are none.
         """
-        decoder, form = self.model.model, _FORWARDS[self.mode]
+        decoder, method = self.model.model, _FORWARDS[self.mode]
         rest = position_ids, self.cos_sin_cache, kv_cache
         x = decoder.embed_tokens(input_ids)
         for number, block in enumerate(decoder.layers):
-            attention, feed_forward = getattr(block.self_attn, form), getattr(block.mlp, form)
+            attention, feed_forward = getattr(block.self_attn, method), getattr(block.mlp, method)
             x = x + attention(block.input_layernorm(x), *rest, number)
             x = x + feed_forward(block.post_attention_layernorm(x))
         last: torch.Tensor = decoder.norm(x[:, -1:])
@@ -196,7 +196,7 @@ class LLM:
 
     def finalize(self) -> None:
         """Free the layers' contexts; idempotent. Collective."""
-        self._share(None)
+        self._set_ranks(None)
         ranks, self.ranks = self.ranks, Collectives(self.group)
         ranks.finalize()
 

@@ -37,7 +37,7 @@ class Specialisation:
 
     @functools.cached_property
     def leaves(self) -> dict[ArgumentPath, tuple[str, str]]:
-        """Name and type by path, for members instead of tuples; names of members: ``pair[0]``."""
+        """Name and type by path. Members replace tuples, under names such as ``pair[0]``."""
         named = list(self.types.items())
         return {path: leaf for i, one in enumerate(named) for path, leaf in _leaves((i,), *one)}
 

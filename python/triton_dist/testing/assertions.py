@@ -23,7 +23,7 @@ def assert_allclose(
 ) -> None:
     """Assert that ``|x - y| <= atol + rtol * |y|`` everywhere and that all values are finite.
 
-    NaN and infinity fail in both tensors, because a wrong test may expect non-finite values.
+    NaN or infinity in either tensor fails, because a wrong test may expect non-finite values.
 
     Args:
         x: actual result.

@@ -97,8 +97,8 @@ class _Utils:
     ) -> tuple[None, int, int, int, int]:
         """Return (module, function, registers, spilled words, max threads).
 
-        The function is a unique number. The module is ``None``, because from Triton 3.8 on a
-        kernel's destructor makes the active driver, which may be another one by then, unload it.
+        The function is a unique number. The module is ``None``: from Triton 3.8 on, a kernel's
+        destructor unloads its module with the driver that is active then, possibly a GPU's.
         """
         registers, stack = resource_usage(cubin)
         return None, next(self._handles), registers, stack // 4, MAX_THREADS_PER_BLOCK
@@ -180,7 +180,7 @@ def install(
         default.multiprocessors if multiprocessors is None else multiprocessors,
     )
     triton_compat.pin_defaults()
-    # Triton caches the limit by device index for the whole process; ours may differ each time.
+    # Triton caches the shared-memory limit by device index; each call may set another limit.
     triton.compiler.compiler.max_shared_mem.cache_clear()
     driver = CompileOnlyDriver(arch, hardware)
     triton.runtime.driver.set_active(driver)

@@ -2,7 +2,7 @@
 
 The fork server of ``spawn_ranks`` imports this module if ranks interpret kernels. In each rank, the
 kernels would take 0.5 s; the sources that tuning reads, 1.5 s; ``torch.distributed.tensor`` and
-``torch._dynamo``, which layers need, 1.5 s. Most tests take less.
+``torch._dynamo``, which layers need, 1.5 s. Together this exceeds the time of most tests.
 """
 
 from __future__ import annotations

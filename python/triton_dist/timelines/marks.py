@@ -21,7 +21,7 @@ from triton_dist.timelines import trace
 PROCESS = "marks in kernels"
 _CLOCK = "triton_dist: clock of marks"
 _PRECISION_NS = 4
-"""A trace stores times as floats in microseconds, which may round them by a few ns."""
+"""A trace stores times as floats in microseconds, so times are rounded by a few ns."""
 _NUM_READINGS = 5
 """Clock readings at the start and end of a recording. Preemption may delay single readings."""
 

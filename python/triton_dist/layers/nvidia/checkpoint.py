@@ -65,7 +65,7 @@ class TrainingState(Stateful):
         self.model, self.optimizer = _unwrapped(model), optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return weights and optimiser state, for sharded weights as ``DTensor``. Collective.
+        """Return weights and optimiser state, as ``DTensor`` if sharded. Collective.
 
         Raises:
             InvalidArgument: the optimiser's state of a sharded parameter has neither the shape of

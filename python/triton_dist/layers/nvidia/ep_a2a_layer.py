@@ -88,7 +88,8 @@ class EPAll2AllLayer(torch.nn.Module):
     def combine(self, input: torch.Tensor, ep_a2a_layout_desc: Received) -> torch.Tensor:
         """Return [tokens, hidden]: for each token of this rank, the unweighted sum of its rows.
 
-        ``input`` has the rows of ``dispatch`` after the experts, ``ep_a2a_layout_desc`` the layout.
+        ``input``: the experts' results for the rows of ``dispatch``, whose layout is the other
+        argument.
         """
         return ep_combine(
             input, ep_a2a_layout_desc, self.ctx, apply_weights=False, num_sms=self.num_sm
@@ -100,7 +101,7 @@ class EPAll2AllLayer(torch.nn.Module):
 
 
 Layout: TypeAlias = tuple[Received, torch.Tensor]
-"""Result of ``ep_dispatch``, and the row in the padded result for each sorted choice."""
+"""Result of ``ep_dispatch``, and the row of each choice, sorted by expert, in the padded result."""
 
 
 class EPLowLatencyAllToAllLayer:

@@ -25,8 +25,8 @@ class EP_MoE(TP_MoE):
     ``TP_MoE`` describes parameters, routing and arguments. Rank r has the experts
     ``r * E / ranks`` to ``(r + 1) * E / ranks - 1``. E must be a multiple of the number of ranks.
 
-    *Sequence-parallel* (default): each rank has different tokens. They are sent to the ranks of
-    their experts, and each token's weighted sum is sent back (``ep_dispatch``, ``ep_combine``).
+    *Sequence-parallel* (default): each rank has different tokens. A token is sent to the ranks of
+    its experts, and the token's weighted sum is sent back (``ep_dispatch``, ``ep_combine``).
     Ranks may have different numbers of tokens if ``forward`` is passed ``max_tokens``.
     *All-reduce*: all ranks have all tokens. Each rank runs its experts, and the results are summed
     over the ranks.

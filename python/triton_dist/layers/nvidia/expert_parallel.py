@@ -63,8 +63,8 @@ def ep_experts(
         keep_gathered: keep the received tokens and the first products for the backward pass, which
             otherwise sends the tokens again and multiplies again.
         exact_sizes: read the number of received routes on the host and allocate memory for this
-            number. Otherwise, memory is allocated for ``ranks * max_tokens * topk`` routes. The
-            call cannot be captured in a CUDA graph. Ignored in ``torch.compile``.
+            number. The call then cannot be captured in a CUDA graph. Otherwise, memory is allocated
+            for ``ranks * max_tokens * topk`` routes. Ignored in ``torch.compile``.
 
     Returns:
         [tokens, hidden].

@@ -33,7 +33,7 @@ class WeightScales(NamedTuple):
 
     Attributes:
         name: name of the scales in a module.
-        scalar_shape: shape of the scale if each weight has only one, else ``None``.
+        scalar_shape: shape of the scale if each weight has only one scale, else ``None``.
         input_shape: shape of the input's static scale, or ``None``.
     """
 
@@ -79,7 +79,7 @@ def quantise(
         x: [rows, K]; with ``silu_mul``, [rows, 2 * K].
         is_block: compute a scale per 128 elements of a row, else per row.
         silu_mul: quantise silu(left half of x) * right half of x.
-        static_scale: scales to use instead of computed ones; the largest element is used.
+        static_scale: scales to use instead of computed scales; only the largest element is used.
         used_rows: int32 tensor, number of rows to quantise; ``None``: all.
     """
     out, scale = _quantised(x, is_block, silu_mul, static_scale)

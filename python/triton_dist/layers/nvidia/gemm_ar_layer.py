@@ -52,7 +52,7 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
         use_ll_kernel: with ``user_gemm_config``: use the one-shot algorithm if the rows fit, else
             the two-shot algorithm.
         copy_to_local: if ``False``, a result may be a view of the context's memory. The view stays
-            valid during the next call. The call after the next one overwrites it.
+            valid during the next call; the second next call overwrites it.
         NUM_COMM_SMS, NUM_SM_MARGIN, TILE_MAP_LEVEL: ignored; accepted for existing scripts.
         user_gemm_config: tile sizes, warps and stages; ``None``: tune. Other names are ignored.
         has_weight: the layer stores its weight.
@@ -176,7 +176,7 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
     def _weight_and_bias(
         self, weight: torch.Tensor | None, bias: torch.Tensor | None, *scales: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return weight and bias, or the layer's where they are ``None``; reject scales."""
+        """Return weight and bias, or the layer's if an argument is ``None``; reject scales."""
         for name, scale in zip(("scale_a", "scale_b"), scales, strict=True):
             if scale is not None:
                 expected = "None: products of int8 and fp8 are not supported"

@@ -1,6 +1,7 @@
 """Attention over a sequence whose tokens are distributed over a 2-D mesh of ranks.
 
-Ranks of one mesh dimension exchange tokens for heads (Ulysses). Ranks of the other gather k and v.
+Ranks of one mesh dimension exchange tokens for heads (Ulysses). Ranks of the other dimension gather
+k and v.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class Collectives:
         return libraries.all_gather_rows(shard.contiguous(), self.group)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """Return ``tensor`` of rank ``source``. Elsewhere, only its shape and dtype are used."""
+        """Return ``tensor`` of rank ``source``. Others pass a tensor of its shape and dtype."""
         if self.num_ranks == 1:
             return tensor
         whole = tensor.contiguous()
@@ -199,13 +199,13 @@ class Collectives:
         return C
 
     def ag_group_gemm(self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return ``group_gemm`` of the gathered A [m, K]. Other shapes are equal."""
+        """Return ``group_gemm`` of the gathered A [m, K]. Other shapes are as in ``group_gemm``."""
         return self.group_gemm(self.all_gather(A), B, ids)
 
     def moe_reduce_rs(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
     ) -> torch.Tensor:
-        """Return this rank's tokens of ``scales * group_gemm``, summed over experts and ranks.
+        """Return ``scales * group_gemm``, summed over experts and ranks, for this rank's tokens.
 
         x is [M * topk, k], weights are [E, k, N], ids and scales are [M, topk]. The result is
         [m, N].
@@ -215,7 +215,7 @@ class Collectives:
     def moe_reduce_ar(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
     ) -> torch.Tensor:
-        """Return the sums of ``moe_reduce_rs`` of all tokens, [M, N], on every rank."""
+        """Return the sums of ``moe_reduce_rs`` for all tokens, [M, N], on every rank."""
         return self.all_reduce(self._weighted_sums(x, weights, ids, scales))
 
     def _weighted_sums(

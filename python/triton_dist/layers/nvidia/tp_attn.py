@@ -234,7 +234,7 @@ class TP_Attn(TensorParallelLayer):
         return [parameter for norm in norms for parameter in norm.parameters()]
 
     def replicated_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the rows of ``tensor`` of key-value heads that several ranks have, as a view.
+        """Return a view of the rows of ``tensor`` for key-value heads that several ranks have.
 
         ``tensor`` has the shape of ``wqkv`` or ``bqkv``. If FSDP2 shards it, only the rows of the
         local part are returned.

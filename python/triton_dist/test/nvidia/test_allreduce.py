@@ -1,7 +1,7 @@
 """All-reduce on all ranks: ``bash scripts/launch.sh test_allreduce.py --case check``.
 
 ``check``: compare results at random sizes with sums in fp32, then make back-to-back calls without
-synchronisation. ``perf``: print latency and bandwidth, and the library's; each size is 4 times the
+synchronisation. ``perf``: print times of the op and of the library; each size is 4 times the
 previous size. On CPU ranks, sizes and rounds are reduced for the interpreter.
 """
 

@@ -135,8 +135,8 @@ class OpInfo(ABC, Generic[S]):
         shapes: shapes for which the op must be fast.
         transfer: name of the collective that the op contains.
         serial: name of the baseline that runs GEMM and collective in sequence.
-        overlaps: the op overlaps a collective with compute. If false, the op does not, and
-            ``serial`` names a library's implementation.
+        overlaps: the op overlaps a collective with compute. If false, ``serial`` names a
+            library's implementation of the op.
         library_algorithms: names of algorithms that call libraries, in addition to
             ``LibraryAlgorithm``.
         algorithm_tunables: tunables that, with ``algorithm``, distinguish algorithms in tables.
@@ -279,7 +279,7 @@ class OpInfo(ABC, Generic[S]):
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
         """Return invalid calls: arguments that replace valid ones, by the name in the error.
 
-        The name is the argument that the ``InvalidArgument`` error reports. Text in parentheses
+        Each name is the argument that the ``InvalidArgument`` error reports. Text in parentheses
         distinguishes several entries with one name. ``good`` has the largest valid operands for the
         context.
         """
@@ -287,8 +287,8 @@ class OpInfo(ABC, Generic[S]):
     def inputs_for(self, key: Any) -> Call:
         """Return the largest call with tuning key ``key``. Only for tests of shipped records.
 
-        Tensors are meta tensors. An object with the attributes that the op's ``key_fn`` and
-        ``prune_fn`` read replaces the context.
+        Tensors are meta tensors. The context is a substitute, with only the attributes that are
+        read by the op's ``key_fn`` and ``prune_fn``.
         """
         raise NotImplementedError
 
@@ -320,9 +320,9 @@ def fill(
     """Write random values to the left operand ``a``, and to its scales if it is fp8.
 
     The sum of ``num_terms`` products of elements of ``a`` and uniform values from -1 to 1 then has
-    a standard deviation of 1; with fp8 scales of both operands, 0.25 to 1.
+    a standard deviation of 1. With fp8 scales of both operands, it is 0.25 to 1.
     """
-    # A product of U(-s, s) and U(-1, 1) has a standard deviation of s / 3.
+    # A product of uniform values from (-s, s) and (-1, 1) has a standard deviation of s / 3.
     limit = 3 / num_terms**0.5
     if "A_scale" in operands:
         operands["A_scale"].uniform_(limit / 2, limit, generator=generator)

@@ -102,7 +102,7 @@ class CollectiveOpInfo(OpInfo[Size]):
         return (operands["x"], ctx), {}
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
-        """Return the sum or this rank's shard of it, added in fp32 and rounded once."""
+        """Return the sum, or this rank's shard of the sum, added in fp32 and rounded once."""
         x = operands["x"]
         total = x.float()
         dist.all_reduce(total, group=group)

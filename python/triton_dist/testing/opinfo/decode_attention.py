@@ -39,7 +39,7 @@ class DecodeShape:
 
 class DecodeOpInfo(ExchangeOpInfo[DecodeShape]):
     """Operands ``q`` [batch, heads, head_dim], ``k_cache``, ``v_cache`` and ``kv_lens``. ``q`` and
-    ``kv_lens`` are equal on all ranks. The caches have this rank's tokens, without pages."""
+    ``kv_lens`` are equal on all ranks. The caches are not paged and have this rank's tokens."""
 
     shape, shapes = DecodeShape, (DecodeShape(65536, 1, 96, 12, 128),)
     transfer, create = "all-gather", staticmethod(create_sp_decode_context)

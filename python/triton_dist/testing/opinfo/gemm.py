@@ -66,14 +66,14 @@ SHAPES = (
     Shape(4096, 10240, 8192),
     *(Shape(M, 28672, 8192) for M in (2048, 1024, 512)),
 )
-"""Shapes that are limited by compute, by compute and transfer alike, or small."""
+"""Shapes limited by compute, shapes limited by compute and transfer alike, small shapes."""
 
 
 class GEMMOpInfo(OpInfo[Shape]):
     """A GEMM of A and B across ranks.
 
     Attributes:
-        sums_over_ranks: K is sharded, as in a layer's last GEMM. Otherwise N, as in its first GEMM.
+        sums_over_ranks: K is sharded, as in a layer's last GEMM. If false, N is sharded.
         any_rows: every rank gets all rows of the result, so M need not be a multiple of the ranks.
     """
 

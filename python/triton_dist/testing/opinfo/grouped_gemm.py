@@ -44,7 +44,7 @@ from triton_dist.testing.opinfo.scaled import (
 MODELS = {
     name: dataclasses.replace(shape, N=shape.N // 2) for name, shape in FIRST_PRODUCTS.items()
 }
-"""First GEMMs of MoE layers (gate and up together): the sizes of one of two ranks."""
+"""First GEMMs of MoE layers (gate and up together): sizes on each of two ranks."""
 
 
 class GroupedGEMMOpInfo(RoutedOpInfo):

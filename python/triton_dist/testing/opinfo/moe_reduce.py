@@ -58,7 +58,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
     models, shapes = SECOND_PRODUCTS, tuple(SECOND_PRODUCTS.values())
     library_algorithms, algorithm_tunables = ("library",), ("num_chunks", "reduction")
     scatters_rows: ClassVar[bool]
-    """Each rank gets M / W rows of the sum, so M is a multiple of the ranks; else all rows."""
+    """Each rank gets M / W rows of the sum, and W divides M. If false, each gets all rows."""
 
     @abstractmethod
     def create(self, *args: Any, **options: Any) -> Any:
