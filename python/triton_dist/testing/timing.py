@@ -50,7 +50,7 @@ def interleaved(
     warmup_rounds: int = 3,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Samples]:
-    """Time each candidate once per round, so that clock and power drift affects all equally.
+    """Time each candidate once per round, so that clock and power drift affect all equally.
 
     Before each sample, ranks flush the L2 cache and wait for each other. Collective over ``group``.
 
@@ -85,7 +85,7 @@ def interleaved(
             device.synchronize()
             if round_number >= warmup_rounds:
                 milliseconds[name].append(timer.milliseconds())
-    own = [t for times in milliseconds.values() for t in times]
+    own = [sample for samples in milliseconds.values() for sample in samples]
     everyone = ranks.all_gather("interleaved timing", own)
     slowest = [max(times) for times in zip(*everyone, strict=True)]
     return {
@@ -97,7 +97,7 @@ def interleaved(
 def captured(call: Callable[[], Any], warmup: int = 3) -> Callable[[], Any]:
     """Return the replay of a CUDA graph of ``call``; on CPU ranks, return ``call``.
 
-    All ranks must capture, and must replay the same number of times.
+    All ranks must capture the call, and must make equal numbers of replays.
 
     Args:
         call: the call to capture.

@@ -84,7 +84,7 @@ class EPOpInfo(ExchangeOpInfo[TokenShape]):
     def sorted_routes(
         self, operands: Operands, group: Group
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return three tensors: expert's rank, token and weight of each choice, sorted by expert."""
+        """Return three tensors: expert's rank, token, weight of each choice; sorted by expert."""
         ids, weights = operands["topk_ids"], operands["topk_weights"]
         expert, weights = (gathered(each, group).flatten() for each in (ids, weights))
         order = expert.argsort(stable=True)
