@@ -90,7 +90,7 @@ def _varying(
 
 _logger = logging.getLogger("triton_dist.tuning")
 _CONFIG_ERRORS = {"OutOfResources", "CompilationError", "PTXASError", "CandidateFailed"}
-"""Names of exception classes whose cause is the config; triton itself is not imported here. Out of
+"""Exception classes whose cause is the config, by name, because triton is not imported here. Out of
 device memory is not included: other allocations of the program may cause it."""
 _FAILED_PASS = "PassManager::run failed"
 """Text of the ``RuntimeError`` that Triton raises if a compiler pass fails."""

@@ -73,7 +73,7 @@ class Model:
     def learn(self, points: Sequence[Point], times: Sequence[float]) -> None:
         """Fit the model to measured times in ms, ``inf`` for failures.
 
-        Of more than 300 configs, use the fastest 150 and up to 150 of the rest.
+        Of more than 300 configs, use the fastest 150, then every other config, up to 300 in total.
         """
         kept = np.argsort(times, kind="stable")
         if len(kept) > _MAX_CONFIGS:

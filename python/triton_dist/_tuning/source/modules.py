@@ -199,7 +199,7 @@ def _imports_of(node: ast.AST) -> dict[str, Import]:
 
 @functools.cache
 def _fields(kind: Any) -> tuple[str, ...]:
-    """Return the fields that are part of a digest: all but ``type_params``, new in Python 3.12."""
+    """Return the fields in a digest. ``type_params`` exists since Python 3.12 only."""
     left_out = ("ctx", "kind", "type_comment", "type_params")
     return tuple(each for each in kind._fields if each not in left_out)
 

@@ -530,7 +530,7 @@ class _NotCached(Exception):
 class _LocalConfigs:
     """The configs of the kernel on this rank, and the result of the pruning on this rank.
 
-    ``kept`` are the configs that the pruning keeps. The maps are by digest.
+    The pruning keeps ``kept``. ``configs`` and ``triton_configs`` have all configs, by digest.
     """
 
     def __init__(self, tuner: Any, prune: Callable[[], list[Any]]) -> None:
