@@ -16,7 +16,7 @@ from triton_dist.runtime.device.cuda_copies import CudaTransfer
 from triton_dist.runtime.device.cuda_launch import (
     RepeatedLaunch,
     can_repeat,
-    has_launch_hooks,
+    must_launch_through_triton,
     scratch_bytes,
 )
 from triton_dist.runtime.device.transfer import AwaitFlag, Copy, InputRows, SetFlag
@@ -198,11 +198,11 @@ def test_a_tuple_with_a_member_that_only_triton_can_launch():
 
 
 def test_a_profiler_sees_every_launch(monkeypatch):
-    assert not has_launch_hooks()
+    assert not must_launch_through_triton()
     with marking.Marks(None).on():
-        assert has_launch_hooks()
+        assert must_launch_through_triton()
         with marking.off():
-            assert not has_launch_hooks()
-    assert not has_launch_hooks()
+            assert not must_launch_through_triton()
+    assert not must_launch_through_triton()
     monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", lambda metadata: None)
-    assert has_launch_hooks()
+    assert must_launch_through_triton()

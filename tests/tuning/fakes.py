@@ -160,7 +160,7 @@ class Rank:
     fingerprint: Fingerprint | None = None
     always_tune: bool = False
     frozen: bool = False
-    by_prior: bool = False
+    predict_only: bool = False
     strict: bool = False
     verbose: bool = False
     name: str = "run"
@@ -213,7 +213,7 @@ class Rank:
                 policy=self.policy,
                 always_tune=self.always_tune,
                 frozen=self.frozen,
-                by_prior=self.by_prior,
+                predict_only=self.predict_only,
                 strict=self.strict,
                 verbose=self.verbose,
                 seconds=SECONDS,

@@ -110,14 +110,14 @@ def test_unknown_predictions_are_last_and_are_not_skipped():
 
 
 def predicting(size=1, **options):
-    return some(size, by_prior=True, **options)
+    return some(size, predict_only=True, **options)
 
 
 def test_an_answer_without_a_measurement_is_agreed_and_not_stored():
     ranks = predicting(2)
     ranks[1].prior_fn = None
     ranks[1].tuned.prior_fn = lambda config, x: 1.0 + config["n"]
-    ranks[1].by_prior = False  # one rank is enough
+    ranks[1].predict_only = False  # one rank is enough
     assert together(ranks) == [(1, {"n": BEST})] * 2
     assert [rank.calls for rank in ranks] == [[{"n": BEST}]] * 2
     assert [list(rank.disk.records()) for rank in ranks] == [[], []]
@@ -164,12 +164,12 @@ def test_pruned_configs_are_not_answers():
     assert [type(error) for error in errors] == [ArithmeticError, RankDisagreement]
 
 
-@pytest.mark.parametrize("by_prior", [False, True])
+@pytest.mark.parametrize("predict_only", [False, True])
 @pytest.mark.parametrize(
     ("value", "cause"),
     [(ZeroDivisionError("no"), "ZeroDivisionError: no"), (-1.0, "returned -1.0")],
 )
-def test_a_failing_prior_fn_is_an_error_on_all_ranks(by_prior, value, cause):
+def test_a_failing_prior_fn_is_an_error_on_all_ranks(predict_only, value, cause):
     def fails(config, x):
         if config["n"] != 3:
             return 1.0
@@ -177,7 +177,7 @@ def test_a_failing_prior_fn_is_an_error_on_all_ranks(by_prior, value, cause):
             raise value
         return value
 
-    ranks = some(2, prior_fn=fails, by_prior=by_prior)
+    ranks = some(2, prior_fn=fails, predict_only=predict_only)
     errors = together(ranks)
     for error in errors:
         assert isinstance(error, PriorFailed)

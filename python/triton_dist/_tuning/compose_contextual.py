@@ -20,7 +20,7 @@ from triton_dist._tuning.engine.contextual.kernel_tuning import ContextualParts
 from triton_dist._tuning.engine.parts import NoWorld
 from triton_dist._tuning.protocols import RankGroup
 from triton_dist._tuning.search.steps import OrderedPlan, RacingPlan
-from triton_dist._tuning.shared import common_parts, fingerprint_of, is_by_prior, is_off
+from triton_dist._tuning.shared import common_parts, fingerprint_of, is_off, is_predict_only
 from triton_dist._tuning.source import sources_of
 from triton_dist._tuning.store import StepLog
 from triton_dist._tuning.values import ConfigSpace, Fingerprint, Policy, codec
@@ -117,7 +117,7 @@ def contextual_autotune(
             _interception,
             default_group if is_dist else NoWorld,
             ranks_now,
-            lambda: is_off() or is_by_prior(),  # kernels have no prior_fn
+            lambda: is_off() or is_predict_only(),  # kernels have no prior_fn
             functools.partial(RandomState, torch_only=True),
         )
 

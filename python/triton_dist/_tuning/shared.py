@@ -61,7 +61,7 @@ def is_off() -> bool:
     return not (_regions or knobs.autotune.get())
 
 
-def is_by_prior() -> bool:
+def is_predict_only() -> bool:
     """Return whether predictions replace measurements (``TRITON_DIST_AUTOTUNE=prior``)."""
     return not _regions and knobs.autotune.get() == "prior"
 
@@ -107,7 +107,7 @@ def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store
             policy=policy,
             always_tune=knobs.autotune_always_tune.get(),
             frozen=not _regions and knobs.autotune_frozen.get(),
-            by_prior=is_by_prior(),
+            predict_only=is_predict_only(),
             strict=knobs.autotune_version_check.get(),
             verbose=verbose or knobs.autotune_print.get(),
             seconds=seconds,

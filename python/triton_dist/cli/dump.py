@@ -30,9 +30,10 @@ def add_to(subcommands: Any) -> None:
         "compiles or loads from Triton's cache, including kernels of libraries. Each kernel gets a "
         "folder in DIR with <kernel>.ttir to <kernel>.cubin, the machine code <kernel>.sass, and "
         "<kernel>.json, which describes target, signature and options. The exit status is the "
-        "status of COMMAND. --diff compares the kernels in two such folders: registers, stack, "
+        "status of COMMAND; 1 if COMMAND succeeds but no kernel is exported. --diff compares the "
+        "kernels in two of these kernel folders: registers, stack, "
         "shared memory, and the operations of TTGIR, PTX and machine code in each loop and "
-        "outside of loops. The exit status is 1 if the kernels differ.",
+        "outside of loops. The exit status of --diff is 1 if the kernels differ.",
         examples=[
             "dump --to kernels -- python train.py",
             "dump --to k --levels ptx -- torchrun t.py",

@@ -38,7 +38,7 @@ class LLM:
         mode: mode in which ``inference`` runs, such as ``"triton_dist"``; set it with ``set_fwd``.
 
     Args:
-        config: name and settings; ``init_model_cpu`` creates the model.
+        config: name and settings of the model; ``init_model_cpu`` creates the model from them.
         group: process group; ``None``: the world, or this process alone without
             ``torch.distributed``.
 
@@ -169,7 +169,7 @@ class LLM:
                 raise InvalidArgument("LLM.tune", "prompts", tokens, expected)
             if sequence_parallel and sequences % self.world_size:
                 expected = f"a multiple of the {self.world_size} ranks"
-                raise InvalidArgument("LLM.tune", "sequences", sequences, expected)
+                raise InvalidArgument("LLM.tune", "batch or steps", sequences, expected)
         if not isinstance(self.ranks, TensorParallel):
             self.init_triton_dist_ctx(max(sequences * tokens for sequences, tokens in shapes))
         self.set_fwd(mode)

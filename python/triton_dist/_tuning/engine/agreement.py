@@ -89,7 +89,7 @@ class Proposal:
     """Tuning is forbidden on this rank."""
     capturing: bool
     """Nothing can be measured now, because of a CUDA-graph capture or a trace."""
-    by_prior: bool = False
+    predict_only: bool = False
     """Predictions replace measurements on this rank."""
     kept: Sequence[str] = ()
     """Digests of the configs that pruning keeps, if pruning has already run. The list of rank 0 is
@@ -106,12 +106,11 @@ class Agreement:
     Attributes:
         fingerprint: the common fingerprint, without bound constants that differ between ranks.
         leader: the proposal of rank 0.
-        capturing, by_prior: whether the proposal of some rank has this property.
-        leader: the proposal of rank 0.
+        capturing, predict_only: the proposal of some rank has this property.
         frozen: global ranks on which tuning is forbidden. One such rank forbids it for all ranks.
         all_have_record: all ranks have the same record, or no rank has one.
         will_run: every rank runs the function with the chosen config immediately.
-        holder: the rank whose record all ranks use; ``None`` if no record is used.
+        record_rank: the rank whose record all ranks use; ``None`` if no record is used.
         winner: digest of the winning config in this record.
     """
 
@@ -136,7 +135,7 @@ class Agreement:
         self.all_have_record = len({verdict.record for verdict in verdicts}) == 1
         self.leader = proposals[0]
         self.capturing = any(proposal.capturing for proposal in proposals)
-        self.by_prior = any(proposal.by_prior for proposal in proposals)
+        self.predict_only = any(proposal.predict_only for proposal in proposals)
         self.frozen = [
             ranks.global_rank(r) for r, proposal in enumerate(proposals) if proposal.frozen
         ]
@@ -151,11 +150,11 @@ class Agreement:
         }
         holders = [rank for rank, verdict in valid.items() if not verdict.shipped] or list(valid)
         # If nothing can be measured, a record is used although ALWAYS_TUNE is set.
-        cannot_tune = self.capturing or bool(self.frozen) or self.by_prior
+        cannot_tune = self.capturing or bool(self.frozen) or self.predict_only
         usable = bool(holders) and (cannot_tune or not self.leader.always_tune)
         # Choose the lowest rank with a record.
-        self.holder = holders[0] if usable else None
-        self.winner = None if self.holder is None else valid[self.holder].winner
+        self.record_rank = holders[0] if usable else None
+        self.winner = None if self.record_rank is None else valid[self.record_rank].winner
 
 
 def remote_record(

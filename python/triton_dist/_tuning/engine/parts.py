@@ -119,7 +119,7 @@ class Settings:
     """Tune although there is a record (``TRITON_DIST_AUTOTUNE_ALWAYS_TUNE``)."""
     frozen: bool
     """Tuning is forbidden (``TRITON_DIST_AUTOTUNE_FROZEN``)."""
-    by_prior: bool
+    predict_only: bool
     """Predictions replace measurements (``TRITON_DIST_AUTOTUNE=prior``)."""
     strict: bool
     """A record is invalid if a software version differs, even if only the patch level differs."""

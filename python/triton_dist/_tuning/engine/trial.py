@@ -175,8 +175,8 @@ class Attempts:
         run_checks: runs the checks that ops defer to the end of the timed part. Waits for the
             device if there are checks. Raises if a wait in a kernel reached its time limit.
         restorer: restores the arguments that the function changes.
-        sampled: the calls of which a sample is the mean or the maximum.
-        is_only: there is only one config, so one run is enough.
+        sample_calls: the calls of which a sample is the mean or the maximum.
+        is_single_config: there is only one config, so one run is enough.
     """
 
     def __init__(
@@ -188,12 +188,12 @@ class Attempts:
         ahead: CompileAhead,
         run_checks: Callable[[], None],
         restorer: Restorer,
-        sampled: Sequence[Arguments],
-        is_only: bool = False,
+        sample_calls: Sequence[Arguments],
+        is_single_config: bool = False,
     ) -> None:
         self._subject, self._parts, self._call, self._ranks = subject, parts, call, ranks
         self._ahead, self._run_checks, self._restorer = ahead, run_checks, restorer
-        self._sampled, self._is_only = sampled, is_only
+        self._sample_calls, self._is_single_config = sample_calls, is_single_config
         self._ready: set[str] = set()
         self._has_run = False
         policy, seconds = parts.settings.policy, parts.settings.seconds
@@ -251,7 +251,7 @@ class Attempts:
                         step, "launch", lambda: self._first_run(step, arguments)
                     )
                     self._ready.add(config.digest)
-                if is_new and self._is_only:
+                if is_new and self._is_single_config:
                     measured = Measurement(samples, 0, "maximum")
                 else:
                     measured = self._measure(request, label)
@@ -294,7 +294,7 @@ class Attempts:
 
         # A sample is the time of the slowest call (each call is timed alone), or the mean of all.
         is_worst = self._subject.hooks.worst_input
-        batches = [[each] for each in self._sampled] if is_worst else [self._sampled]
+        batches = [[each] for each in self._sample_calls] if is_worst else [self._sample_calls]
         runs: list[Callable[[], Any]] = [functools.partial(run_all, calls) for calls in batches]
 
         def capture() -> None:
@@ -373,7 +373,7 @@ class Attempts:
         if check is not None and self._reference is None and self._first_measured is not None:
             output = self._run_once(step, self._first_measured.arguments())
             self._reference = (copy.deepcopy(output),)
-        timer = self._parts.device.timer() if self._is_only else None
+        timer = self._parts.device.timer() if self._is_single_config else None
         output = self._run_once(step, arguments, timer)
         milliseconds = [] if timer is None else [round(timer.milliseconds(), 6)]
         if check is None:
@@ -397,7 +397,7 @@ class Attempts:
         output = self._call_user_code(step, lambda: function(*args, **kwargs, **arguments))
         if step.config is not None and self._parts.settings.policy.timing == "events":
             took = time.perf_counter() - began
-            self._sampler.note_queueing_seconds(step.config, took * len(self._sampled))
+            self._sampler.note_queueing_seconds(step.config, took * len(self._sample_calls))
         if timer is not None:
             timer.stop()
         self._run_checks()

@@ -72,12 +72,12 @@ def resolve(subject: TunedFunction, parts: Parts, call: Call) -> Choice:
     2. A valid record in the leader's remote store. If another job tunes the key now, the leader may
        wait for the record of that job.
     3. If predictions replace measurements, if tuning is forbidden, or during CUDA-graph capture:
-       the config predicted from the leader's records of neighbouring sizes. Raise if its
+       the config predicted from the leader's records of neighbouring sizes. Raise if the leader's
        ``prune_fn`` raises.
     4. If predictions replace measurements: the config that the leader's ``prior_fn`` predicts to be
        the fastest. Without ``prior_fn``, the first fallback config, or the first config.
-    5. If tuning is forbidden: raise. Also raise during capture, because the graph would keep the
-       default.
+    5. If tuning is forbidden: raise. Raise even during CUDA-graph capture, where rule 6 would
+       otherwise use the default.
     6. During CUDA-graph capture: the default, which is the first config.
     7. The winner of a tuning by all ranks, which the leader records. If there are records of
        neighbouring sizes, the candidates are the few configs that are near the best there. If not,
@@ -87,7 +87,8 @@ def resolve(subject: TunedFunction, parts: Parts, call: Call) -> Choice:
         TuningFrozen: tuning is forbidden on some rank; raised on every rank.
         CaptureInProgress: the leader's ``prune_fn``, ``fallback_fn`` or ``waves_fn`` raised during
             a capture; raised on every rank.
-        RankDisagreement: functions, keys, config spaces or fingerprints differ between ranks.
+        RankDisagreement: functions, keys, config spaces or fingerprints differ between ranks, or
+            another rank ended or raised an error.
         TuningTimeout: a rank did not reach a step; raised on every rank that reached the step.
         PriorFailed: the leader's ``prior_fn`` raised; raised on every rank.
         NoValidConfig: ``prune_fn`` kept no config, or every config failed; raised on every rank.
@@ -155,10 +156,10 @@ class _FirstCall:
 
         # Rule 1 of ``resolve``: a rank has a valid record. Rule 2: the remote store has one.
         found: StoredRecord | None = None
-        cannot_tune = bool(agreement.frozen) or agreement.capturing or agreement.by_prior
-        if agreement.holder is not None:
+        cannot_tune = bool(agreement.frozen) or agreement.capturing or agreement.predict_only
+        if agreement.record_rank is not None:
             record = self._shared_record(agreement, local.record)
-            location = f"the cache of rank {ranks.global_rank(agreement.holder)}"
+            location = f"the cache of rank {ranks.global_rank(agreement.record_rank)}"
             if record is local.record:
                 location = local.location_or_reason
             found = StoredRecord(record, location)
@@ -175,7 +176,7 @@ class _FirstCall:
             config = self._winner(record)
             first_use = functools.partial(
                 self._try_recorded_winner,
-                source=f"config {config} of the tuning record {location}",
+                source=f"config {config} of the tuning record in {location}",
                 can_tune_again=agreement.will_run and not cannot_tune,
             )
             return Choice(
@@ -185,8 +186,8 @@ class _FirstCall:
         # Rules 3 to 6: nothing may be measured.
         if cannot_tune:
             predicted, failure = selection.predicted()
-            if agreement.by_prior:
-                # Without a record: it is a guess, which ``tune`` replaces.
+            if agreement.predict_only:
+                # Return no record with the predicted config, because ``tune`` must measure it.
                 if predicted is not None:
                     return Choice(self._winner(predicted), None)
                 config = selection.most_promising()
@@ -239,8 +240,8 @@ class _FirstCall:
 
         Returns:
             The result of ``call`` and an empty text. If the config is unusable on some rank, every
-            rank returns ``None`` and the reason, and its random generators are rewound. All ranks
-            then tune again.
+            rank rewinds its random generators and returns ``None`` and the reason. All ranks then
+            tune again.
         """
         ranks = self.ranks
 
@@ -248,8 +249,8 @@ class _FirstCall:
             """Exchange failures with the other ranks. Return why all ranks tune again, or an empty
             text if they do not.
 
-            ``failure`` is empty if the call returned, and ``None`` for an exception of which the
-            config is not the cause.
+            ``failure`` is the error of the config as text; empty if the call returned, and ``None``
+            if the call raised an exception that the config did not cause.
             """
             if not can_tune_again:
                 return ""
@@ -257,9 +258,9 @@ class _FirstCall:
                 failures = ranks.all_gather(Step("first use of a record"), failure)
             except TuningTimeout:  # the call has finished, and tuning needs all ranks
                 return ""
-            # Another config cannot help if some rank has another error. The call cannot be repeated
-            # if the function changes its arguments and the call has finished on some rank: the
-            # arguments were not saved before the call.
+            # A new config does not help against an error that the config did not cause (None). The
+            # call cannot be repeated if it changes arguments and has returned on some rank (""):
+            # the arguments were not saved before the call.
             if None in failures or (self._subject.hooks.restored_arguments and "" in failures):
                 return ""
             for rank, text in enumerate(failures):
@@ -348,7 +349,7 @@ class _FirstCall:
             always_tune=self._parts.settings.always_tune or bool(call.winner_failure),
             frozen=self._parts.settings.frozen,
             capturing=call.traced or self._parts.device.is_capturing(),
-            by_prior=self._parts.settings.by_prior and not call.must_measure,
+            predict_only=self._parts.settings.predict_only and not call.must_measure,
             will_run=call.will_run,
             remote_seconds=remote.max_find_seconds(may_wait=True) if remote else None,
         )
@@ -361,7 +362,7 @@ class _FirstCall:
         """Return the record that all ranks use. Send it unless every rank has it as ``local``."""
         if agreement.all_have_record and local is not None:
             return local
-        offer = local if self.ranks.rank == agreement.holder else None
+        offer = local if self.ranks.rank == agreement.record_rank else None
         offers = self.ranks.all_gather(Step("share the record"), offer)
         record = next(record for record in offers if record is not None)
         self._parts.memory_store.put(record)
@@ -411,8 +412,8 @@ class _FirstCall:
                 ended, seconds, dropped = ranks.broadcast(
                     Step("end"), (timestamp(), progress.seconds, candidate_set.dropped())
                 )
-                ends = call.sizes if sizes is None else sizes.values(call.key)
-                measured_sizes = () if ends == call.sizes else call.sizes
+                rounded_sizes = call.sizes if sizes is None else sizes.values(call.key)
+                measured_sizes = () if rounded_sizes == call.sizes else call.sizes
                 record = TuningRecord(
                     key, fingerprint, trials, ended, seconds,
                     candidate_set.warm_started_from, measured_sizes, dropped, progress.by_rank(),
@@ -444,7 +445,7 @@ class _FirstCall:
         """
         parts, ranks, policy = self._parts, self.ranks, self._parts.settings.policy
         call, prepare = self._call, self._subject.hooks.prepare
-        sampled = calls_per_sample(self._subject, call, ranks, parts.settings.seconds)
+        sample_calls = calls_per_sample(self._subject, call, ranks, parts.settings.seconds)
         # Only the leader has a search. The other ranks receive its requests by broadcast.
         search: Search | None = None
         if (
@@ -462,9 +463,17 @@ class _FirstCall:
         prepared = prepare and (lambda c: prepare(*call.args, **call.kwargs, **c.arguments()))
         ahead = CompileAhead(prepared, parts.compiler, parts.settings.compile_seconds, ranks)
         with parts.deferred_checks() as run_checks, closing(ahead), ExitStack() as scope:
-            is_only = policy.max_tried(len(candidate_set.candidates)) == 1
+            is_single_config = policy.max_tried(len(candidate_set.candidates)) == 1
             attempts = Attempts(
-                self._subject, parts, call, ranks, ahead, run_checks, restorer, sampled, is_only
+                self._subject,
+                parts,
+                call,
+                ranks,
+                ahead,
+                run_checks,
+                restorer,
+                sample_calls,
+                is_single_config,
             )
             # Drop the stored error if an exception ends this block.
             scope.callback(attempts.take_error)
@@ -484,7 +493,7 @@ class _FirstCall:
                     attempts.note_earlier_measurement(request.config)
                 config_outcome = progress.learn(request, outcome, by_rank)
                 report.tried(label, request, outcome, config_outcome)
-                if is_only:
+                if is_single_config:
                     search = None  # one run suffices to check a single config
                 if search is not None:
                     with ranks.clock.phase("search"):

@@ -88,8 +88,8 @@ class EPAll2AllLayer(torch.nn.Module):
     def combine(self, input: torch.Tensor, ep_a2a_layout_desc: Received) -> torch.Tensor:
         """Return [tokens, hidden]: for each token of this rank, the unweighted sum of its rows.
 
-        ``input``: the experts' results for the rows of ``dispatch``, whose layout is the other
-        argument.
+        ``input`` has an expert's result for each row of ``dispatch``, in the order of these rows.
+        ``ep_a2a_layout_desc`` is the layout that ``dispatch`` returned.
         """
         return ep_combine(
             input, ep_a2a_layout_desc, self.ctx, apply_weights=False, num_sms=self.num_sm
@@ -101,7 +101,7 @@ class EPAll2AllLayer(torch.nn.Module):
 
 
 Layout: TypeAlias = tuple[Received, torch.Tensor]
-"""Result of ``ep_dispatch``, and the row of each choice, sorted by expert, in the padded result."""
+"""The received rows, and for each received row its index in the padded result."""
 
 
 class EPLowLatencyAllToAllLayer:
@@ -109,7 +109,8 @@ class EPLowLatencyAllToAllLayer:
 
     Each choice of an expert is sent as a separate row. PyTorch computes the weighted sum of the
     returned rows in fp32, so that results equal a PyTorch reference bit for bit. The algorithm
-    ``"packets"`` is used if ``max_m * topk`` is at most 128. Creation is collective over the world.
+    ``"packets"`` of ``ep_dispatch`` is used if ``max_m * topk`` is at most 128. Creation is
+    collective over the world.
 
     Args:
         max_m: largest number of tokens of a rank in any call.

@@ -23,7 +23,7 @@ from triton_dist.runtime.device.cuda_copies import CudaCopyStream, CudaTransfer
 from triton_dist.runtime.device.cuda_launch import (
     RepeatedLaunch,
     can_repeat,
-    has_launch_hooks,
+    must_launch_through_triton,
     scratch_bytes,
 )
 from triton_dist.runtime.device.transfer import Step
@@ -309,8 +309,8 @@ class CudaDevice:
         )
 
     def must_launch_through_triton(self) -> bool:
-        """Return whether pre-built launches must not be used (``has_launch_hooks``)."""
-        return has_launch_hooks()
+        """Return whether pre-built launches must not be used."""
+        return must_launch_through_triton()
 
 
 class CudaTimer:

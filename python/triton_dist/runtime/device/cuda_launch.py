@@ -112,7 +112,7 @@ def scratch_bytes(compiled: Any, grid: Sequence[int]) -> int:
     return int(compiled.metadata.global_scratch_size) * math.prod(grid)
 
 
-def has_launch_hooks() -> bool:
+def must_launch_through_triton() -> bool:
     """Return whether launches must go through Triton: a profiler has set launch hooks, or kernels
     record ``dl.mark`` intervals."""
     knobs = triton.knobs.runtime

@@ -114,7 +114,7 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
         baselines = {
             "GEMM alone": Baseline("gemm", lambda: grouped_gemm(rows, b, ids, **all_scales)),
             **transfer_baselines(a, ctx),
-            self.serial: self.whole(serial, operands, group),
+            self.serial: self.checked_baseline(serial, operands, group),
         }
         key = check_operands(a, b, ctx, ids, scaling_of(**scales))
         if has_fast_library() and is_library_candidate(key):
@@ -124,7 +124,7 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
                     a, b, ctx, ids, algorithm=Library.name, gather=COLLECTIVE, **scales
                 )
 
-            baselines[LIBRARIES] = self.whole(library, operands, group)
+            baselines[LIBRARIES] = self.checked_baseline(library, operands, group)
         return baselines
 
     def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:

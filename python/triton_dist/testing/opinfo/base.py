@@ -38,9 +38,9 @@ Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 Kind = Literal["gemm", "transfer", "baseline", "library", "own"]
 """Kind of a measured call. ``gemm`` and ``transfer`` run one part of the op. ``baseline`` is other
-code with the op's result. ``own`` and ``library`` are the op itself, with a config whose algorithm
-is ours or a library's."""
-Bound = Literal["arithmetic", "memory", "link"]
+code that computes the op's result. ``own`` and ``library`` are the op itself, with a config whose
+algorithm is ours or a library's."""
+Resource = Literal["arithmetic", "memory", "link"]
 """Resource whose peak limits a call."""
 LAYOUTS = ("row-major", "column-major", "strided")
 """Memory layouts of B and of weights."""
@@ -85,7 +85,7 @@ class Cost:
         """Bytes read and written."""
         return self.read_bytes + self.written_bytes
 
-    def bounds_ms(self, peak: Peak) -> dict[Bound, float]:
+    def bounds_ms(self, peak: Peak) -> dict[Resource, float]:
         """Return the time in ms of arithmetic, memory and link, each alone at its peak."""
         # Ops on dtypes without a tensor-core rate have flops = 0, so any rate gives 0.
         tflops = peak.tflops * RELATIVE_RATE.get(self.dtype, 1.0)
@@ -101,11 +101,11 @@ class Cost:
 
 
 # 16-bit dtypes: four unit roundoffs. Result and reference are fp32 sums in different orders, each
-# rounded once, so they can be two roundoffs apart at a rounding boundary. The factor 2 is for small
-# sums of large addends.
+# rounded once, so they can be two roundoffs apart at a rounding boundary. The tolerance doubles
+# this, for small sums of large addends.
 # fp32 (roundoff 2**-24): the different summation orders dominate. The error of a sum of K random
-# products grows with sqrt(K). At K = 28672, the largest of 1e8 errors was 2**-15 standard
-# deviations of the sum; the tolerance is twice this.
+# products grows with sqrt(K). At K = 28672, the largest of 1e8 errors was 2**-15 times
+# the standard deviation of the sum; the tolerance is twice this.
 # fp8 operands, bf16 results: Hopper's tensor cores add 128 products in 4 steps with 13 bits, then
 # partial sums are added in fp32. If the whole sum has a standard deviation of 1, a partial sum has
 # sqrt(128 / K), and its error is 4 * 2**-13 times this. The K / 128 errors have random signs, so
@@ -135,8 +135,8 @@ class OpInfo(ABC, Generic[S]):
         shapes: shapes for which the op must be fast.
         transfer: name of the collective that the op contains.
         serial: name of the baseline that runs GEMM and collective in sequence.
-        overlaps: the op overlaps a collective with compute. If false, ``serial`` names a
-            library's implementation of the op.
+        overlaps: the op overlaps a collective with compute. If not, ``serial`` names a library's
+            implementation of the op.
         library_algorithms: names of algorithms that call libraries, in addition to
             ``LibraryAlgorithm``.
         algorithm_tunables: tunables that, with ``algorithm``, distinguish algorithms in tables.
@@ -255,7 +255,7 @@ class OpInfo(ABC, Generic[S]):
         unless the OpInfo documents otherwise.
         """
 
-    def whole(
+    def checked_baseline(
         self, call: Callable[[], torch.Tensor], operands: Operands, group: Group = None
     ) -> Baseline:
         """Return a baseline whose ``call`` computes the op's whole result, for comparison with
@@ -277,18 +277,18 @@ class OpInfo(ABC, Generic[S]):
 
     @abstractmethod
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        """Return invalid calls: arguments that replace valid ones, by the name in the error.
+        """Return invalid calls: by name, arguments that replace valid arguments.
 
-        Each name is the argument that the ``InvalidArgument`` error reports. Text in parentheses
-        distinguishes several entries with one name. ``good`` has the largest valid operands for the
-        context.
+        The name is the argument that the ``InvalidArgument`` error reports. If several calls have
+        the same name, a text in parentheses follows it. ``good`` has the largest valid operands
+        for the context.
         """
 
     def inputs_for(self, key: Any) -> Call:
         """Return the largest call with tuning key ``key``. Only for tests of shipped records.
 
-        Tensors are meta tensors. The context is a substitute, with only the attributes that are
-        read by the op's ``key_fn`` and ``prune_fn``.
+        Tensors are meta tensors. The context is an object that has only the attributes which the
+        op's ``key_fn`` and ``prune_fn`` use.
         """
         raise NotImplementedError
 
@@ -319,8 +319,8 @@ def fill(
 ) -> None:
     """Write random values to the left operand ``a``, and to its scales if it is fp8.
 
-    The sum of ``num_terms`` products of elements of ``a`` and uniform values from -1 to 1 then has
-    a standard deviation of 1. With fp8 scales of both operands, it is 0.25 to 1.
+    A sum of ``num_terms`` products of elements of ``a`` and uniform values from -1 to 1 then has a
+    standard deviation of 1. If both operands have fp8 scales, it is between 0.25 and 1.
     """
     # A product of uniform values from (-s, s) and (-1, 1) has a standard deviation of s / 3.
     limit = 3 / num_terms**0.5

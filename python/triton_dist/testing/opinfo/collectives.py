@@ -116,7 +116,7 @@ class CollectiveOpInfo(OpInfo[Size]):
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
         """Return a baseline: the library's collective, out of place."""
         x, group = operands["x"], ctx.group
-        return {LIBRARY: self.whole(lambda: self.library(x, group), operands, group)}
+        return {LIBRARY: self.checked_baseline(lambda: self.library(x, group), operands, group)}
 
     def cost(self, shape: Size, dtype: torch.dtype, num_ranks: int) -> Cost:
         """Return the cost: a rank reads x, writes the result, and sends all shards but its own."""
@@ -193,7 +193,10 @@ class AllReduceOpInfo(CollectiveOpInfo):
         symmetric = symmetric_all_reduces(x, lambda staged: staged.copy_(x), group)
         return {
             **super().baselines(operands, ctx),
-            **{name: self.whole(call, operands, group) for name, call in symmetric.items()},
+            **{
+                name: self.checked_baseline(call, operands, group)
+                for name, call in symmetric.items()
+            },
             IN_PLACE: Baseline("baseline", lambda: libraries.all_reduce(zeros, group)),
         }
 

@@ -227,12 +227,14 @@ class SummedGEMMOpInfo(GEMMOpInfo):
         mine = self.own_rows(total, group)
         return (mine if bias is None else mine + bias.float()).to(self.dtypes(A.dtype)[1])
 
-    def whole(
+    def checked_baseline(
         self, call: Callable[[], torch.Tensor], operands: Operands, group: Group = None
     ) -> Baseline:
         """Return a baseline that adds the bias, if there is one, to the sum of ``call``."""
         bias = operands.get("bias")
-        return super().whole(call if bias is None else lambda: call() + bias, operands, group)
+        return super().checked_baseline(
+            call if bias is None else lambda: call() + bias, operands, group
+        )
 
     def cost(self, shape: Shape, dtype: torch.dtype, num_ranks: int) -> Cost:
         """Return the cost. Each row is sent to the rank that sums it; with ``any_rows``, the sum is

@@ -50,10 +50,10 @@ class GEMMReduceScatterOpInfo(SummedGEMMOpInfo):
             "reduce-scatter alone": Baseline(
                 "transfer", lambda: libraries.reduce_scatter(product, group)
             ),
-            self.serial: self.whole(serial, operands, group),
+            self.serial: self.checked_baseline(serial, operands, group),
         }
         if self.has_async_tp(A, group, libraries.MATMUL_REDUCE_SCATTER):
-            baselines[ASYNC_TP] = self.whole(async_tp, operands, group)
+            baselines[ASYNC_TP] = self.checked_baseline(async_tp, operands, group)
         return baselines
 
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
@@ -98,9 +98,9 @@ class GEMMAllReduceOpInfo(SummedGEMMOpInfo):
         return {
             **self.gemms_alone(A, B, scales),
             "all-reduce alone": Baseline("transfer", lambda: libraries.all_reduce(zeros, group)),
-            self.serial: self.whole(serial, operands, group),
+            self.serial: self.checked_baseline(serial, operands, group),
             **{
-                f"matmul + {name}": self.whole(call, operands, group)
+                f"matmul + {name}": self.checked_baseline(call, operands, group)
                 for name, call in symmetric.items()
             },
         }

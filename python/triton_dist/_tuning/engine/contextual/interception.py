@@ -1,7 +1,7 @@
 """Intercept the launches of ``triton.autotune`` kernels while a decorated function runs.
 
-Two methods of Triton's ``Autotuner`` are replaced while a call needs it. ``run`` of subclasses that
-override it is replaced too (see ``launch``).
+Two methods of Triton's ``Autotuner`` are replaced while a decorated function runs. If subclasses
+override ``run``, their ``run`` is replaced too (see ``launch``).
 
 * ``run``, during a call that tunes: the replacement receives every launch.
 * ``prune_configs``, during a call of a *settled* function, whose known kernels all have a config.
@@ -10,8 +10,8 @@ override it is replaced too (see ``launch``).
   other code calls ``prune_configs``, it gets the configs as usual.
 
 The replaced methods are used by all threads of the process. A launch belongs to the decorated
-function that runs on its thread, or for whose backward pass its autograd thread works. Other
-launches are passed to Triton unchanged.
+function that runs on the launching thread. A launch on an autograd thread belongs to the decorated
+function that runs the backward pass. Other launches are passed to Triton unchanged.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Call:
         self.owner, self.outer, self.session = owner, outer, session
 
     def enclosing(self, owner: object) -> Call | None:
-        """Return this call or the enclosing call of ``owner``, or ``None``."""
+        """Return the innermost call of ``owner``, from this call outwards, or ``None``."""
         call: Call | None = self
         while call is not None and call.owner is not owner:
             call = call.outer
@@ -78,7 +78,7 @@ class Interception:
 
     Attributes:
         sessions: the running tunings, on all threads.
-        settled_call_sessions: by call of a settled function: the tuning that began inside it.
+        settled_call_sessions: maps each call of a settled function to the tuning that began in it.
         is_traced: returns whether a call with these values computes nothing, such as with fake or
             meta tensors.
     """
@@ -132,7 +132,7 @@ class Interception:
                     self._overridden_runs.replace(only_prune_callers=True)
 
     def enter_settled(self, settled_call: SettledCall) -> None:
-        """Begin a call of a settled function. It takes no lock, which would take too long."""
+        """Begin a call of a settled function. Take no lock, to keep such calls fast."""
         self._settled_calls.append(settled_call)
         Autotuner.prune_configs = self._intercepting_prune
         if self._overridden_runs.prune_callers:
@@ -161,8 +161,8 @@ class Interception:
             settled_call for settled_call in self._settled_calls if settled_call[1] == thread
         ]
         self.settled_call_sessions = {
-            settled_call: late
-            for settled_call, late in self.settled_call_sessions.items()
+            settled_call: session
+            for settled_call, session in self.settled_call_sessions.items()
             if settled_call in self._settled_calls
         }
         if was_tuning and not self.sessions:
@@ -251,15 +251,15 @@ class Interception:
         return prune_configs
 
     def _current_settled_call(self) -> SettledCall | None:
-        """Return the innermost call of a settled function on this thread.
+        """Return the innermost call of a settled function on this thread. If there is none on an
+        autograd thread, return the latest call of a settled function on any thread.
 
-        On an autograd thread, it is the call for whose backward pass the thread works. Concurrent
-        backward passes of several settled functions cannot be distinguished.
+        Concurrent backward passes of several settled functions cannot be distinguished.
         """
-        watches, thread = list(self._settled_calls), threading.get_ident()
-        on_thread = [settled_call for settled_call in watches if settled_call[1] == thread]
+        calls, thread = list(self._settled_calls), threading.get_ident()
+        on_thread = [settled_call for settled_call in calls if settled_call[1] == thread]
         if not on_thread and self._in_backward():
-            on_thread = watches
+            on_thread = calls
         return on_thread[-1] if on_thread else None
 
 
