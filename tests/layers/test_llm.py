@@ -161,7 +161,7 @@ def test_mistakes_are_said(on_two_ranks, tmp_path):
         "gemm_ar: M is 6, expected at most the context's max_M = 4",
         "TP_Attn: batch is 2, expected at most the cache's batch_size = 1",
         "LLM.tune: prompts is 9, expected at most max_length = 8",
-        "LLM.tune: sequences is 3, expected a multiple of the 2 ranks",
+        "LLM.tune: batch or steps is 3, expected a multiple of the 2 ranks",
         "init_model_cpu('",
     )
     for seen in on_two_ranks(mistakes, tmp_path):
