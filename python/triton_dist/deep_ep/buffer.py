@@ -31,8 +31,8 @@ class Handle(NamedTuple):
     """Layout of a dispatch. Callers pass it back; entries 0, 3 and 4 are equal to DeepEP's.
 
     Attributes:
-        rank_prefix_matrix: int32 [ranks, ranks], end of the rows of each source in the rows that
-            each rank receives.
+        rank_prefix_matrix: int32 [ranks, ranks], entry [s, r] is the end of the rows of source
+            s among the rows that rank r receives.
         place_of_token: int32 [ranks * limit, 1], index in the received rows of each token of each
             rank, or -1.
         ends: int32 [local experts], the number of received rows, repeated.

@@ -29,7 +29,8 @@ class LowLatencyHandle(NamedTuple):
     """Layout of a low-latency dispatch. The first five entries are equal to DeepEP's.
 
     Attributes:
-        src_info: int32 [local experts, places], index of each row on its source.
+        src_info: int32 [local experts, places], index of each row on its source. Places are the
+            ``ranks * max tokens`` result rows of an expert.
         layout_range: int64 [local experts, ranks], first place in the upper 32 bits, number of
             rows in the lower 32 bits.
         place_of_route: int32 [ranks * max tokens, topk], index in ``[local experts * places]``, or

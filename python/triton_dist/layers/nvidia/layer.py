@@ -79,7 +79,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
     """Layout of the scales of fp8 weights; ``None`` for other weights. Each fp8 parameter has a
     second parameter with its scales, and a third one if the checkpoint has static input scales."""
     stock_columns: int | None = None
-    """Number of columns of the replaced module's weight if zeros pad them, else ``None``."""
+    """Columns of the replaced module's weight if the layer pads it with zeros, else ``None``."""
 
     def __init__(
         self,

@@ -237,7 +237,7 @@ class TP_MoE(TokenLayer):
         return self._products(rows, ids, scales, ranks, sequence_parallel).view(x.shape)
 
     def _own_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return ids relative to this rank's first expert; out of range for experts elsewhere."""
+        """Return ids relative to this rank's first expert; other ranks' ids are out of range."""
         return ids
 
     def _products(

@@ -20,7 +20,7 @@ from triton_dist.layers.nvidia.tp_attn import TP_Attn
 
 
 def sum_gradients(module: torch.nn.Module) -> None:
-    """Sum over ranks each gradient of which every rank computed only an addend. Collective.
+    """Sum each gradient over ranks if every rank computed only an addend of it. Collective.
 
     Call this function between backward and the optimiser step, also with FSDP2 or DDP over another
     dimension of the mesh. It always sums the gradients of q and k norms, and of key-value heads
@@ -51,13 +51,13 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients in place if their norm over all ranks exceeds ``max_norm``. Collective.
 
-    Call this function after ``sum_gradients``. The norm counts each shard once. It counts each
-    parameter that is equal on all ranks once.
+    Call this function after ``sum_gradients``. The norm counts each shard once, and each parameter
+    that is equal on all ranks once.
 
     Args:
         parameters: model after ``parallelize``, or its parameters; also with FSDP2 or DDP over
             another mesh dimension.
-        max_norm: norm after the scaling, if it was larger.
+        max_norm: largest norm after the scaling.
         norm_type: p of the p-norm; ``math.inf``: the largest absolute value.
         error_if_nonfinite: raise if the norm is not finite.
         foreach: ignored; an argument of ``torch.nn.utils.clip_grad_norm_``.

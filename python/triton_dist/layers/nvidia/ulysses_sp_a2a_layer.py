@@ -61,7 +61,7 @@ class UlyssesSPAllToAllLayer(torch.nn.Module):
     def get_comm_nbytes(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, skip_q_a2a: bool = False
     ) -> tuple[int, int, int, int]:
-        """Return the bytes that a rank sends to other hosts and within its host, twice.
+        """Return the bytes that a rank sends to other hosts and within its host, listed twice.
 
         Triton-distributed returns numbers without and with an optimisation; here they are equal.
         """

@@ -52,7 +52,7 @@ ONE_SHOT, TWO_SHOT = "torch one-shot", "torch two-shot"
 
 @dataclass(frozen=True)
 class Baseline:
-    """A call to be timed for a comparison; see ``Kind``."""
+    """A call to be timed: the op, a part of it, or other code for the same work; see ``Kind``."""
 
     kind: Kind
     call: Callable[[], torch.Tensor]

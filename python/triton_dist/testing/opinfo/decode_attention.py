@@ -43,7 +43,7 @@ class DecodeOpInfo(ExchangeOpInfo[DecodeShape]):
 
     shape, shapes = DecodeShape, (DecodeShape(65536, 1, 96, 12, 128),)
     transfer, create = "all-gather", staticmethod(create_sp_decode_context)
-    library, refilled = "all_to_all", ("k_cache", "v_cache")
+    baseline_algorithm, refilled_operands = "all_to_all", ("k_cache", "v_cache")
     library_algorithms = ("library", "library_reduce_scatter")
 
     def smaller(self, shape: DecodeShape, divisor: int, num_ranks: int) -> DecodeShape:

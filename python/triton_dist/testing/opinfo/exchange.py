@@ -31,14 +31,14 @@ class ExchangeOpInfo(OpInfo[S]):
 
     Attributes:
         create: function that creates the op's context.
-        library: name of the baseline's algorithm.
-        refilled: names of the operands that ``refill`` writes.
+        baseline_algorithm: name of the op's algorithm that the baseline runs.
+        refilled_operands: names of the operands that ``refill`` writes.
     """
 
     serial, overlaps = "library", False
     create: ClassVar[Callable[..., Any]]
-    library: ClassVar[str] = "collective"
-    refilled: ClassVar[tuple[str, ...]]
+    baseline_algorithm: ClassVar[str] = "collective"
+    refilled_operands: ClassVar[tuple[str, ...]]
 
     @abstractmethod
     def context_sizes(self, shape: S, num_ranks: int) -> tuple[int, ...]:
@@ -52,12 +52,12 @@ class ExchangeOpInfo(OpInfo[S]):
     def refill(
         self, operands: Operands, num_ranks: int, generator: Generator | None = None
     ) -> None:
-        for name in self.refilled:
+        for name in self.refilled_operands:
             operands[name].copy_(uniform(operands[name].shape, operands[name].dtype, generator))
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
         args, _ = self.arguments(operands, ctx)
-        call = lambda: self.output(self.op.fn(*args, algorithm=self.library))  # noqa: E731
+        call = lambda: self.output(self.op.fn(*args, algorithm=self.baseline_algorithm))  # noqa: E731
         return {self.serial: self.checked_baseline(call, operands, ctx.group)}
 
 

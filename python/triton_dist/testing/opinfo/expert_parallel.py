@@ -141,7 +141,7 @@ class DispatchOpInfo(EPOpInfo):
     """Operand ``x`` [M / W, hidden], this rank's tokens. The result has a row for each choice of
     one of this rank's experts."""
 
-    row_operand, refilled = "x", ("x", "topk_weights")
+    row_operand, refilled_operands = "x", ("x", "topk_weights")
 
     def arguments(self, operands: Operands, ctx: Any) -> Call:
         return (operands["x"], operands["topk_ids"], ctx, operands["topk_weights"]), {}
@@ -178,7 +178,7 @@ class CombineOpInfo(EPOpInfo):
     """Operand ``y``, the experts' results: a row for each row of the dispatch's result. The result
     is the weighted sum for each of this rank's tokens, [M / W, hidden]."""
 
-    row_operand, refilled = "y", ("y", "topk_weights")
+    row_operand, refilled_operands = "y", ("y", "topk_weights")
 
     def arguments(self, operands: Operands, ctx: Any) -> Call:
         """Return the arguments of a call, including the result of a new dispatch. Collective."""

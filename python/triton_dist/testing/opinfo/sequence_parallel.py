@@ -160,7 +160,7 @@ class UlyssesOpInfo(ExchangeOpInfo[HeadsShape]):
 class PreAttnOpInfo(UlyssesOpInfo):
     """Operands ``q``, ``k``, ``v`` [1, M / W, heads, dim], for W ranks."""
 
-    refilled = "q", "k", "v"
+    refilled_operands = "q", "k", "v"
 
     def allocate(
         self, shape: HeadsShape, dtype: torch.dtype, num_ranks: int, generator: Generator | None
@@ -204,7 +204,7 @@ class PreAttnOpInfo(UlyssesOpInfo):
 class PostAttnOpInfo(UlyssesOpInfo):
     """Operand ``o`` [1, M, q_heads / W, dim], for W ranks."""
 
-    refilled = ("o",)
+    refilled_operands = ("o",)
 
     def allocate(
         self, shape: HeadsShape, dtype: torch.dtype, num_ranks: int, generator: Generator | None
@@ -257,7 +257,7 @@ class SPAttentionOpInfo(ExchangeOpInfo[HeadsShape]):
     # Not measured by bench_overlap (``overlaps`` is false): its lower bound is a library's
     # attention, not a GEMM.
     transfer, serial = "all-gather", "all-gather + attention"
-    create, refilled = staticmethod(create_sp_ag_attention_context), ("q", "k", "v")
+    create, refilled_operands = staticmethod(create_sp_ag_attention_context), ("q", "k", "v")
 
     def smaller(self, shape: HeadsShape, divisor: int, num_ranks: int) -> HeadsShape:
         M = max(1, shape.M // divisor // (2 * num_ranks)) * 2 * num_ranks
