@@ -507,14 +507,14 @@ MUTANTS = (
         ("tests/tuning/test_sizes.py",),
     ),
     Mutant(
-        "routing: a route goes behind those of its block before it",
+        "routing: a route goes behind those of its segment before it",
         _ROUTING,
         "(lane[None, :] < lane[:, None])",
         "(lane[None, :] > lane[:, None])",
         ROUTING,
     ),
     Mutant(
-        "routing: a block goes behind those of its chunk before it",
+        "routing: a segment goes behind those of its chunk before it",
         _ROUTING,
         "count[None, :] + tl.cumsum(counted, 0) - counted,",
         "tl.cumsum(counted, 0) - counted,",
@@ -544,8 +544,8 @@ MUTANTS = (
     Mutant(
         "routing: who has waited for a shard has waited for all before it",
         _ROUTING,
-        "    token = 0\n    while awaited < last:",
-        "    token = 0\n    awaited = tl.maximum(awaited, last - 1)\n    while awaited < last:",
+        "_token = 0\n    while awaited < last:",
+        "_token = 0\n    awaited = tl.maximum(awaited, last - 1)\n    while awaited < last:",
         AG_GROUPED,
     ),
     Mutant(

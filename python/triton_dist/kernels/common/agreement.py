@@ -21,7 +21,8 @@ def every_call_compares() -> bool:
 def as_text(name: str, tensor: torch.Tensor) -> str:
     """Return the shape and a digest of a tensor as text, for comparison between ranks.
 
-    Computing the digest waits for the device. Meta tensors and tensors in a graph capture get none.
+    Computing the digest waits for the device. Meta tensors, and tensors in a graph capture, get no
+    digest.
     """
     size = f"{name} {tuple(tensor.shape)}"
     if tensor.is_meta or current_device().is_capturing():

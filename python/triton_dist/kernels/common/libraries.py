@@ -50,8 +50,8 @@ def supported_library_algorithms(operator: str) -> list[LibraryAlgorithm]:
 def candidate_library_algorithms(operator: str) -> list[LibraryAlgorithm]:
     """Return the library algorithms to try during tuning on this device.
 
-    Without NCCL, none is tried. On CPU ranks interpreted kernels would never win; if ranks share a
-    GPU, gloo copies through the host.
+    Without NCCL, return an empty list. On CPU ranks interpreted kernels would never win; if ranks
+    share a GPU, gloo copies through the host.
     """
     return supported_library_algorithms(operator) if current_device().has_nccl else []
 

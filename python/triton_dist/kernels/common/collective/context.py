@@ -46,7 +46,7 @@ class CollectiveContext(OpContext[ExchangeBuffer], ABC):
     @staticmethod
     @abstractmethod
     def slot_bytes(nbytes: int, num_ranks: int) -> int:
-        """Return the bytes of a slot, for tensors of ``nbytes`` bytes."""
+        """Return the bytes of a slot (one of two receive buffers), for tensors of ``nbytes``."""
 
     @staticmethod
     def packet_bytes(nbytes: int, num_ranks: int) -> int:

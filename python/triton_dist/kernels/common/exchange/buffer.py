@@ -147,8 +147,8 @@ class Exchange:
 
     Attributes:
         elements, total: number of elements of a shard and of the full tensor.
-        call_tag: number computed from the sizes of the call. Flags contain it; ranks raise if their
-            call tags differ.
+        call_tag: number computed from the sizes of the call. Flags contain the call tag. Ranks
+            raise if their call tags differ.
         phases: how often a program waits for flags of every peer, per chunk.
         in_packets: whether the kernel sends packets (``exchange/packets.py``) instead of flags.
     """

@@ -204,7 +204,7 @@ def await_programs(peers, phase, programs, value, plan: tl.constexpr):
     """Wait until the flag of program ``programs[r]`` of each rank r has reached ``value``
     (acquire).
 
-    Return a token. All flags are polled together, because polling each flag takes equally long.
+    Return a token. All flags are polled together, which takes as long as polling one flag.
     """
     first = peers.arrivals + flag_offset(phase, value, plan.NUM_RANKS)
     flags = first + programs * plan.NUM_RANKS + tl.arange(0, plan.LANES)

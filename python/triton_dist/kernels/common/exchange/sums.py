@@ -141,7 +141,7 @@ def packet_bytes(nbytes: int, num_ranks: int) -> int:
     """Return the maximum bytes that a rank sends to a peer in packets, for launches of up to
     ``nbytes``.
 
-    A rank sends all elements in one shot, or one shard of addends and one shard of sums in two.
+    A rank sends all elements in one shot, or a shard of addends and a shard of sums in two shots.
     """
     if num_ranks == 1:
         return 0

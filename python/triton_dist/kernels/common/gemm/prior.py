@@ -4,8 +4,8 @@ The kernels compute one tile per SM at a time, in waves over all tiles. A step a
 the longest of three times: the tensor cores, the reads of A and B into the SM, and the latency of
 memory divided by the steps in flight. Device memory limits all SMs together.
 
-The constants fit half of the measurements in ``benchmarks/bench_prior.py``, which judges them on
-all.
+The constants fit half of the measurements in ``benchmarks/bench_prior.py``. The benchmark checks
+them on all measurements.
 """
 
 from __future__ import annotations

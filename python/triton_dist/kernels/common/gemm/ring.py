@@ -48,8 +48,8 @@ def multiply_promoted(
     GROUP: gl.constexpr, a_ring, b_ring, full, empty, stage, phase, num_steps, block_scales,
     LAYOUT: gl.constexpr, SCALING: gl.constexpr, IS_COPIED: gl.constexpr = False,
 ):  # fmt: skip
-    """Multiply the fp8 tiles of the next ``num_steps`` stages; add the product of each step in
-    fp32.
+    """Multiply the fp8 tiles of the next ``num_steps`` stages (steps along K). Add the product of
+    each step in fp32.
 
     Return (sum of the left half of the columns, sum of the right half, stage, phase). The halves
     are multiplied one after the other, because the products of both would not fit in registers.
@@ -88,7 +88,7 @@ def multiply_promoted(
         b = b_ring.index(stage).slice(HALF_N, HALF_N, dim=0).permute((1, 0))
         product = warpgroup_mma(a, b, product, use_acc=False, is_async=True)
         if SCALING == BLOCKWISE:
-            # Load the scales of the next step, because a load takes longer than one product.
+            # Load the scales of the next step now, because a load takes longer than one product.
             a_scale_ptr += gl.where(step + 1 < num_steps, block_scales.stride_ak, 0)
             b_scale_ptr += gl.where(step + 1 < num_steps, block_scales.stride_bk, 0)
             a_scale = gl.load(a_scale_ptr, cache_modifier=".cg")

@@ -70,7 +70,7 @@ def gathered_tile(
 
 @jit
 def wait_for_rows(shards, shard, first_row, last_row, chunk_rows, FLAGS_PER_RANK: tl.constexpr):
-    """Wait for rows ``first_row`` to ``last_row`` of a shard; return a token.
+    """Wait for rows ``first_row`` to ``last_row`` of a shard; return a wait token.
 
     A peer sets its flags to its epoch word (epoch and call tag, ``common/peers.py``). The wait
     compares both with this rank's epoch word.

@@ -118,7 +118,7 @@ def first_step_of_chunk(chunk, steps, NUM_CHUNKS: tl.constexpr):
 
 @jit
 def wait_for_chunk(shards, shard, rows, chunk, gemm_plan: tl.constexpr):
-    """Wait until ``chunk`` of ``shard`` (``rows`` rows) has arrived. Return a token."""
+    """Wait until ``chunk`` of ``shard`` (``rows`` rows) has arrived. Return a wait token."""
     NUM_COMM_SMS: tl.constexpr = gemm_plan.NUM_COMM_SMS
     program = tl.arange(0, triton.next_power_of_2(NUM_COMM_SMS))
     flags_ptr = shards.arrivals + shard * gemm_plan.FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program

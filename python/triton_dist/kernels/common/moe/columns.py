@@ -6,7 +6,7 @@ moves its flag. After the last chunk, one kernel adds the received chunks in fp3
 ranks, and stores each element in its row and column of the result.
 
 Calls alternate between two slots by the protocol of ``slots/epochs.py``. On each rank a slot has
-``shards`` [source rank, shard_stride] of the dtype and ``arrivals`` int64 [chunk, source rank].
+``shards`` [source rank, shard_stride] of x's dtype and ``arrivals`` int64 [chunk, source rank].
 Copy engines of the source rank write both regions.
 """
 

@@ -2,8 +2,8 @@
 
 A route is a pair of a token and an expert that was chosen for it. Rows of A are gathered by
 pointers while loading. Weights are loaded through a 3-D descriptor, or by pointers if TMA does not
-support their layout. Reads after the last row of an expert must return zero, because 0 times NaN is
-not 0. A 2-D descriptor over all weights would instead read rows of the next expert.
+support their layout. Reads of weights beyond an expert's K rows must return zero, because 0 times
+NaN is not 0. A 2-D descriptor over all weights would instead read rows of the next expert.
 
 The kernel is persistent and reads the number of tiles from memory (``moe/routing.py``). Padding
 (routes without an expert) also has tiles. They skip the K loop and store zeros, so every row of the
@@ -176,10 +176,10 @@ def kernel_grouped_gemm(
             route = tl.load(blocks.routes + rows, mask=inside, other=0)
         a_row = route // routes_of_row
         if grouped_plan.NUM_SOURCES > 1:
-            # Word 6 of a tile's record: largest position of arrival among the rows of the tile.
+            # Word 6 of a tile's record: largest position of the sources of the tile's rows.
             last = tl.load(blocks.tiles + tile * RECORD_WORDS + 6)
-            awaited, token = await_positions(awaited, last, sources, rank, grouped_plan)
-            a_row = dl.consume_token(a_row, token)
+            awaited, wait_token = await_positions(awaited, last, sources, rank, grouped_plan)
+            a_row = dl.consume_token(a_row, wait_token)
         a_rows = addresses_of_rows(
             a_ptr, own_ptr, a_row, rank, shard_rows, weight_strides.am, grouped_plan.NUM_SOURCES
         )

@@ -5,27 +5,26 @@ Terms:
   whose id is not in 0 to E - 1 is padding. It counts as a route of expert E, which has no weights:
   its rows come last and are zero.
 * row: index of a route after sorting by expert.
-* source: a rank that provides tokens; tokens are numbered by source. The *position* of a source is
-  its index in the order of arrival: this rank, rank + 1, rank + 2, …
+* source: a rank that provides tokens; token numbers are in the order of sources. The *position* of
+  a source is its index in the order of arrival: this rank, rank + 1, rank + 2, …
 * group: a range of positions. Tiles of a group precede the tiles of the next group.
 * run: the consecutive tiles of one expert in one group.
-* chunk: a part of the routes of one source; chunks are in order of arrival. block: a part of a
-  chunk.
+* segment: 128 consecutive routes of one source. chunk: ``chunk_segments`` consecutive segments of
+  one source; chunks are in order of arrival.
 
 The host reads no counts. Buffers have the size for the worst routing, and the number of tiles is in
 device memory, so a captured graph serves any routing. Only integers are summed, so equal ids give
 equal maps.
 
 The first launch counts routes. Each program counts the routes of a few experts in one chunk, and
-how many of them precede each block. In the second launch one program per block assigns rows to the
-block's routes. They follow the routes of smaller experts, then of earlier chunks and blocks. One
-program per expert writes the tiles of the expert. The rows of an expert are in order of arrival.
-When a group has arrived, the first ``arrived // block_m`` tiles of an expert are complete, so only
-the last tile of an expert is partial.
+how many of them precede each segment. In the second launch one program per segment assigns rows to
+the segment's routes. Rows are sorted by expert number, then by chunk, then by route number. One
+program per expert writes the expert's tiles. A tile belongs to the group with which its last row
+arrives. Only the last tile of an expert may be partial, with fewer than ``block_m`` rows.
 
 All ranks must pass equal ids. The tuner compares them at the first call of a key. Later calls do
-not compare, so that a captured graph serves any ids. Different ids cause sums of different tokens,
-or waits for rows that no rank sends. With ``TRITON_DIST_DEBUG=agree`` every call compares.
+not compare, so that a captured graph serves any ids. Different ids cause wrong results or endless
+waits. With ``TRITON_DIST_DEBUG=agree`` every call compares.
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ RECORD_WORDS = tl.constexpr(8)
 """int32 words of a tile's record.
 
 They are: expert; first row and end row of the tile's run; first tile and number of tiles of the
-run; smallest and largest position of arrival of the tile's rows; unused.
+run; smallest and largest position of the sources of the tile's rows; unused.
 """
 MAX_EXPERTS, MAX_TOPK, MAX_GROUPS = 512, 10, 4
-_BLOCK = 128
-"""Routes per block."""
-_BLOCKS, _EXPERTS = 4, 8
-"""Blocks and experts that a program counts at a time."""
+_SEGMENT_ROUTES = 128
+"""Routes per segment."""
+_SEGMENTS, _EXPERTS = 4, 8
+"""Segments and experts that a program counts at a time."""
 _COUNTS_AT_A_TIME = 4096
 """Counts, one per chunk and expert, that a program adds at a time."""
 
@@ -67,46 +66,49 @@ def experts_of(ids_ptr, source, local_route, valid, routes, E):
     return tl.where(valid, expert, E + 1)
 
 
-@jit(do_not_specialize=["chunks", "steps", "routes", "rank", "E"])
+@jit(do_not_specialize=["chunks", "chunk_segments", "routes", "rank", "E"])
 def kernel_count_routes(
-    ids_ptr, counts_ptr, before_ptr, chunks, steps, routes, rank, E, E_PAD: tl.constexpr,
-    NUM_SOURCES: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EXPERTS: tl.constexpr,
+    ids_ptr, counts_ptr, before_ptr, chunks, chunk_segments, routes, rank, E, E_PAD: tl.constexpr,
+    NUM_SOURCES: tl.constexpr, SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Count routes per expert. Grid (all chunks, cdiv(E + 1, EXPERTS)).
 
-    A source has ``chunks`` chunks of ``steps`` blocks. Write ``counts[chunk, expert]`` [all chunks,
-    E_PAD] and ``before[expert, block]`` [E + 1, all chunks * ``steps``]. ``before`` is the number
-    of the expert's routes in earlier blocks of the chunk.
+    A source has ``chunks`` chunks of ``chunk_segments`` segments. Write the arrays ``counts`` [all
+    chunks, E_PAD] and ``before`` [E + 1, all segments]. ``before[expert, segment]`` is the number
+    of the expert's routes in earlier segments of the chunk.
     """
     chunk = tl.program_id(0)
     source = (rank + chunk // chunks) % NUM_SOURCES
     experts = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
-    lane = tl.arange(0, BLOCK)
+    lane = tl.arange(0, SEGMENT)
     count = tl.zeros((EXPERTS,), tl.int32)
-    for first in range(0, steps, BLOCKS):
-        block = first + tl.arange(0, BLOCKS)
-        local_route = (chunk % chunks * steps + block)[:, None] * BLOCK + lane[None, :]
-        valid = (block < steps)[:, None] & (local_route < routes)
+    for first in range(0, chunk_segments, SEGMENTS):
+        segment = first + tl.arange(0, SEGMENTS)
+        local_route = (chunk % chunks * chunk_segments + segment)[:, None] * SEGMENT + lane[None, :]
+        valid = (segment < chunk_segments)[:, None] & (local_route < routes)
         expert = experts_of(ids_ptr, source, local_route, valid, routes, E)
         counted = tl.sum((expert[:, :, None] == experts[None, None, :]).to(tl.int32), 1)
         tl.store(
-            before_ptr + experts[None, :] * (tl.num_programs(0) * steps)
-            + (chunk * steps + block)[:, None],
-            # Exclusive prefix sum over the blocks of this iteration.
+            before_ptr + experts[None, :] * (tl.num_programs(0) * chunk_segments)
+            + (chunk * chunk_segments + segment)[:, None],
+            # Exclusive prefix sum over the segments of this iteration.
             count[None, :] + tl.cumsum(counted, 0) - counted,
-            mask=(block < steps)[:, None] & (experts <= E)[None, :],
+            mask=(segment < chunk_segments)[:, None] & (experts <= E)[None, :],
         )  # fmt: skip
         count += tl.sum(counted, 0)
     tl.store(counts_ptr + chunk * E_PAD + experts, count, mask=experts <= E)
 
 
 @jit
-def sum_of_chunks(counts_ptr, begin, end, E, E_PAD: tl.constexpr, ROWS: tl.constexpr):
-    """Return the number of routes of each expert in chunks ``begin`` to ``end``, [E_PAD]."""
+def sum_of_chunks(counts_ptr, begin, end, E, E_PAD: tl.constexpr, CHUNKS: tl.constexpr):
+    """Return [E_PAD]: the number of routes of each expert in chunks ``begin`` to ``end - 1``.
+
+    ``CHUNKS`` chunks are read at a time.
+    """
     experts = tl.arange(0, E_PAD)
     total = tl.zeros((E_PAD,), tl.int32)
-    for first in range(begin, end, ROWS):
-        chunk = first + tl.arange(0, ROWS)
+    for first in range(begin, end, CHUNKS):
+        chunk = first + tl.arange(0, CHUNKS)
         counts = tl.load(
             counts_ptr + chunk[:, None] * E_PAD + experts[None, :],
             mask=(chunk < end)[:, None] & (experts <= E)[None, :],
@@ -128,25 +130,26 @@ class MapMemory(NamedTuple):
 
 @jit
 def place_routes(
-    ids_ptr, counts_ptr, before_ptr, map_memory, block, blocks, chunks, steps, routes, rank, E,
-    E_PAD: tl.constexpr, NUM_SOURCES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    ids_ptr, counts_ptr, before_ptr, map_memory, segment, segments, chunks, chunk_segments, routes,
+    rank, E, E_PAD: tl.constexpr, NUM_SOURCES: tl.constexpr, SEGMENT: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Store the row of each route of block ``block``, and the route of each of these rows.
+    """Store the row of each route of segment ``segment``, and the route of each of these rows.
 
-    ``blocks`` is the number of all blocks.
+    ``segments`` is the number of segments of all sources.
     """
-    chunk = block // steps
+    chunk = segment // chunk_segments
     source = (rank + chunk // chunks) % NUM_SOURCES
-    lane = tl.arange(0, BLOCK)
-    local_route = (block - chunk // chunks * chunks * steps) * BLOCK + lane
+    lane = tl.arange(0, SEGMENT)
+    local_route = (segment - chunk // chunks * chunks * chunk_segments) * SEGMENT + lane
     valid = local_route < routes
     expert = experts_of(ids_ptr, source, local_route, valid, routes, E)
-    before = tl.load(before_ptr + expert * blocks + block, mask=valid, other=0)
-    earlier = sum_of_chunks(counts_ptr, 0, chunk, E, E_PAD, ROWS)
-    total = earlier + sum_of_chunks(counts_ptr, chunk, NUM_SOURCES * chunks, E, E_PAD, ROWS)
-    # Rows of smaller experts come first, then rows of the same expert from earlier chunks.
+    before = tl.load(before_ptr + expert * segments + segment, mask=valid, other=0)
+    earlier = sum_of_chunks(counts_ptr, 0, chunk, E, E_PAD, CHUNKS)
+    total = earlier + sum_of_chunks(counts_ptr, chunk, NUM_SOURCES * chunks, E, E_PAD, CHUNKS)
+    # First come rows of experts with smaller numbers, then the expert's rows of earlier chunks.
     first = tl.cumsum(total, 0) - total + earlier
-    # Routes of the same expert before this route in the block.
+    # Routes of the same expert before this route in the segment.
     earlier_same_expert = (expert[:, None] == expert[None, :]) & (lane[None, :] < lane[:, None])
     row = tl.gather(first, expert, 0) + before + tl.sum(earlier_same_expert.to(tl.int32), 1)
     route = source * routes + local_route
@@ -157,13 +160,13 @@ def place_routes(
 @jit
 def rows_by_position(
     counts_ptr, expert, chunks, E_PAD: tl.constexpr, NUM_SOURCES: tl.constexpr,
-    SOURCES_PAD: tl.constexpr, ROWS: tl.constexpr,
+    SOURCES_PAD: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Return [SOURCES_PAD]: the number of an expert's rows that have arrived with each position."""
+    """Return [SOURCES_PAD]: an expert's number of rows from sources up to and at each position."""
     position = tl.arange(0, SOURCES_PAD)
     rows = tl.zeros((SOURCES_PAD,), tl.int32)
-    for first in range(0, chunks, ROWS):
-        chunk = first + tl.arange(0, ROWS)
+    for first in range(0, chunks, CHUNKS):
+        chunk = first + tl.arange(0, CHUNKS)
         counts = tl.load(
             counts_ptr + (position[:, None] * chunks + chunk[None, :]) * E_PAD + expert,
             mask=(position < NUM_SOURCES)[:, None] & (chunk < chunks)[None, :],
@@ -177,12 +180,12 @@ def rows_by_position(
 def write_tiles(
     counts_ptr, map_memory, expert, chunks, group_ends, block_m, E, E_PAD: tl.constexpr,
     NUM_SOURCES: tl.constexpr, SOURCES_PAD: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    SEGMENT: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Store the records of an expert's tiles, and the end of its rows."""
     experts = tl.arange(0, E_PAD)
     position = tl.arange(0, SOURCES_PAD)
-    total = sum_of_chunks(counts_ptr, 0, NUM_SOURCES * chunks, E, E_PAD, ROWS)
+    total = sum_of_chunks(counts_ptr, 0, NUM_SOURCES * chunks, E, E_PAD, CHUNKS)
     rows = tl.sum(tl.where(experts == expert, total, 0), 0)
     row = tl.sum(tl.where(experts < expert, total, 0), 0)
     tl.store(map_memory.ends + expert, row + rows)
@@ -202,15 +205,15 @@ def write_tiles(
         if group == NUM_GROUPS - 1:
             ready = tl.cdiv(total, block_m)
         else:
-            arrived += sum_of_chunks(counts_ptr, begin, end, E, E_PAD, ROWS)
+            arrived += sum_of_chunks(counts_ptr, begin, end, E, E_PAD, CHUNKS)
             ready = arrived // block_m
         number = ready - done
         first = written + tl.sum(tl.where(experts < expert, number, 0), 0)
         tiles = tl.sum(tl.where(experts == expert, number, 0), 0)
         low = tl.sum(tl.where(experts == expert, done, 0), 0) * block_m
         high = tl.minimum(low + tiles * block_m, rows)
-        for first_tile in range(0, tiles, BLOCK):
-            tile = first_tile + tl.arange(0, BLOCK)
+        for first_tile in range(0, tiles, SEGMENT):
+            tile = first_tile + tl.arange(0, SEGMENT)
             mask = tile < tiles
             tile_low = (low + tile * block_m)[:, None]
             tile_high = tl.minimum(tile_low + block_m, high)
@@ -221,7 +224,7 @@ def write_tiles(
             tl.store(record + 2, row + high, mask=mask)
             tl.store(record + 3, first, mask=mask)
             tl.store(record + 4, tiles, mask=mask)
-            # The position of a row is the number of positions whose rows all precede it.
+            # A row's position is the number of positions whose rows of the expert all precede it.
             before_begin = (not_last & (by_position[None, :] <= tile_low)).to(tl.int32)
             before_end = (not_last & (by_position[None, :] < tile_high)).to(tl.int32)
             tl.store(record + 5, tl.sum(before_begin, 1), mask=mask)
@@ -232,13 +235,13 @@ def write_tiles(
         tl.store(map_memory.num_tiles, written)
 
 
-@jit(do_not_specialize=["chunks", "steps", "routes", "rank", "group_ends", "block_m", "E"])
+@jit(do_not_specialize=["chunks", "chunk_segments", "routes", "rank", "group_ends", "block_m", "E"])
 def kernel_map_blocks(
-    ids_ptr, counts_ptr, before_ptr, map_memory, chunks, steps, routes, rank, group_ends, block_m,
-    E, E_PAD: tl.constexpr, NUM_SOURCES: tl.constexpr, SOURCES_PAD: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    ids_ptr, counts_ptr, before_ptr, map_memory, chunks, chunk_segments, routes, rank, group_ends,
+    block_m, E, E_PAD: tl.constexpr, NUM_SOURCES: tl.constexpr, SOURCES_PAD: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, SEGMENT: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Write the block map. Grid (all chunks * ``steps`` + E + 1,).
+    """Write the block map. Grid (all chunks * ``chunk_segments`` + E + 1,).
 
     ``group_ends`` has one byte per group: the position after the last position of the group.
     """
@@ -246,13 +249,13 @@ def kernel_map_blocks(
     if program <= E:
         write_tiles(
             counts_ptr, map_memory, program, chunks, group_ends, block_m, E, E_PAD, NUM_SOURCES,
-            SOURCES_PAD, NUM_GROUPS, BLOCK, ROWS,
+            SOURCES_PAD, NUM_GROUPS, SEGMENT, CHUNKS,
         )  # fmt: skip
     else:
         place_routes(
             ids_ptr, counts_ptr, before_ptr, map_memory, program - E - 1,
-            NUM_SOURCES * chunks * steps, chunks, steps, routes, rank, E, E_PAD, NUM_SOURCES, BLOCK,
-            ROWS,
+            NUM_SOURCES * chunks * chunk_segments, chunks, chunk_segments, routes, rank, E, E_PAD,
+            NUM_SOURCES, SEGMENT, CHUNKS,
         )  # fmt: skip
 
 
@@ -260,11 +263,11 @@ def kernel_map_blocks(
 def tile_of_work_item(
     tiles_ptr, work_item, tiles_n, BLOCK_SIZE_M: tl.constexpr, GROUP_SIZE_M: tl.constexpr
 ):
-    """Return (expert, first row, end row of the run, column tile, tile) of a work item.
+    """Return (expert, first row of the tile, end row of its run, column tile, tile) of a work item.
 
-    A run of L tiles that begins at tile a has the work items ``a * tiles_n`` to ``(a + L) *
-    tiles_n``. Tile ``work_item // tiles_n`` therefore belongs to the work item's run, and its
-    record describes the run.
+    A work item is a tile in one of ``tiles_n`` column tiles. A run of L tiles that begins at tile a
+    has the L * ``tiles_n`` work items from ``a * tiles_n`` on. Tile ``work_item // tiles_n``
+    therefore belongs to the work item's run, and its record describes the run.
     """
     record = tiles_ptr + work_item // tiles_n * RECORD_WORDS
     expert = tl.load(record)
@@ -280,17 +283,17 @@ def tile_of_work_item(
 def await_positions(awaited, last, sources, rank, grouped_plan: tl.constexpr):
     """Wait for the shards of the positions after ``awaited``, up to and including ``last``.
 
-    Return (largest position for which this program has waited, token).
+    Return (largest position for which this program has waited, wait token of ``dl.wait``).
     """
-    token = 0
+    wait_token = 0
     while awaited < last:
         awaited += 1
         source = shard_in_arrival_order(awaited, rank, grouped_plan.NUM_SOURCES)
         flag_ptr = sources.arrivals + source * grouped_plan.FLAGS_PER_RANK
-        # Flags are copies of the peers' epoch words, which contain the epoch and the call tag.
+        # Flags are copies of the peers' epoch words: a count of calls and a tag of call sizes.
         value = tl.load(sources.epoch)
-        token += dl.wait(flag_ptr, 1, value, timeout_word_of(sources.epoch), True)
-    return awaited, token
+        wait_token += dl.wait(flag_ptr, 1, value, timeout_word_of(sources.epoch), True)
+    return awaited, wait_token
 
 
 @jit
@@ -319,7 +322,7 @@ class BlockMap:
     topk: int
     block_m: int
     routes: torch.Tensor
-    """[R], route of each row."""
+    """[R], route of each row. R is the number of routes."""
     rows: torch.Tensor
     """[R], row of each route."""
     ends: torch.Tensor
@@ -340,7 +343,8 @@ class BlockMap:
 
 
 def max_tiles(routes: int, experts: int, block_m: int) -> int:
-    """Return the maximum number of tiles over all routings of ``routes`` to ``experts``."""
+    """Return the maximum number of tiles over all routings of ``routes`` routes to ``experts``
+    experts."""
     used = min(routes, experts)
     return used + (routes - used) // block_m
 
@@ -357,8 +361,8 @@ def block_map(
     """Return the map of routes to tiles of ``block_m`` rows, without launching its kernels.
 
     Args:
-        topk_ids: [M, topk], int32 or int64, contiguous, of all sources in the order of ranks.
-        E: number of experts, 1 to ``MAX_EXPERTS``. Other ids are padding.
+        topk_ids: int32 or int64 [M, topk], contiguous: ids of the sources' tokens, by rank.
+        E: number of experts, 1 to ``MAX_EXPERTS``. Ids that are not in 0 to E - 1 are padding.
         rank: this rank, which is the first source in the order of arrival.
         num_sources: number of sources. Each source has M / num_sources tokens.
         group_ends: for each of at most ``MAX_GROUPS`` groups, the position after its last source;
@@ -376,31 +380,36 @@ def block_map(
     routes = M // num_sources * topk
     e_pad = max(16, 1 << (E + 1).bit_length())
     chunks_at_a_time = _COUNTS_AT_A_TIME // e_pad
-    chunks, steps = _chunks_and_blocks(routes, max(1, chunks_at_a_time // num_sources))
+    chunks, chunk_segments = _chunks_and_segments(routes, max(1, chunks_at_a_time // num_sources))
     all_chunks, total = num_sources * chunks, routes * num_sources
     counts, before, routes_of, rows_of, row_ends, num_tiles, tiles = _memory(
-        topk_ids, all_chunks * e_pad, all_chunks * steps * (E + 1), total, total, E + 1, 1,
+        topk_ids, all_chunks * e_pad, all_chunks * chunk_segments * (E + 1), total, total, E + 1, 1,
         max_tiles(total, E + 1, block_m) * RECORD_WORDS.value,
     )  # fmt: skip
-    options = {"E_PAD": e_pad, "NUM_SOURCES": num_sources, "BLOCK": _BLOCK, "num_warps": 4}
-    chunking = chunks, steps, routes, rank
+    options = {
+        "E_PAD": e_pad,
+        "NUM_SOURCES": num_sources,
+        "SEGMENT": _SEGMENT_ROUTES,
+        "num_warps": 4,
+    }
+    chunking = chunks, chunk_segments, routes, rank
     count = Launch(
         kernel_count_routes,
         (all_chunks, ceil_div(E + 1, _EXPERTS)),
         (topk_ids, counts, before, *chunking, E),
-        {**options, "BLOCKS": _BLOCKS, "EXPERTS": _EXPERTS},
+        {**options, "SEGMENTS": _SEGMENTS, "EXPERTS": _EXPERTS},
     )
     packed_ends = sum(end << 8 * group for group, end in enumerate(ends))
     map_memory = MapMemory(routes_of, rows_of, row_ends, tiles, num_tiles)
     map_launch = Launch(
         kernel_map_blocks,
-        (all_chunks * steps + E + 1,),
+        (all_chunks * chunk_segments + E + 1,),
         (topk_ids, counts, before, map_memory, *chunking, packed_ends, block_m, E),
         {
             **options,
             "SOURCES_PAD": 1 << (num_sources - 1).bit_length(),
             "NUM_GROUPS": len(ends),
-            "ROWS": chunks_at_a_time,
+            "CHUNKS": chunks_at_a_time,
         },
     )
     records = tiles.view(-1, RECORD_WORDS.value)
@@ -433,11 +442,11 @@ def ceil_div(number: int, by: int) -> int:
     return -(-number // by)
 
 
-def _chunks_and_blocks(routes: int, max_chunks: int) -> tuple[int, int]:
-    """Return (number of chunks, blocks per chunk) for the ``routes`` of a source."""
-    blocks = ceil_div(routes, _BLOCK)
-    steps = min(blocks, ceil_div(ceil_div(blocks, max_chunks), _BLOCKS) * _BLOCKS)
-    return ceil_div(blocks, steps), steps
+def _chunks_and_segments(routes: int, max_chunks: int) -> tuple[int, int]:
+    """Return (number of chunks, segments per chunk) for the ``routes`` of a source."""
+    segments = ceil_div(routes, _SEGMENT_ROUTES)
+    chunk_segments = min(segments, ceil_div(ceil_div(segments, max_chunks), _SEGMENTS) * _SEGMENTS)
+    return ceil_div(segments, chunk_segments), chunk_segments
 
 
 def _memory(like: torch.Tensor, *sizes: int) -> tuple[torch.Tensor, ...]:

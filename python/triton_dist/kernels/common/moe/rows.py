@@ -24,8 +24,8 @@ _LIBRARY_CAPABILITY = "9.0"
 def grouped_mm(A: torch.Tensor, B: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Return torch's grouped product of rows of A that are sorted by expert.
 
-    ``ends`` int32 [E] contains the end of the rows of each expert. Rows after the last end are
-    undefined.
+    ``ends`` int32 [E] contains the end of the rows of each expert. Rows of the result after the
+    last end are undefined.
     """
     function = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
     product: torch.Tensor = function(A, B, offs=ends)
@@ -40,7 +40,7 @@ def scaled_grouped_mm(
     dtype: torch.dtype,
     use_fast_accum: bool,
 ) -> torch.Tensor:
-    """Return ``grouped_mm`` for fp8 rows with TENSOR or ROW scales. On CPU, multiply in fp32."""
+    """Return ``grouped_mm`` for fp8 rows with scales per tensor or row. On CPU: in fp32."""
     a_scale, b_scale = scales.a.flatten(), scales.b[:, 0].contiguous()
     if A.device.type == "cpu":
         C, begin = A.new_zeros(len(A), B.shape[2], dtype=dtype), 0
@@ -82,7 +82,7 @@ def is_library_candidate(key: Any) -> bool:
 def fits_library(key: Any) -> bool:
     """Return whether torch can multiply by weights with the sizes, dtype and layout in ``key``.
 
-    For fp8, torch on Hopper supports TENSOR and ROW scales of e4m3 operands and bf16 output.
+    For fp8, torch on Hopper supports e4m3 operands with scales per tensor or row, and bf16 output.
     """
     if isinstance(key, ScaledKey):
         has_kernel = key.recipe != Recipe.BLOCK.value and key.dtype is torch.float8_e4m3fn

@@ -1,6 +1,6 @@
 """Scales of fp8 operands of grouped GEMMs, and packing of rows with their scales for sending.
 
-``gemm/scales.py`` describes the recipes TENSOR, ROW and BLOCK.
+``gemm/scales.py`` describes the recipes (which elements share a scale): TENSOR, ROW and BLOCK.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _ALIGNMENT = 16
 class GroupedScales(NamedTuple):
     """Kernel argument: fp32 scales and their strides in elements.
 
-    A stride is 0 along a dimension with equal scales. If peers send the other rows, ``own`` has the
-    scales of this rank's rows; otherwise it is ``None``.
+    A stride is 0 along a dimension with equal scales. If peers send rows of A, ``a`` has the
+    scales of received rows and ``own`` of this rank's rows; otherwise ``own`` is ``None``.
     """
 
     a: Any

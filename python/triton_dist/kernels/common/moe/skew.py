@@ -37,8 +37,9 @@ class SkewedKey(NamedTuple):
 def skewed_ids(topk_ids: torch.Tensor, E: int, skew: str, seed: int = 0) -> torch.Tensor:
     """Return random ids with the shape of ``topk_ids`` [M, topk] and the skew ``skew``.
 
-    The experts of a token differ. "same_experts": all tokens choose experts 0 to topk - 1. "zipf":
-    probabilities follow Zipf's law with exponent 1.2. "even": all experts are equally probable.
+    "same_experts": all tokens choose experts 0 to topk - 1. "zipf": probabilities follow Zipf's law
+    with exponent 1.2. "even": all experts are equally probable. The experts of a token differ
+    unless ``topk`` exceeds E: choice j is then expert j modulo E.
     """
     tokens, topk = topk_ids.shape
     if skew == "same_experts" or topk > E:

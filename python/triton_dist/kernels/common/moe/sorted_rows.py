@@ -1,4 +1,4 @@
-"""Tiles and copies of rows that are sorted by expert.
+"""Tiles and copies of rows that are sorted by expert. A position is an index in this order.
 
 The ends of the experts' rows are in device memory. The host does not read them, so a captured graph
 serves any routing.

@@ -1,4 +1,4 @@
-"""Tile configs to try for grouped GEMMs, and the check which configs fit a number of tokens.
+"""Tile configs to try for grouped GEMMs, and checks of a config for a number of tokens.
 
 Each tile reads weights of its expert for BLOCK_SIZE_M rows. If experts have few rows, the time to
 read the weights limits the GEMM. Tiles with few rows and several programs per SM are then faster,
@@ -99,7 +99,7 @@ def fits_grouped(
     topk: int,
     key: Any = None,
 ) -> bool:
-    """Return whether a config is worth trying for all calls that share a key with ``tokens``.
+    """Return whether a config is worth trying for all calls whose key covers ``tokens`` tokens.
 
     * Tiles fit in shared memory and, for fp8 operands (``key`` is a ``ScaledKey``), in registers.
     * Tiles have at most max(32, 4 times the mean number of rows per expert) rows.
@@ -147,9 +147,9 @@ def other_batches(
     With ``routing_skew``, return one batch with this skew instead.
 
     The number of tiles varies between batches, and for some configs one more tile causes a nearly
-    empty wave. The fastest config for one batch took 7 % longer than another config for the next
+    empty wave. The fastest config of one batch was 7 % slower than another config on the next
     batch (4096 tokens, Mixtral 8x7B, two H100). Return an empty list for very few or very many
-    routes, and in the interpreter, whose times are meaningless.
+    routes, and in the interpreter, where times are meaningless.
     """
     if routing_skew is not None:
         return [skewed_ids(topk_ids, E, routing_skew)]

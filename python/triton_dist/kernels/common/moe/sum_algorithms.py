@@ -34,8 +34,8 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch
 
 _CHUNKS = (1, 2, 4, 8)
-# Tiles with fewer rows are for products whose time is the time to read the weights. Such a product
-# is too short to hide a transfer. A copy engine takes some us per push, hence the minimum bytes.
+# Lower tiles are for products that are limited by the reads of weights. Such a product is too short
+# to hide a transfer. A copy engine takes some us per push, hence the minimum bytes of a push.
 _MIN_CHUNKED_BLOCK_M, _MIN_PUSH_BYTES = 64, 256 << 10
 
 
@@ -139,7 +139,7 @@ class TiledProduct(Product):
 class LibraryProduct(Product):
     """torch's grouped GEMM of a copy of x whose rows are sorted by expert.
 
-    The sums read the rows of the product in this order.
+    The sums read the rows of the product in this sorted order.
     """
 
     def __init__(self, call: SumCall) -> None:
@@ -171,18 +171,18 @@ class LibraryProduct(Product):
 
 
 class SumAlgorithm(Algorithm[SumCall, SumSizes]):
-    """Base class of these algorithms, whose first tunable is the tile config (not ``Library``)."""
+    """Base class of the algorithms. The first tunable is a tile config, except in ``Library``."""
 
     product: ClassVar[type[TiledProduct] | type[LibraryProduct]] = TiledProduct
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         if self.product is LibraryProduct:
-            yield from ((each,) for each in self.values_of_second_tunable() if has_fast_library())
+            yield from ((each,) for each in self.values_of_last_tunable() if has_fast_library())
         else:
-            yield from itertools.product(grouped_tiles(), self.values_of_second_tunable())
+            yield from itertools.product(grouped_tiles(), self.values_of_last_tunable())
 
     @abstractmethod
-    def values_of_second_tunable(self) -> tuple[Any, ...]:
+    def values_of_last_tunable(self) -> tuple[Any, ...]:
         """Return the values of the last tunable to try on this device, the simplest first."""
 
     def fits(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
@@ -191,7 +191,7 @@ class SumAlgorithm(Algorithm[SumCall, SumSizes]):
             if sizes.config or not is_library_candidate(key):
                 return False
         elif sizes.config is not None:
-            # If the caller passes a config, try one candidate, whose tiles are not used.
+            # The caller's config replaces the candidate's tiles, so one candidate is sufficient.
             if not _has_first_tiles(config):
                 return False
         elif not fits_grouped(config, key.dtype, key.E, key.N, key.M, key.topk, key):
@@ -213,14 +213,14 @@ class SumAlgorithm(Algorithm[SumCall, SumSizes]):
 
 
 class Chunks(SumAlgorithm):
-    """Algorithm that sends each chunk of columns by copy engine while the next is multiplied.
+    """Algorithm that sends each chunk of columns by copy engine while the next chunk is computed.
 
     The rows of a chunk are sent to the ranks that add them.
     """
 
     name, tunables = "chunks", ("gemm_config", "num_chunks")
 
-    def values_of_second_tunable(self) -> tuple[Any, ...]:
+    def values_of_last_tunable(self) -> tuple[Any, ...]:
         return _CHUNKS[:2] if current_device().interprets else _CHUNKS
 
     def fits_reduction(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
@@ -280,7 +280,7 @@ class Serial(SumAlgorithm):
     def __init__(self, ctx_type: type[MoESumContext]) -> None:
         self.ctx_type = ctx_type
 
-    def values_of_second_tunable(self) -> tuple[Any, ...]:
+    def values_of_last_tunable(self) -> tuple[Any, ...]:
         reductions, device = self.ctx_type.reductions, current_device()
         if device.interprets:
             return reductions[:1]

@@ -66,7 +66,7 @@ _CALLER_OPTIONS = ("n_chunks", "persistent", "config")
 
 
 class RoutedProductLimits(NamedTuple):
-    """Largest sizes that a context supports, and the ranks that use it."""
+    """Largest sizes that a context supports, and the context's ranks."""
 
     max_tokens: int
     N: int
@@ -119,7 +119,7 @@ class MoESumContext(GEMMContext[PushedColumns], ABC):
 
     @classmethod
     def fits_sum(cls, reduction: str, nbytes: int) -> bool:
-        """Return the result of ``fits``, which here also accepts ``TOPK_EXCHANGE``."""
+        """Like ``fits``, for a reduction that may also be ``TOPK_EXCHANGE``."""
         if reduction == TOPK_EXCHANGE:
             return nbytes <= TOPK_EXCHANGE_BYTES
         return cls.fits(reduction, nbytes)
@@ -133,7 +133,7 @@ class MoESumContext(GEMMContext[PushedColumns], ABC):
         pass
 
     def finish_chunks(self, rows: torch.Tensor, M: int) -> torch.Tensor:
-        """Return this rank's result for M tokens, from the rows that it has added."""
+        """Return this rank's result for M tokens, from the rows that this rank has added."""
         return rows
 
     def prepare_finish(self, rows: torch.Tensor, M: int) -> None:
@@ -209,7 +209,7 @@ class SumKey(NamedTuple):
 
 
 class SumSizes(NamedTuple):
-    """Sizes of a key, and the options that the caller fixes. They are equal for calls of a key."""
+    """Sizes and options that the caller fixes, which are equal for all calls of a tuning key."""
 
     key: SumKey
     n_chunks: int | None
@@ -324,7 +324,7 @@ class SumCall(OpCall):
         ctx: MoESumContext,
         scaling: Scaling = NO_SCALING,
     ) -> SumKey:
-        """Check the operands and return their key. Equal operands get one key object.
+        """Check the operands and return their key, one object for all equal keys.
 
         For fp8 operands the key is a ``ScaledKey``.
         """
@@ -445,7 +445,7 @@ def id_variants(
     routing_skew: str | None = None,
     **__: Any,
 ) -> list[dict[str, torch.Tensor]]:
-    """Return the arguments of calls with other expert ids (``input_variants_fn``)."""
+    """Return replaced arguments with other expert ids, for the tuner (``input_variants_fn``)."""
     batches = other_batches(chosen_experts, len(weights), routing_skew)
     return [{"chosen_experts": ids} for ids in batches]
 

@@ -3,8 +3,8 @@
 The serial algorithm stores the sums over choices, and a second launch exchanges them. For few
 tokens the second launch takes most of the time. Here the loop that sends also adds the choices. It
 uses the order and the rounding of ``topk_sum.py``, so the result is bitwise equal to the serial
-algorithm. Flags and slots follow ``exchange/protocol.py``, with a single chunk. A block is a range
-of columns of one token. A *route* is a pair of token and choice.
+algorithm. Flags and slots (alternating buffers) follow ``exchange/protocol.py``, with a single
+chunk. A block is a range of columns of one token. A *route* is a pair of token and choice.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from triton_dist.runtime.launch import Launch
 TOPK_EXCHANGE = "topk_exchange"
 """Name of this reduction in configs."""
 TOPK_EXCHANGE_BYTES = 4 << 20
-"""Maximum bytes of the sums of a rank. For more, the time of a second launch is negligible."""
+"""Maximum bytes of a rank's sums. Beyond it, the time of a second launch is negligible."""
 
 
 @jit
@@ -118,11 +118,11 @@ def kernel_topk_exchange(
             tl.store(target + rank.to(tl.int64) * shard_stride + index, sums, mask=column < N)
     value = chunk_flag(call, 0)
     notify_ranks(call, 0, value, plan)
-    token = await_peers(peers, 0, value, plan)
+    wait_token = await_peers(peers, 0, value, plan)
     for block in range(tl.program_id(0), rows * blocks_per_row, tl.num_programs(0)):
         column = block % blocks_per_row * plan.BLOCK + column_in_block
         index = (block // blocks_per_row).to(tl.int64) * N + column
-        shards = slots.data + after_wait(call.offset, token)
+        shards = slots.data + after_wait(call.offset, wait_token)
         total = tl.full((plan.BLOCK,), 0.0, tl.float32)
         for source in tl.static_range(NUM_RANKS):
             addend = shards + source * shard_stride.to(tl.int64)
@@ -149,7 +149,7 @@ class RoutedSums(NamedTuple):
     E: int
 
     def run(self, buffer: ExchangeBuffer, all_rows: bool) -> torch.Tensor:
-        """Return the sum of this rank's tokens, or with ``all_rows`` of all tokens."""
+        """Return the sums of this rank's tokens, or of all tokens if ``all_rows`` is true."""
         out = self._out(buffer, all_rows)
         tensors = {
             "products_ptr": self.products, "weights_ptr": self.expert_weight,

@@ -1,7 +1,7 @@
 """Weighted sum over a token's choices (its topk experts).
 
-The input has one row per route, a pair of token and choice; the output has one row per token. Ranks
-then exchange fewer rows. Sums are fp32, in the order of choices, and rounded once. Padding (routes
+The input has one row per route, a pair of token and choice. The output has one row per token, so
+ranks exchange fewer rows. Sums are fp32, in the order of choices, and rounded once. Padding (routes
 without an expert) adds nothing, even if its rows or weights contain NaN.
 """
 
@@ -35,10 +35,10 @@ def kernel_topk_sum(
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_N: tl.constexpr,
 ):
-    """Sum columns ``first`` to ``first + width`` of N for M tokens. Grid (token, column blocks).
+    """Sum ``width`` columns, from ``first`` on, of M tokens. Grid (token blocks, column blocks).
 
-    products: [M * TOPK, width]; the row of a route is ``rows[route]``, or the route itself without
-    ``rows``. out: row blocks of ``block_rows`` tokens, with block_rows * N elements each. Inside a
+    products: [M * TOPK, width]; the row of a route is ``rows[route]``, or its index if ``rows`` is
+    ``None``. out: row blocks of ``block_rows`` tokens, with block_rows * N elements each. Inside a
     row block the columns of this launch are contiguous, [block_rows, width], and begin at element
     ``block_rows * first``.
     """

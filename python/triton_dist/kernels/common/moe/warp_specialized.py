@@ -1,7 +1,8 @@
 """Warp-specialized version of ``kernel_grouped_gemm`` for Hopper, in Gluon.
 
 It has the arguments of ``kernel_grouped_gemm`` and processes tiles in the same order.
-``gemm/warp_specialized.py`` describes the ring and the consumers. Here the producer has four warps.
+``gemm/warp_specialized.py`` describes the ring buffer and the consumer warps. Here the producer has
+four warps.
 They gather the rows of A by ``cp.async``, so no separate launch copies rows. One of them loads the
 weights by TMA. CPU ranks run ``kernel_grouped_gemm``.
 """
@@ -70,8 +71,8 @@ def _gather(
             a_row = gl.load(blocks.routes + rows) // routes_of_row
         if grouped_plan.NUM_SOURCES > 1:
             last = gl.load(blocks.tiles + tile * RECORD_WORDS + 6)
-            awaited, token = await_positions(awaited, last, sources, rank, grouped_plan)
-            a_row = dl.consume_token(a_row, token)
+            awaited, wait_token = await_positions(awaited, last, sources, rank, grouped_plan)
+            a_row = dl.consume_token(a_row, wait_token)
         a_rows = addresses_of_rows(
             a_ptr, own_ptr, a_row, rank, shard_rows, weight_strides.am, grouped_plan.NUM_SOURCES
         )
@@ -108,9 +109,9 @@ def _tile_and_scales(
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Return (expert, first row, end row of the run, column tile, addresses of the scales of A) of
-    a group's half of a work item.
+    a consumer group's half of a work item.
 
-    A number beyond the last work item is treated as the last. If there are no work items, the
+    A number beyond the last work item is treated as the last number. Without work items, the
     record is uninitialised; addresses are then limited to row 0.
     """
     HALF_M: gl.constexpr = BLOCK_SIZE_M // 2

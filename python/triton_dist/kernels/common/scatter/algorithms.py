@@ -23,12 +23,12 @@ from triton_dist.runtime.launch import Launch
 
 
 def outputs(C: torch.Tensor, bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Return the output and the bias by kernel argument. Their addresses change between calls."""
+    """Return output and bias by kernel argument name. Their addresses change between calls."""
     return {"out.c": C} if bias is None else {"out.c": C, "out.bias": bias}
 
 
 def inputs(call: SummingCall) -> dict[str, torch.Tensor]:
-    """Return the operands and their scales by kernel argument."""
+    """Return the operands and their scales by kernel argument name."""
     tensors = {"a_ptr": call.A, "b_ptr": call.B}
     if call.A_scale is not None and call.B_scale is not None:
         tensors |= {"scales.a_scale": call.A_scale, "scales.b_scale": call.B_scale}
@@ -63,7 +63,7 @@ class ScatteredLaunches:
         self._launch(self.key, self._gemm, inputs(self.call) | self._output_tensors())
 
     def add_deferred(self) -> None:
-        """Launch the kernel that adds the tiles that the GEMM left to it, if the GEMM can do so.
+        """Launch the kernel that adds deferred tiles, if the GEMM may defer tiles.
 
         ``scatter/tiles.py`` describes deferred tiles.
         """

@@ -164,7 +164,7 @@ class SummingCall(OpCall):
         ctx: SummingContext[Any],
         scaling: Scaling = NO_SCALING,
     ) -> ProductKey:
-        """Check the operands and return their key. Equal operands get one key object."""
+        """Check the operands and return their key, one object for all equal keys."""
         function = cls.ctx_type.function
         device = checked_buffer(
             ctx, cls.ctx_type, function, cls.ctx_type.creator

@@ -5,7 +5,7 @@ rows. Rank r owns row block r: it adds the row block over all ranks. The last ro
 short or empty. A tile belongs to one row block. It is rounded to the output's dtype and stored in
 the owner's slot as this rank's partial, its addend of the sum:
 
-    partials of a slot, on each rank: [source rank, max_rows, N], ``slot.stride`` elements a rank
+    partials of a slot, on each rank: [source rank, max_rows, N], ``slot.stride`` elements per rank
 
 ``slot.targets[s]`` is the address to which tiles of row block s are stored. ``slot.flags[s]`` is
 the address of the flags that report their arrival. ``SCATTER`` selects one of four modes:
@@ -33,11 +33,12 @@ which adds in the order of arrival. With ``"all"`` the row blocks are divided in
 later chunks are multiplied.
 
 *No deadlock.* ``tile_in_scatter_order`` defines the order of tiles. A program waits only for tiles
-that peers have at earlier positions of their order, and before it waits, it has announced its tiles
-of earlier positions. The waiting program at the earliest position therefore waits only for programs
-that have not begun. If each program has one tile, programs begin in the order of positions, so
-these programs will begin. A persistent program waits only if all programs of its launch have begun;
-otherwise it leaves its tiles of the own row block to a later kernel (``scatter/tiles.py``).
+that peers have at earlier positions of their order. Before it waits, it has announced its tiles of
+earlier positions (set their flags). The waiting program at the earliest position therefore waits
+only for programs that have not begun. If each program has one tile, programs begin in the order of
+positions, so these programs will begin. A persistent program waits only if all programs of its
+launch have begun; otherwise it leaves its tiles of the own row block to a later kernel
+(``scatter/tiles.py``).
 
 Kernel arguments; the rules of tuples are in ``docs/how-to/wait-for-a-peer.md``:
 
@@ -215,7 +216,7 @@ def scattered_gemm(
         scattering: memory to which tiles are sent and in which they arrive.
         kernel: the persistent kernel, which uses descriptors.
         num_chunks: number of chunks of a row block. With ``"row_block"`` chunks are pushed
-            separately. With ``"all"`` the first chunk of all row blocks precedes the second, etc.
+            separately. With ``"all"`` the first chunk of all row blocks precedes all second chunks.
         scales: result of ``Scaling.kernel_argument`` without a bias.
     """
     A = normalise_strides(A)

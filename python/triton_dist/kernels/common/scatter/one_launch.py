@@ -13,11 +13,11 @@ A program rounds each of its tiles to the output's dtype and stores it in the sl
 rank, as this rank's partial. A slot is [source rank, rows, N] with ``shard_elements`` elements per
 source. After its last tile the program sets its flag on all ranks, including its own rank. The rows
 that a rank adds are then distributed over all its programs, in sub-tiles of ``SUB_TILE_ROWS`` rows.
-A program waits, on each rank, for the program that multiplied the sub-tile. It adds the partials in
-fp32 in the order of ranks. Results are deterministic and equal on all ranks. With
-``BROADCASTS_SUMS`` each rank's slot also has memory for the sums [M, N], after the partials. A
-program sends the sums of its sub-tiles and sets a flag after the last. The program of the same
-number on each peer copies these sums to C.
+For each sub-tile, a program waits for the flags of the programs that multiplied the sub-tile. Then
+the program adds the partials in fp32 in the order of ranks. Results are deterministic and equal on
+all ranks. With ``BROADCASTS_SUMS`` each rank's slot also has memory for the sums [M, N], after the
+partials. A program sends the sums of its sub-tiles and sets a flag after the last. The program of
+the same number on each peer copies these sums to C.
 
 Tiles are cut from the whole product, not from the rows of each owner, so that B is read once per
 BLOCK_SIZE_M rows instead of once per rank. They are traversed down the columns, so that data is
@@ -301,9 +301,9 @@ def _copy_sub_tiles(
     SUB_TILE_ROWS: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
 ):
-    """Copy the sums of rows ``begin_row`` to ``end_row`` that a program of their owner has sent.
+    """Copy the sums that the program with this program's number has sent from another rank.
 
-    It is the program with this program's number.
+    That rank owns rows ``begin_row`` to ``end_row``.
     """
     if INT64_OFFSETS:
         N = tl.cast(N, tl.int64)

@@ -125,7 +125,7 @@ def chunks_of_row_block(config: triton.Config, rows: int, N: int, num_chunks: in
 
 
 def row_block_rows(M: int, num_ranks: int) -> int:
-    """Return the rows per row block of an all-reduce. The last may be short or empty."""
+    """Return the rows per row block of an all-reduce. The last blocks may be short or empty."""
     return int(triton.cdiv(M, num_ranks * _ROW_BLOCK_ROWS)) * _ROW_BLOCK_ROWS
 
 
@@ -141,7 +141,7 @@ def slot_sizes(rows: int, N: int) -> tuple[int, int]:
 
 
 class ProductLimits(NamedTuple):
-    """Largest product that a context supports, and the ranks that use it."""
+    """Largest product that a context supports, and the context's ranks."""
 
     max_M: int
     N: int

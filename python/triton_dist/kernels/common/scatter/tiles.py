@@ -137,7 +137,7 @@ def announce_to_all(out, slot, M, work_item, rank, NUM_RANKS: tl.constexpr):
 
 @jit
 def await_partials(slot, M, work_item, rank, NUM_RANKS: tl.constexpr):
-    """Wait until a work item has arrived from every peer. Return a token.
+    """Wait until a work item has arrived from every peer. Return a wait token.
 
     ``M``, the number of rows of A, must be equal on all ranks.
     """
@@ -220,7 +220,7 @@ def add_own_tile(
     slot, out, row, column, rows, own_rows, N, token, rank, tile: tl.constexpr,
     summing: tl.constexpr,
 ):  # fmt: skip
-    """Sum a tile of the own row block, which has ``own_rows`` of at most ``rows`` rows."""
+    """Sum a tile of the own row block of ``own_rows`` rows. Full row blocks have ``rows`` rows."""
     own_begin = 0  # begin of the own rows in C
     if out.sums is not None:
         own_begin = rank.to(tl.int64) * rows * N

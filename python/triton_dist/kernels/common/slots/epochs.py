@@ -61,7 +61,7 @@ T = TypeVar("T")
 SLOTS = 2
 _LINE = 16  # int64 words in a 128-byte line; each slot has its own line
 # Control words of a slot, in the region "epoch". The first is the flag of the slot's current use:
-# the epoch, and the call tag of the last call with a peer check. The timeout words follow.
+# the epoch, and the call tag (``take``) of the last call with a peer check. Timeout words follow.
 EPOCH, _TIMEOUT_WORD = 0, TIMEOUT_WORD.value
 GAVE_UP = tl.constexpr(_TIMEOUT_WORD + _GAVE_UP)
 LAST_COMPLETE = tl.constexpr(_TIMEOUT_WORD + TIMEOUT_WORDS)  # last epoch before a wait gave up

@@ -101,7 +101,8 @@ class Slot:
     def copies_of_scales(
         self, stream: int, chunk: int, num_streams: int, shard: int, peer: int
     ) -> Iterator[Copy]:
-        """Yield the copy of a shard's scales to ``peer``, once per stream, before its first flag.
+        """Yield the copy of a shard's scales to ``peer``, on each stream before the stream's first
+        flag.
 
         A consumer may wait for any chunk first. On each stream, scales therefore precede all
         chunks.
@@ -199,7 +200,7 @@ class AllGatherBuffer(SlotMemory):
     Creation is collective. Each slot has on each rank:
         shards [max_M * K] of ``dtype``: the gathered rows, written by peers.
         arrivals int64 [source rank, MAX_CHUNKS]: flags of the chunks, written by peers.
-        pushed int64 [source rank, sending program, chunk]: the same for fused methods.
+        pushed int64 [source rank, sending program, chunk]: flags of fused methods.
         forward int32 [source rank, MAX_CHUNKS]: flags of chunks to forward in a ring; set by the
             neighbour, reset by this rank's copy engines.
         scales fp32 [source rank, scales of a shard]: scales of an fp8 A, written by peers. A copy

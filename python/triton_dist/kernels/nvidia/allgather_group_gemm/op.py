@@ -122,7 +122,7 @@ def ag_group_gemm(
             ``"arrivals"``; ``"exchange"`` (default; M <= ``ctx.exchanged_rows``) or
             ``"collective"`` for the other algorithms.
         straggler_option: ``(rank, cycles)``: delay ``rank`` by ``cycles`` clock cycles, for tests.
-        algorithm: ``"arrivals"`` (default), ``"serial"`` or ``"library"`` (tuned).
+        algorithm: ``"arrivals"``, ``"serial"`` or ``"library"`` (tuned; ``"arrivals"`` if untuned).
         A_scale, B_scale, out_dtype, use_fast_accum: see ``grouped_gemm``; fp8 operands require a
             context of ``torch.float8_e4m3fn``. ``A_scale`` has the scales of this rank's tokens,
             which are sent with the tokens.

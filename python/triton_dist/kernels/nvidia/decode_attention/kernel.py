@@ -237,7 +237,7 @@ def load_tile(
 
 @jit
 def attend(query, kv, parts, scale, soft_cap, batch, rank, spec: tl.constexpr):
-    """Compute this program's units and store their parts. Return ``units_of`` the sequences."""
+    """Compute this program's units and store their parts. Return the result of ``units_of``."""
     DTYPE: tl.constexpr = query.q.dtype.element_ty
     BLOCK_M: tl.constexpr = spec.BLOCK_M
     V0: tl.constexpr = spec.V0
@@ -420,7 +420,7 @@ def shard_row(sequence, token, head, batch, spec: tl.constexpr):
 def with_sink(max_lse, sinks_ptr, head, valid):
     """Return the maximum of LSEs and the head's sink, and the sink's weight relative to it.
 
-    If the maximum is minus infinity, 0 is returned instead of it.
+    Return 0 as maximum if the maximum is minus infinity.
     """
     sink = tl.full(max_lse.shape, float("-inf"), tl.float32)
     if sinks_ptr is not None:
@@ -432,7 +432,7 @@ def with_sink(max_lse, sinks_ptr, head, valid):
 
 @jit
 def lse_of(base, total, spec: tl.constexpr):
-    """Return the LSE in the base that the caller chose, for weights relative to ``base``."""
+    """Return the LSE, in the caller's base, of weights with sum ``total`` relative to ``base``."""
     lse = base + tl.log2(tl.where(total > 0, total, 1.0))
     lse = tl.where(total > 0, lse, float("-inf"))
     return lse if spec.BASE_2 else lse * LN2

@@ -96,15 +96,15 @@ def sp_decode_attn(
         max_kv_len: number of keys of a sequence on a rank for which the op is tuned, equal on all
             ranks; default: the capacity of the cache. Sequences may have more keys.
         ctas_per_sm: number of programs per SM (tuned).
-        block_n, num_stages, num_warps: number of keys of a block, of blocks loaded in advance, and
-            of warps (tuned).
+        block_n, num_stages, num_warps: keys per block, number of blocks loaded in advance, and
+            number of warps (tuned).
         algorithm: see the module docstring (tuned).
         accepted_key: reserved for the tuner.
 
     Returns:
-        The output and the LSE. The output has the shape of q, but the returned heads and
-        ``v_head_dim`` elements. The LSE is fp32 in this shape without the last dimension, and
-        includes the sinks. For a row without keys, the output is 0 and the LSE is minus infinity.
+        The output and the LSE. The output has q's shape, with the number of returned heads, and
+        ``v_head_dim`` as last dimension. The LSE is fp32 in this shape without the last dimension,
+        and includes the sinks. Without keys, the output is 0 and the LSE is minus infinity.
 
     Raises:
         InvalidArgument: an argument does not fit the context.

@@ -112,8 +112,8 @@ def merge_item(
 ):  # fmt: skip
     """Wait for the rows of an item from all peers, and store the merged rows.
 
-    ``payload`` [lines, 2] and ``lse`` [rows] are of this rank. ``index`` [rows] are the rows of
-    the output.
+    ``payload`` [lines, 2] and ``lse`` [rows] are data of this rank. ``index`` [rows] contains the
+    output's row for each row of the item.
     """
     NUM_RANKS: tl.constexpr = spec.NUM_RANKS
     DTYPE: tl.constexpr = target.out.dtype.element_ty

@@ -244,8 +244,8 @@ class DispatchCall(OpCall):
         )  # fmt: skip
 
     def start(self, receive: bool) -> Received:
-        """Launch the call. If ``receive`` is false, ``wait`` of the result launches the second
-        half."""
+        """Launch the call. If ``receive`` is false, ``wait`` of the result launches the kernel that
+        receives."""
         if self.ctx.pending is not None:
             expected = "no other dispatch before wait() of the result of ep_send"
             raise InvalidArgument("ep_dispatch", "ctx", "a context with a pending send", expected)
@@ -256,7 +256,7 @@ class DispatchCall(OpCall):
         return received
 
     def result(self) -> Received:
-        """Return the result with uninitialised tensors."""
+        """Return a result whose tensors the call will fill."""
         ctx = self.ctx
         topk, experts, num_ranks = self.topk_ids.shape[1], ctx.local_experts, ctx.num_ranks
         routes, device = num_ranks * self.limit * topk, ctx.device.torch_device
@@ -306,7 +306,7 @@ class DispatchCall(OpCall):
         ctx.buffer.repeat(launch, meta_programs + copies)
 
     def locate(self, dropped: torch.Tensor) -> torch.Tensor:
-        """Return ``kernel_locate``'s locations for a limited capacity. Add to ``dropped``."""
+        """Return ``kernel_locate``'s locations for a limited capacity; count in ``dropped``."""
         ctx = self.ctx
         (locations,) = int32s(ctx.device.torch_device, ctx.num_ranks * self.limit)
         arguments = (
@@ -410,8 +410,8 @@ class Packets(Push):
         metas = min(metas, ceil_div(total, 8))
         layouts = min(ctx.num_ranks * metas, ceil_div(total, 4))
         copies = min(call.params.num_ctas, total - metas - layouts)
-        # Each program handles one block of all its rows. It then waits only for programs with
-        # smaller numbers.
+        # Each copy program handles the same block of columns in all its rows. It then waits only
+        # for programs with smaller numbers.
         blocks = ceil_div(ctx.hidden, plan.BLOCK)
         copies -= copies % blocks if copies > blocks else 0
         programs = metas + copies + layouts

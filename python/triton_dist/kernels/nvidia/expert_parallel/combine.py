@@ -2,7 +2,7 @@
 
 Sums are sent in unmarked lines (``packets.py``), so a program adds a block as soon as its words
 have arrived. A rank sends sums only after all ranks have begun the call. Each rank has then cleared
-the lines of the call before.
+the lines of the previous call.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def send_sums(
 ):  # fmt: skip
     """Send block ``item`` of the sums of this rank's products to each peer, for the peer's tokens.
 
-    Skip tokens without products on this rank. Return the updated ``begun`` (``await_begun``).
+    Skip tokens without products on this rank. Return the new value of ``begun`` (``await_begun``).
     """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     PER_LINE: tl.constexpr = LINE_BITS // y_ptr.dtype.element_ty.primitive_bitwidth

@@ -130,8 +130,8 @@ class EPContext(OpContext[ExchangeBuffer]):
         """Wait for the device and raise the errors that kernels have recorded.
 
         Raises:
-            InvalidArgument: on every rank, if a rank passed an id that is not an expert, or a
-                weight that is NaN. On this rank, if a ``y`` or ``out`` was too short.
+            InvalidArgument: a rank passed an id that is not an expert, or a weight that is NaN
+                (raised on every rank); or a ``y`` or ``out`` of this rank was too short.
             RankDisagreement: ranks passed different ``max_tokens``, ``topk``, scales, weights or
                 numbers of programs.
         """
@@ -304,7 +304,7 @@ class Received:
 
     @property
     def positions(self) -> Positions:
-        """The ``topk_ids`` of ``grouped_gemm`` for ``rows``. Requires an ``alignment`` of 1."""
+        """Argument ``topk_ids`` of ``grouped_gemm`` with A = ``rows``; ``alignment`` must be 1."""
         self._check_received("positions")
         topk, number = self.local_ids.shape[1], len(self.row_of_position)
         if number != self.local_ids.numel():
@@ -333,8 +333,8 @@ class Received:
                 ``ctx.check()`` raises.
 
         Raises:
-            InvalidArgument: ``out`` has another shape, dtype or device, or is not contiguous. Or
-                the dispatch is an ``ep_send`` without ``wait()``.
+            InvalidArgument: ``out`` does not have the required shape, dtype or device, or is not
+                contiguous, or ``wait()`` was not called after ``ep_send``.
         """
         self._check_received("expanded")
         hidden = self.rows.shape[1]

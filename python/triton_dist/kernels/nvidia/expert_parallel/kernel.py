@@ -107,10 +107,10 @@ class EPLayout(NamedTuple):
 class EPPlan(NamedTuple):
     """Constants of a launch. Names with LANES, BINS and BLOCKS are powers of two.
 
-    EXPERTS is the number of experts per rank. BLOCKS is at least the number of blocks of all ranks
-    in packets. A program reads the ids of META_TOKENS tokens, a block, at once. REPLICAS is the
-    number of columns of the map of experts. The first position of an expert is a multiple of
-    ALIGNMENT. SCALES is "none", "given", or "computed" if rows are quantised before they are sent.
+    EXPERTS is the number of experts per rank. BLOCKS, for packets only, is at least the number of
+    token blocks of all ranks. A program reads the ids of META_TOKENS tokens, a block, at once.
+    REPLICAS is the number of columns of the map of experts. The first position of an expert is a
+    multiple of ALIGNMENT. SCALES is "none", "given", or "computed" if sent rows are quantised.
     """
 
     NUM_RANKS: Any
@@ -391,7 +391,7 @@ def begin_experts(
 
 @jit
 def place_routes(ep_layout, begin, ids, local, row, bits, index, valid, length):
-    """Write the positions of a block of routes.
+    """Write the positions of a block's routes.
 
     ``begin`` [EXPERT_LANES] is the first free position of each expert. ``local`` is the local
     expert of each route, or -1. ``index`` is the route's index among the routes of all ranks.

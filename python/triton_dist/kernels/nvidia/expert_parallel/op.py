@@ -126,7 +126,7 @@ def ep_dispatch(
             three is minimised.
         num_ctas, block_bytes: number of programs that send rows, and bytes that a program copies at
             once (tuned).
-        algorithm: ``"push"`` (default), ``"packets"`` or ``"collective"`` (tuned).
+        algorithm: ``"push"``, ``"packets"`` or ``"collective"`` (tuned; ``"push"`` if untuned).
         accepted_key: reserved for the tuner.
 
     Returns:
@@ -196,7 +196,7 @@ def ep_combine(
         num_ctas, block_bytes, num_chunks: number of programs, bytes that a program copies at once,
             and number of chunks of a program's blocks. A program adds a received chunk after it has
             sent the next chunk (tuned).
-        algorithm: ``"push"`` (default) or ``"collective"`` (tuned).
+        algorithm: ``"push"`` or ``"collective"`` (tuned; ``"push"`` if untuned).
         accepted_key: reserved for the tuner.
 
     Returns:

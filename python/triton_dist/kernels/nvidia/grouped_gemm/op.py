@@ -100,7 +100,7 @@ def grouped_gemm(
         activation: ``"silu_mul"``: the columns are gate and up projections, and the result is
             ``silu(left half) * right half``, computed in fp32.
         gemm_config: tile sizes of ``"tiled"`` (tuned).
-        algorithm: ``"tiled"`` (default) or ``"library"`` (tuned).
+        algorithm: ``"tiled"`` or ``"library"`` (tuned; ``"tiled"`` if untuned).
         A_scale, B_scale: fp32 scales of fp8 operands: one per tensor, one per row of A and column
             of B, or one per block of 128. ``triton_dist.kernels.common.gemm.scales`` lists the
             layouts.

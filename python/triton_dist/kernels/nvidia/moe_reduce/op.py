@@ -102,7 +102,7 @@ def run_moe_reduce_rs(
         num_chunks: maximum number of chunks of columns (tuned).
         reduction: reduce-scatter of ``"serial"`` and ``"library"``: ``"push"`` (for sums of up to
             64 MB), ``"topk_exchange"`` (up to 4 MB) or ``"collective"`` (tuned).
-        algorithm: ``"chunks"`` (default), ``"serial"`` or ``"library"`` (tuned).
+        algorithm: ``"chunks"``, ``"serial"`` or ``"library"`` (tuned; ``"chunks"`` if untuned).
         A_scale, B_scale, use_fast_accum: scales of fp8 operands x and weights, see
             ``grouped_gemm``. The result has the dtype of the context.
         routing_skew: see ``grouped_gemm``. Equal on all ranks.

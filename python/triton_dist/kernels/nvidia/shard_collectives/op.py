@@ -69,7 +69,7 @@ def all_gather(
         block_bytes: bytes that a program moves at a time, a power of two (tuned).
         num_chunks: number of chunks into which each program divides its elements (tuned).
         straggler_option: ``(rank, cycles)``: delay ``rank`` by ``cycles`` clock cycles, for tests.
-        algorithm: ``"push"`` (default), ``"copy_engine"`` or ``"collective"`` (tuned).
+        algorithm: ``"push"``, ``"copy_engine"`` or ``"collective"`` (tuned; ``"push"`` if untuned).
         accepted_key: reserved for the tuner.
 
     Returns:

@@ -71,7 +71,7 @@ def sp_ag_attention(
             sequence on a rank, equal on all ranks. Default: each row of the batch is a sequence.
         scale: factor of the products of q and k; default: 1 / sqrt(head_dim).
         backend: library: ``"cudnn"`` or ``"flash"`` on GPUs, ``"cpu"`` on CPU ranks (tuned).
-        algorithm: ``"copy_engine"`` (default) or ``"collective"`` (tuned).
+        algorithm: ``"copy_engine"`` or ``"collective"`` (tuned; ``"copy_engine"`` if untuned).
         accepted_key: reserved for the tuner.
 
     Returns:

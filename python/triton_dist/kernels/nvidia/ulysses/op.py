@@ -81,7 +81,7 @@ def ulysses_pre_attn(
             graph capture.
         num_ctas, block_bytes, num_chunks: number of workers (programs that share a chunk), bytes
             that a program copies at once, and number of chunks of each block (tuned).
-        algorithm: ``"push"`` (default), ``"copy_engine"`` or ``"collective"`` (tuned).
+        algorithm: ``"push"``, ``"copy_engine"`` or ``"collective"`` (tuned; ``"push"`` if untuned).
         accepted_key: reserved for the tuner.
 
     Returns:
