@@ -112,8 +112,8 @@ def sort_topk_ids_align_block_size(
     first = torch.where(has_route, tiles, NO_ROUTE).amin(1) // routes
     last = torch.where(has_route, tiles, -1).amax(1) // routes
     # Shards arrive in the order rank, …, num_ranks - 1, 0, …, rank - 1. A tile waits for the shards
-    # ``first`` to ``last``. If rank - 1 is among them, its shard arrives last. Otherwise all of
-    # them are on one side of rank, and the shard of ``last`` arrives last.
+    # ``first`` to ``last``. If rank - 1 is among them, its shard arrives last. Otherwise these
+    # shards are all on one side of rank, and the shard of ``last`` arrives last.
     previous_rank = (rank - 1) % num_ranks
     awaited_rank = torch.where(
         (first <= previous_rank) & (previous_rank <= last), previous_rank, last

@@ -161,7 +161,7 @@ def check_operands(
     gathered: torch.Tensor | None,
     scaling: Scaling = NO_SCALING,
 ) -> ProductKey:
-    """Check the operands and return their key. Equal operands get one key object."""
+    """Check the operands and return their key, one object for all equal keys."""
     buffer = checked_buffer(
         ctx, AllGatherGEMMTensorParallelContext, "ag_gemm", "create_ag_gemm_context"
     )

@@ -26,12 +26,12 @@ expert's last tile is partial.
 
 Routing runs on the device, so a captured graph serves any expert ids. All ranks must pass equal
 ids. Ranks compare them at the first call of a key, or with ``TRITON_DIST_DEBUG=agree`` at every
-call. Dropped tokens give rows of zeros.
+call. Dropped choices (ids outside 0 to E - 1) give rows of zeros.
 
 Design:
     * Waiting programs may occupy all SMs, so copy engines, which need no SM, write rows and flags.
     * A program waits once per shard, not once per tile, because an acquire takes about 1 us.
-    * Every shard has at least one route, and tiles of dropped tokens wait too. A finished GEMM has
+    * Every shard has at least one route, and tiles of dropped choices wait too. A finished GEMM has
       therefore received every peer's shard, and the next call need not wait for the peers.
 """
 
@@ -114,7 +114,7 @@ def ag_group_gemm(
             strides that are multiples of 16 bytes; otherwise the kernel reads through pointers.
         ctx: context of ``create_ag_group_gemm_context``; M <= ``ctx.max_ntokens``.
         full_topk_ids: [M, topk], int32 or int64, contiguous: experts of all ranks' tokens, equal on
-            every rank. An id outside 0 to E - 1 is a dropped token: its row is zero.
+            every rank. A choice with an id outside 0 to E - 1 is dropped: its row is zero.
         gemm_config: tile sizes of ``"arrivals"`` and ``"serial"`` (tuned); default:
             ``ctx.gemm_config``.
         num_groups: number of groups of shards for ``"arrivals"``, 1 to 4 (tuned).

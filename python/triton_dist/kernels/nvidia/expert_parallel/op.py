@@ -18,9 +18,9 @@ Design:
       without the counts of other ranks. Every rank receives the ids of all ranks, and
       computes positions while rows are sent.
     * The host reads no counts. Buffers have room for the worst routing or for the given capacity.
-    * Each rank sums its products of a token in fp32, rounds the sum once and sends it as one row to
-      the token's rank. The token's rank adds the rows in the order of ranks, so equal calls give
-      equal bits.
+    * Each rank sums its products of a token in fp32, rounds the sum once and sends the sum as one
+      row to the token's rank. The token's rank adds the rows in the order of ranks, so equal calls
+      give equal bits.
 
 Algorithms:
     * ``"push"``: a dispatch with the timeline above, or a combine in one launch. A combine polls

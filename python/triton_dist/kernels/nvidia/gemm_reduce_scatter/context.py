@@ -109,8 +109,8 @@ class PartialsBuffer(SlotMemory):
     def pushes(self, rows: int, config: triton.Config, num_chunks: int) -> Any:
         """Return the transfer that pushes each peer's row block of ``rows`` rows.
 
-        It pushes each chunk when all tiles of the chunk are staged, then sets the chunk's flag on
-        the peer.
+        The transfer pushes each chunk when all tiles of the chunk are staged, then sets the chunk's
+        flag on the peer.
         """
         return self._cached(rows, config, num_chunks, self._pushes)
 

@@ -12,7 +12,7 @@ Timeline of one call (W = 4), on every rank at the same time:
 In ``"fused"``, the program that computed a tile stores it into the owner's memory. In
 ``"copy_engine"``, tiles are stored locally and a copy engine pushes each peer's rows in
 ``num_chunks`` chunks. In both algorithms, the program that computes a tile of this rank's rows
-waits for this tile from every peer and adds all of them. ``algorithms.py`` has the other
+waits for this tile from every peer and adds the tiles of all ranks. ``algorithms.py`` has the other
 algorithms.
 
 Numerics: docs/reference/gemm_rs.md.

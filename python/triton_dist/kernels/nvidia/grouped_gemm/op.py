@@ -13,14 +13,13 @@ Algorithms:
       row counts, which a CUDA graph cannot capture.
 
 Routing runs on the device: nothing waits for the device, and a captured graph serves any ids.
-Dropped tokens give rows of zeros.
+Dropped choices (ids outside 0 to E - 1) give rows of zeros.
 
 Design:
-    * The time to read the weights limits the kernel. The rows of an expert are contiguous,
-      BLOCK_SIZE_M is tuned, and tiles of one expert run one after another, so that its weights stay
-      in the L2 cache.
+    * The time to read the weights limits the kernel. BLOCK_SIZE_M is therefore tuned, and tiles of
+      one expert run one after another, so that the expert's weights stay in the L2 cache.
     * The GEMM gathers rows while it loads. A separate copy took 68 to 432 us of 682 to 997 us (8192
-      tokens, H200, bf16, Mixtral 8x7B and DeepSeek-V3 on 8 ranks).
+      tokens, H200, bf16, sizes per rank of Mixtral 8x7B and DeepSeek-V3 on 8 ranks).
     * Sorting with torch takes 150 to 290 us, and torch's counting cannot be captured in a graph.
 """
 
@@ -91,12 +90,12 @@ def grouped_gemm(
         B: [E, K, N], E <= 512. If A is fp8: e4m3 with unit stride along K; otherwise the dtype of
             A, any strides. If the stride along K or N is 1 and the other strides are multiples of
             16 bytes, the kernel may use TMA; otherwise it reads through pointers.
-        topk_ids: [M, topk], int32 or int64, contiguous, topk <= 10. An id outside 0 to E - 1 is a
-            dropped token: its row is zero. Instead of ids, ``topk_ids`` may be the ``positions`` of
-            a result of ``ep_dispatch``. The output then has a row per position, and rows of unused
-            positions are undefined.
+        topk_ids: [M, topk], int32 or int64, contiguous, topk <= 10. A choice with an id outside 0
+            to E - 1 is dropped: its row is zero. Instead of ids, ``topk_ids`` may be the
+            ``positions`` of a result of ``ep_dispatch``. The output then has a row per position,
+            and rows of unused positions are undefined.
         order: order of the output rows. ``"route"``: row ``t * topk + j`` is choice j of token t.
-            ``"sorted"``: by expert, then by route; dropped tokens last.
+            ``"sorted"``: by expert, then by route; dropped choices last.
         activation: ``"silu_mul"``: the columns are gate and up projections, and the result is
             ``silu(left half) * right half``, computed in fp32.
         gemm_config: tile sizes of ``"tiled"`` (tuned).
@@ -107,10 +106,10 @@ def grouped_gemm(
         out_dtype: bf16 (default), fp16 or fp32 for fp8 operands; otherwise A's dtype.
         use_fast_accum: see ``matmul``.
         routing_skew: how unevenly tokens choose experts, for the tuner; part of the tuning key. In
-            addition to the call's ids, the tuner measures random ids: all experts equally probable
-            (``"even"``) or by Zipf's law with exponent 1.2 (``"zipf"``); or ids that are equal for
-            all tokens (``"same_experts"``). Default: ids of M tokens that are drawn from the call's
-            tokens with replacement.
+            addition to the call's ids, the tuner measures other ids: random with equal
+            probabilities (``"even"``), random by Zipf's law with exponent 1.2 (``"zipf"``), or
+            equal for all tokens (``"same_experts"``). Default: ids of M tokens that are drawn from
+            the call's tokens with replacement.
         accepted_key: reserved for the tuner.
 
     Returns:

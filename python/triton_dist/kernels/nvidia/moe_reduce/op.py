@@ -92,7 +92,7 @@ def run_moe_reduce_rs(
             strides that are multiples of 16 bytes; otherwise the kernel reads through pointers. If
             x is fp8, weights are e4m3 with unit stride along K.
         chosen_experts: [M, topk], int32 or int64, contiguous, equal on all ranks (checked at the
-            first call of a key). An id outside 0 to E - 1 is a dropped token and adds nothing.
+            first call of a key). A choice with an id outside 0 to E - 1 adds nothing.
         expert_weight: [M, topk], fp16, bf16 or fp32, contiguous, equal on all ranks.
         ctx: context of ``create_moe_rs_context``.
         n_chunks: older name of ``num_chunks``. If passed, other arguments are tuned for this value.
