@@ -138,7 +138,7 @@ def write(path: Path, contents: Contents) -> bytes:
     return data
 
 
-def contents_in(folder: Path) -> list[Contents]:
+def contents_of_folder(folder: Path) -> list[Contents]:
     """Return the contents of all packs in ``folder``. Raise ``PackRefused`` if one is not valid."""
     return [Pack(path).contents() for path in sorted(folder.glob(f"*{SUFFIX}"))]
 

@@ -23,7 +23,7 @@ from triton_dist._archive import Contents
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.shared import file_store, read_only_store
 from triton_dist._tuning.store import LayeredStore
-from triton_dist._tuning.store.packs import contents_of, merge_packs, own_records
+from triton_dist._tuning.store.packs import contents_of_records, merge_packs, own_records
 from triton_dist._tuning.values import Key
 from triton_dist._warn import warn
 from triton_dist.errors import InvalidArgument, NoSuchFunction, TuningWarning
@@ -63,11 +63,11 @@ class Recording:
             if not own:
                 raise NoSuchFunction(key.full_name, "it has no record", "Tune it first")
             records += own
-        _archive.write(Path(path), merge_packs([contents_of(records), *self._kernels()]))
+        _archive.write(Path(path), merge_packs([contents_of_records(records), *self._kernels()]))
         return Path(path)
 
     def _kernels(self) -> list[Contents]:
-        return _archive.contents_in(self._folder) if self._kept is None else self._kept
+        return _archive.contents_of_folder(self._folder) if self._kept is None else self._kept
 
     def _close(self) -> None:
         self._kept = self._kernels()

@@ -15,11 +15,11 @@ from triton_dist.debugging.modes import CHECKS
 SAID = {
     "load": (
         "program (1, 0, 0) of kernel_load",
-        "load outside of x, float32 [30], memory of rank 0: 1 of 15 elements, the farthest ends 4 "
+        "load outside of x, float32 [30], memory of rank 0: 1 of 15 elements, the farthest is 4 "
         "bytes (1 elements of fp32) after its last element",
     ),
     "store": (
-        "outside of x, float32 [16], memory of rank 0: 1 of 16 elements, the farthest ends 4 bytes "
+        "outside of x, float32 [16], memory of rank 0: 1 of 16 elements, the farthest is 4 bytes "
         "(1 elements of fp32) before its first element",
     ),
     "neighbour": ("store outside of bugs.one, memory of rank 0: 8 of 16 elements",),

@@ -35,7 +35,12 @@ from triton_dist._archive import (
 )
 from triton_dist._tuning.store import LayeredStore, MemoryStore, PackStore
 from triton_dist._tuning.store.layout import readable_json
-from triton_dist._tuning.store.packs import contents_of, merge_packs, read_verified, records_of
+from triton_dist._tuning.store.packs import (
+    contents_of_records,
+    merge_packs,
+    read_verified,
+    records_of,
+)
 from triton_dist._tuning.values import (
     PACK_FORMAT,
     Failure,
@@ -362,7 +367,7 @@ def kernel(digest: str = MM, arch: int = 90, cubin: bytes = CUBIN) -> PackedKern
 
 @functools.cache
 def contents(*keys: int) -> Contents:
-    records = contents_of([one().tuned.tune(key) for key in keys]).records
+    records = contents_of_records([one().tuned.tune(key) for key in keys]).records
     stub = PackedKernel("launcher", {"python": "cpython-311"}, {STUB_FILE: b"\x7fELF stub"})
     return Contents(records, {MM: kernel(), STUB: stub})
 

@@ -26,8 +26,8 @@ def add_to(subcommands: Any) -> None:
         _run,
         help="compare the records of one key across GPUs, numbers of ranks and versions",
         description="For each key of FUNCTION that has several records (of different GPUs, numbers "
-        "of ranks or versions), prints the winners and their times. A table shows each winner's "
-        "time in the other records, divided by the time of that record's own winner.",
+        "of ranks or versions), prints the winners and their times. A table has a row per winner "
+        "and a column per record: the winner's time there, divided by that record's shortest time.",
         examples=[
             "compare matmul --key 8192 --cache /shared/cache",
             "compare gemm_rs --ranks --key 7168",
@@ -42,7 +42,7 @@ def add_to(subcommands: Any) -> None:
         "--ranks",
         action="store_true",
         help="also compare keys that differ only in the number of ranks: in each key, ignore the "
-        "last number that equals the number of ranks of the record",
+        "last number that equals the number of ranks",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser = add_subcommand(
@@ -107,7 +107,9 @@ def _lines(group: Sequence[StoredRecord]) -> list[str]:
     lines.append("       time (ms)  to best  on")
     for number, (each, stored) in enumerate(zip(found, group, strict=True), 1):
         ratio = f"{each.winner.ms / fastest:.3f}x" if fastest > 0 else "-"
-        lines.append(f"  [{number}] {each.winner.ms:10.4f} {ratio:>8}  {_conditions(stored)}")
+        lines.append(
+            f"  [{number}] {each.winner.ms:10.4f} {ratio:>8}  {_hardware_and_versions(stored)}"
+        )
         lines.append(f"      {each.record.best}")
     heads = ["winner of", *(f"on [{number}]" for number in range(1, len(found) + 1))]
     ratios = [[slowdown_of_winner(one, other) for other in found] for one in found]
@@ -139,7 +141,7 @@ def _tree(group: Sequence[StoredRecord]) -> dict[str, Any]:
     }
 
 
-def _conditions(stored: StoredRecord) -> str:
+def _hardware_and_versions(stored: StoredRecord) -> str:
     record = stored.record
     triton = record.fingerprint.software.get("triton")
     parts = [cache.hardware_text(record), *([f"triton {triton}"] if triton else [])]

@@ -58,9 +58,10 @@ SUBCOMMANDS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments`` (default: ``sys.argv``) and return the exit status.
 
-    0: success. 1: nothing was found, or a comparison found differences. 2: the arguments are wrong,
-    or a required file cannot be read or written; standard error has the message. Subcommands that
-    run a program return the program's exit status.
+    0: success. 1: nothing was found, a comparison found differences, ``pack verify`` found a
+    damaged pack, or the program of ``pack --kernels`` failed. 2: the arguments are wrong, or a
+    required file cannot be read or written; standard error has the message. ``debug``, ``dump`` and
+    ``profile`` return the exit status of their program, or 1 if there is nothing to report.
     """
     parser = parser_of_all()
     if "_ARGCOMPLETE" in knobs.environment():  # the shell asks for completions
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         at = words.index("--")
         words, command = words[:at], words[at + 1 :]
     parsed, rest = parser.parse_known_args(words)
-    # argparse assigns words to an argument with nargs="*" only before or only after an option.
+    # With nargs="*", argparse leaves the words after an option in ``rest`` if others precede it.
     if rest and ("words" not in parsed or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:

@@ -12,7 +12,7 @@ from triton_dist import _archive, _files, knobs
 from triton_dist._archive import RECORDS_SUFFIX, SUFFIX, Contents, Pack, sha256
 from triton_dist._tuning.store import ReadOnlyStore
 from triton_dist._tuning.store.packs import (
-    contents_of,
+    contents_of_records,
     differences,
     merge_packs,
     read_verified,
@@ -73,12 +73,12 @@ def _run(arguments: argparse.Namespace) -> int:
     if action is None:
         if not (arguments.words or arguments.kernels):
             arguments.fail("expected a FUNCTION, --kernels, or an action: " + ", ".join(_ACTIONS))
-        action = _make
+        action = _create
     else:
         arguments.files = [Path(word) for word in arguments.words[1:]]
         if len(arguments.files) != 2 if action is _diff else not arguments.files:
             arguments.fail("diff takes two packs" if action is _diff else "expected a pack")
-    if (arguments.out is None) == (action in (_make, _merge)):
+    if (arguments.out is None) == (action in (_create, _merge)):
         arguments.fail("--out FILE is required to create or merge packs, and not allowed otherwise")
     if arguments.out and arguments.out.suffix not in (SUFFIX, RECORDS_SUFFIX):
         arguments.fail(f"--out {arguments.out}: expected a name that ends in {_NAMES}")
@@ -86,7 +86,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _make(arguments: argparse.Namespace) -> int:
+def _create(arguments: argparse.Namespace) -> int:
     folder = arguments.cache or knobs.cache_dir.get()
     store = ReadOnlyStore(folder) if arguments.cache else cache.user_store()
     chosen: list[TuningRecord] = []
@@ -96,7 +96,7 @@ def _make(arguments: argparse.Namespace) -> int:
             print(f"No record of {name} in {folder}.")
             return 1
         chosen += found
-    parts = [contents_of(chosen)]
+    parts = [contents_of_records(chosen)]
     if arguments.kernels:
         _files.check_writable(arguments.out)
         with tempfile.TemporaryDirectory(prefix="triton_dist-pack-") as loaded:
@@ -107,7 +107,7 @@ def _make(arguments: argparse.Namespace) -> int:
             if status:
                 print(f"The command exited with status {status}: {arguments.out} is not written.")
                 return 1
-            parts += _archive.contents_in(Path(loaded))
+            parts += _archive.contents_of_folder(Path(loaded))
     return _write(arguments.out, merge_packs(parts))
 
 

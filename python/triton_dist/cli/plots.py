@@ -74,7 +74,7 @@ def _sorted_times(subject: ReportedRecord) -> Figure:
     layout = _layout(f"config, of {len(ratios)} measured", "time / winner's time", y=ratios)
     layout["shapes"] = [_line(y0=1.01, y1=1.01, x0=0, x1=1, xref="paper")]
     near = ", ".join(f"{analysis.count_within(p / 100)} within {p} %" for p in (1, 5, 10))
-    text = f"{len(ratios)} configs, fastest first; {near} of the winner (dashed: 1 %)."
+    text = f"{len(ratios)} configs, fastest first; {near} of the winner (dashed line: 1 %)."
     return Figure("All configs, sorted", text, data, layout)
 
 
@@ -154,7 +154,7 @@ def _cost_of_values(subject: ReportedRecord) -> Figure:
     most_expensive = sorted(costs, key=lambda each: -each[1])[:_MAX_BARS]
     negligible = sum(cost <= 1 for _, cost in costs)
     text = (
-        "The cost of a value: how much slower than the winner the fastest config with it is. "
+        "The cost of a value: how much slower the fastest config with the value is than the winner. "
         f"{negligible} of {len(costs)} values cost 1 % or less. "
         f"The {len(most_expensive)} most expensive values are shown."
     )
@@ -239,8 +239,8 @@ def _bars(
 def _layout(
     x_title: str, y_title: str, x: Sequence[float] = (), y: Sequence[float] = ()
 ) -> dict[str, Any]:
-    """Return the layout of a plot. An axis is logarithmic if its values ``x`` or ``y`` are given
-    and differ by more than ``_MIN_LOGARITHMIC_RATIO``."""
+    """Return the layout of a plot. If ``x`` or ``y`` is given, and its largest value exceeds its
+    smallest by a factor of ``_MIN_LOGARITHMIC_RATIO``, this axis is logarithmic."""
     layout: dict[str, Any] = {
         "height": 370, "margin": {"l": 50, "r": 10, "t": 30, "b": 40},
         "paper_bgcolor": _TRANSPARENT, "plot_bgcolor": _TRANSPARENT,

@@ -8,9 +8,9 @@ from memory, such as a peer's pointer, its origin is the region of symmetric mem
 to. Pointers without an origin are not checked.
 
 **Uninitialised reads**: while the check is on, ``torch.empty`` and similar functions fill CPU
-tensors with *poison*, a reserved bit pattern. A load of poison raises an error, also after a copy.
-For floating-point types, poison is a NaN that arithmetic never produces. One-byte types have no
-unused value and are not checked.
+tensors with *poison*, a reserved bit pattern. A load of poison raises an error, even if the poison
+was copied from other memory. For floating-point types, poison is a NaN that arithmetic never
+produces. One-byte types have no unused value and are not checked.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _message(at: Site, access: Access, origin: Origin, outside: Any, num_accesse
     owner = "" if " of rank " in memory else f", memory of rank {at.rank}"
     return (
         f"{at}: {access.kind} outside of {names[0] + ', ' if names else ''}{memory}{owner}: "
-        f"{outside.size} of {num_accessed} elements, the farthest ends {distance} bytes "
+        f"{outside.size} of {num_accessed} elements, the farthest is {distance} bytes "
         f"({-(-distance // size)} elements of {access.element}) {side}"
     )
 
@@ -141,7 +141,7 @@ def track_origins(upstream: Any) -> Undo:
 
         return constructed
 
-    def from_number(original: Any, self: Any, src: Any, dst_type: Any) -> Any:
+    def pointer_from_number(original: Any, self: Any, src: Any, dst_type: Any) -> Any:
         result = original(self, src, dst_type)
         if _origin_of(src.data) is None:
             result.data = _with_origin(result.data, _region_of(src.data))
@@ -156,7 +156,7 @@ def track_origins(upstream: Any) -> Undo:
         patch(upstream, "_implicit_cvt", argument),
         patch(builder, "create_splat", keep_origin(1)),
         patch(builder, "create_broadcast", keep_origin(0)),
-        patch(builder, "create_int_to_ptr", from_number),
+        patch(builder, "create_int_to_ptr", pointer_from_number),
         patch(upstream.BlockPointerHandle, "materialize_pointers", pointers),
         patch(upstream.TensorDescHandle, "materialize_pointers", pointers),
     ]

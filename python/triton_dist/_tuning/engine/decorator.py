@@ -1,4 +1,4 @@
-"""Define the types of ``@autotune`` by which type checkers check calls of the decorated function.
+"""Define types of ``@autotune``, so that type checkers can check calls of decorated functions.
 
 Type annotations cannot express "the parameters of the function without the tunable parameters".
 Instead, the parameters of ``key_fn`` are used: ``key_fn`` receives every argument of a call except

@@ -383,7 +383,7 @@ class Attempts:
         try:
             verdict = self._call_user_code(step, lambda: check(output, reference))
         except Exception as error:
-            raise _WrongResult(text_of(error)) from error
+            raise _WrongResult(text_of_error(error)) from error
         if verdict is not None and not verdict:
             raise _WrongResult("check_fn rejected its output")
         return milliseconds
@@ -436,7 +436,7 @@ class Attempts:
         except TuningTimeout:
             raise
         except Exception as error:
-            problem = text_of(error)
+            problem = text_of_error(error)
         errors = self._ranks.all_gather(step, problem, self._parts.settings.seconds)
         causes = {
             self._ranks.global_rank(rank): cause
@@ -455,10 +455,10 @@ def failure_of(error: Exception, kind: FailureKind, rank: int) -> Failure:
         return Failure("wrong_result", str(error), rank)
     bases = type(original_error(error)).__mro__
     known = (_KINDS[base.__name__] for base in bases if base.__name__ in _KINDS)
-    return Failure(next(known, kind), text_of(error), rank)
+    return Failure(next(known, kind), text_of_error(error), rank)
 
 
-def text_of(error: Exception) -> str:
+def text_of_error(error: Exception) -> str:
     """Return type and message of ``error``. The middle of a long message is removed.
 
     For a timeout in a clean-up after another exception, begin with the other exception.

@@ -29,8 +29,8 @@ PLAIN = (types.ModuleType, types.BuiltinFunctionType, str, bytes, int, float, ty
 """Types of values in which no functions or classes are searched."""
 _NEVER_WRAPPERS = (*PLAIN, *COLLECTIONS, type, types.FunctionType)
 _WRAPPED_ATTRIBUTES = ("__func__", "fn", "__wrapped__", "fget", "fset", "func", "_init_fn")
-"""Attributes that hold the function inside a wrapper: methods; Triton's kernels and tuned
-functions; functools.cache and torch.compile; properties; partials; torch.library.custom_op."""
+"""Attributes in which wrappers store their function: methods; Triton's kernels and tuned functions;
+functools.cache and torch.compile; properties (two); partials; torch.library.custom_op."""
 _MAX_ITEMS = 10_000
 _MAX_DEPTH = 5
 _MAX_TEXT_LENGTH = 100
@@ -43,7 +43,8 @@ def constant(value: T) -> T:
     changes, functions that read ``MODE`` are tuned again. All ranks must have equal values.
 
     Raises:
-        InvalidArgument: ``value`` has no text that is equal at every start, such as a tensor.
+        InvalidArgument: ``value``, for example a tensor, cannot be written as text that is equal
+            in every run of the program.
     """
     if not _holds_code(value) and text_of(value) is None:  # code is compared by its source
         expected = "numbers, texts, dtypes, and tuples, lists, sets, dicts of these"
@@ -71,14 +72,15 @@ def _holds_code(value: Any) -> bool:
     params = getattr(type(value), "__dataclass_params__", None)
     if isinstance(value, (tuple, list, set, frozenset, dict)) or (params and params.frozen):
         return any(map(_holds_code, items_of(value).values()))
-    # A dataclass that is not frozen has no text, and may contain itself.
+    # A mutable dataclass may contain itself, so its fields are not searched. It is not code.
     return params is None and is_code(value)
 
 
 class Snapshot:
-    """Texts that the containers bound by the callables ``roots`` had when this object was created.
+    """Texts of the containers that the callables ``roots`` store (see ``bound_values``).
 
-    For callable objects, and for methods, the attributes of the object are also stored.
+    The texts are read when this object is created. For callable objects, and for methods, the
+    attributes of the object are also stored.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:

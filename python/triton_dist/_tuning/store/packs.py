@@ -172,7 +172,7 @@ def own_records(
     return own
 
 
-def contents_of(records: Iterable[TuningRecord]) -> Contents:
+def contents_of_records(records: Iterable[TuningRecord]) -> Contents:
     """Return a pack's contents with the latest records of each function and GPU model.
 
     The pack has no kernels.

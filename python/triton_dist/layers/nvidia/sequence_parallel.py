@@ -25,9 +25,9 @@ def pre_attn(
     ctx: UlyssesContext,
     seq_lens: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return q, k and v of the whole sequence for this rank's heads. Differentiable. The backward
-    pass sums the gradients of a KV head over the ranks that use this head. For arguments and errors
-    see ``ulysses_pre_attn``."""
+    """Exchange q, k and v before Ulysses attention, differentiably: from this rank's tokens to the
+    whole sequence of this rank's heads. The backward pass sums the gradients of a KV head over
+    the ranks that use this head. For arguments and errors see ``ulysses_pre_attn``."""
     result: tuple[torch.Tensor, ...] = _PreAttn.apply(q, k, v, ctx, seq_lens)  # type: ignore[no-untyped-call]
     return result
 
@@ -35,8 +35,8 @@ def pre_attn(
 def post_attn(
     o: torch.Tensor, ctx: UlyssesContext, seq_lens: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """Return the attention output o of this rank's tokens for all heads. Differentiable. For
-    arguments and errors see ``ulysses_post_attn``."""
+    """Exchange the output o after Ulysses attention, differentiably: return this rank's tokens for
+    all heads. For arguments and errors see ``ulysses_post_attn``."""
     result: torch.Tensor = _PostAttn.apply(o, ctx, seq_lens)  # type: ignore[no-untyped-call]
     return result
 

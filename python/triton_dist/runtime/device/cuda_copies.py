@@ -196,9 +196,9 @@ class ConcurrentReader:
             self._done.record(self._stream)
 
     def read(self, words: torch.Tensor) -> torch.Tensor | None:
-        """Return a copy of ``words`` on the host, or ``None`` if ``words`` is larger than 64 KiB or
-        the copy takes longer than 1 s."""
-        if words.nbytes > _MAX_READ_BYTES or not self._is_done(0.0):  # an earlier read is queued
+        """Return a copy of ``words`` on the host, or ``None`` if ``words`` is larger than 64 KiB,
+        an earlier read has not finished, or the copy takes longer than 1 s."""
+        if words.nbytes > _MAX_READ_BYTES or not self._is_done(0.0):
             return None
         host = self._pinned[: words.nbytes].view(words.dtype).view(words.shape)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):

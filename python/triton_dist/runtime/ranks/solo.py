@@ -1,4 +1,7 @@
-"""A group of one rank with the interface of larger groups, so that callers need no special case."""
+"""A group of one rank with the interface of larger groups, so that callers need no special case.
+
+``RankGroup`` in ``_tuning/protocols.py`` describes the methods and their arguments.
+"""
 
 from __future__ import annotations
 

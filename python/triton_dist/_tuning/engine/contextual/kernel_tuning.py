@@ -243,7 +243,7 @@ class KernelTuning:
         self.launches[digest] += 1
         self.plan.tell(milliseconds)
 
-    def tell(self, digest: str, milliseconds: float, reduction: Reduction) -> None:
+    def record_time(self, digest: str, milliseconds: float, reduction: Reduction) -> None:
         """Record the time of the plan's current step, which all ranks have taken."""
         timed = self.plan.current is not None and self.plan.current.timed
         self._advance(digest, milliseconds)
@@ -360,7 +360,7 @@ class Messages(Channel):
     an error with the point of each rank.
 
     Attributes:
-        limit: time limit in seconds for the current call of the function.
+        limit_seconds: time limit for the current call of the function.
     """
 
     def __init__(
@@ -368,16 +368,19 @@ class Messages(Channel):
     ) -> None:
         with watchdog.paused(), parts.tuning_lock():
             super().__init__(parts.ranks, function, parts.settings.seconds, parts.settings.grace)
-        self._unfinished_config, self.limit = unfinished_config, parts.settings.compile_seconds
+        self._unfinished_config, self.limit_seconds = (
+            unfinished_config,
+            parts.settings.compile_seconds,
+        )
 
     def all_gather(self, step: Step, value: T, user_seconds: float = 0.0) -> list[T]:
         """Return the values of all ranks. User code before this message may take ``user_seconds``,
-        by default ``limit``."""
+        by default ``limit_seconds``."""
         with watchdog.paused():  # pause the time limit of the function's call
             step = replace(step, phase=f"{self._function}, {step.phase}")
             if not self.all_have_joined:
                 return self.first_all_gather(step, value)
-            return super().all_gather(step, value, user_seconds or self.limit)
+            return super().all_gather(step, value, user_seconds or self.limit_seconds)
 
     def blamed_config(self, step: Step) -> Config | None:
         unfinished = self._unfinished_config()

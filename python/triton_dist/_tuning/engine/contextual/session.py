@@ -28,7 +28,7 @@ from triton_dist._tuning.engine.contextual.kernel_tuning import (
 from triton_dist._tuning.engine.contextual.launch import Launch, has_own_cache
 from triton_dist._tuning.engine.contextual.tuning_call import LaunchReport, TuningCall
 from triton_dist._tuning.engine.report import warn_of_failures
-from triton_dist._tuning.engine.trial import failure_of, text_of
+from triton_dist._tuning.engine.trial import failure_of, text_of_error
 from triton_dist._tuning.protocols import RandomState
 from triton_dist._tuning.values import Failure, Measurement
 from triton_dist._tuning.values.outcome import Reduction
@@ -50,10 +50,11 @@ _MAX_SLOWDOWN = 3.0
 
 
 class Session:
-    """Tuning of the kernels in ``tunings``, and of new kernels, until a call has no step to take.
+    """Tuning of the kernels in ``tunings``, and of new kernels, until a call launches only winners.
 
-    It is a context manager around the calls. If an exception leaves it, the changes of the last
-    call to restored arguments are undone, and unfinished kernel tunings are dropped.
+    It is a context manager around the calls. If it exits by an exception, it restores the buffers
+    that the last call changed, as Triton's ``restore_value`` requires. It drops unfinished kernel
+    tunings.
     """
 
     def __init__(
@@ -97,20 +98,20 @@ class Session:
         with self._scope:
             if kind is not None:
                 self._undo()
-        # Errors refer to frames, which refer to the arguments of the function and to this session.
+        # Drop stored errors: their frames keep the function's arguments and this session alive.
         self._messages.end()
         self._current_call.no_config_left, self._check_results = None, lambda: None
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Call the function until nothing is left to tune. Return the result of the last call."""
-        # Checks are deferred here and not in ``__enter__``: they need the caller's thread, and
-        # ``__enter__`` may run on an autograd thread.
+        # Checks of device results are deferred here and not in ``__enter__``: they need the
+        # caller's thread, and ``__enter__`` may run on an autograd thread.
         with self._parts.deferred_checks() as self._check_results:
             while True:
                 self._call_began = time.monotonic()
                 try:
                     step = Step(f"call {self._current_call.number}")
-                    with self._messages.user_code(step, self._messages.limit):
+                    with self._messages.user_code(step, self._messages.limit_seconds):
                         result = call()
                 except Exception as error:
                     self.fail_call(error)
@@ -124,7 +125,7 @@ class Session:
         tuning = self._tunings.get((tuner, key))
         launch = Launch(tuner, args, kwargs, self._current_call.undo)
         if tuning is None:
-            # One rank alone may use a config that Triton has tuned outside of this function.
+            # A group of one rank may use a config that Triton has tuned outside of this function.
             if self._parts.ranks.size == 1 and not has_own_cache(tuner) and key in tuner.cache:
                 return launch.run_known_config(tuner.cache[key])
             prune = functools.partial(self._interception.prune, tuner, args, kwargs)
@@ -157,7 +158,7 @@ class Session:
             if isinstance(error, TimeoutError) and not isinstance(error, WaitTimeout):
                 how = "its device has not finished"
                 raise self._messages.record_final_error(
-                    self._messages.stuck(ending, self._messages.limit, how)
+                    self._messages.stuck(ending, self._messages.limit_seconds, how)
                 ) from error
             self.fail_call(error)
             raise
@@ -181,12 +182,13 @@ class Session:
             for report in steps:
                 failures = report.failures | failures  # keep the failure of the lowest rank
             if digest not in failures:
-                tuning.tell(digest, max(report.milliseconds for report in steps), self._reduction)
+                slowest = max(report.milliseconds for report in steps)
+                tuning.record_time(digest, slowest, self._reduction)
             for failed, failure in failures.items():
                 tuning.fail(failed, failure)
             if tuning.plan.current is None:
                 self._finish(tuning)
-        if not current_call.reports or self._never_ends():
+        if not current_call.reports or self._must_end():
             current_call.undo.pop_all()  # do not undo the last call
             if current_call.number:
                 tuned = [tuning for tuning in self._tunings.values() if tuning.record]
@@ -210,7 +212,9 @@ class Session:
         if not self._messages.all_have_joined:  # ``__exit__`` reports the error
             self._messages.record_final_error(error)
             return
-        ending = Step(f"end of call {self._current_call.number}, which raised {text_of(error)}")
+        ending = Step(
+            f"end of call {self._current_call.number}, which raised {text_of_error(error)}"
+        )
         failure = failure_of(error, "launch", int(self._messages.global_rank(self._messages.rank)))
         # Ranks without this error raise an error that names this rank.
         with suppress(RankTimeout, RankDisagreement):
@@ -223,7 +227,7 @@ class Session:
         try:
             record = tuning.finish(self._reduction)
         except NoValidConfig as error:
-            tuning.close(None)  # the next start tries failed configs again
+            tuning.close(None)  # removes the journal, so the next start tries failed configs again
             self._messages.record_final_error(error)
             raise
         tuning.publish()
@@ -241,7 +245,7 @@ class Session:
             title = f"contextual_autotune {tuning.name}"
             warn_of_failures(title, record, "the log of each rank lists them")
 
-    def _never_ends(self) -> bool:
+    def _must_end(self) -> bool:
         """Return whether the tuning must end, because each call launches kernels with new keys and
         earlier keys do not repeat."""
         report = self._current_call.reports
@@ -267,7 +271,7 @@ class Session:
     def _next_call(self, number: int) -> TuningCall:
         if number:
             took = time.monotonic() - self._call_began
-            self._messages.limit = max(self._parts.settings.seconds, _MAX_SLOWDOWN * took)
+            self._messages.limit_seconds = max(self._parts.settings.seconds, _MAX_SLOWDOWN * took)
         return TuningCall(number, self._parts, self._messages, self._finish)
 
 

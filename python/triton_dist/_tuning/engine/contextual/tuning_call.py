@@ -1,4 +1,4 @@
-"""Make the launches of one call of the decorated function during a tuning, on this rank."""
+"""Launch the kernels of one call of a function with ``@contextual_autotune`` that is tuned."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class TuningCall:
             if tuning.plan.current is None:
                 self._finish(tuning)
         if tuning.winner is not None:
-            tuning.bind()  # the user may have cleared Triton's cache
+            tuning.bind()  # write it to Triton's cache, which the user may have cleared
             return (launch.run_tuned if tuning.tuned else launch.run_known_config)(tuning.winner)
         if tuning not in self.reports:
             return self._launch_current(tuning, launch)
@@ -106,9 +106,9 @@ class TuningCall:
         return next((f"on rank {r}: {why}" for r, why in zip(ranks, whys, strict=True) if why), "")
 
     def read_timers(self) -> None:
-        """Wait for the device, and store the time of each step."""
+        """Wait for the device, and store the time of each timed launch."""
         if self._timers:
-            self._parts.device.synchronize(self._messages.limit)
+            self._parts.device.synchronize(self._messages.limit_seconds)
         for tuning, timer in self._timers.items():
             report = self.reports[tuning]
             if report.timed and report.digest not in report.failures:

@@ -79,7 +79,7 @@ def create(
     return ctx_type(workspace_nbytes, local_world_size, group)
 
 
-def exact_size(x: torch.Tensor, *_: Any, **__: Any) -> str:
+def size_text(x: torch.Tensor, *_: Any, **__: Any) -> str:
     """Return a text that, like the tuning key, must be equal on all ranks (``agree_fn``)."""
     return f"x of {x.numel()} elements"
 

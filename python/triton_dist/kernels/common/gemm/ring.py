@@ -46,14 +46,14 @@ def next_stage(stage, phase, NUM_STAGES: gl.constexpr):
 @gluon.jit
 def multiply_promoted(
     GROUP: gl.constexpr, a_ring, b_ring, full, empty, stage, phase, num_steps, block_scales,
-    LAYOUT: gl.constexpr, SCALING: gl.constexpr, IS_COPIED: gl.constexpr = False,
+    LAYOUT: gl.constexpr, SCALING: gl.constexpr, A_BY_THREADS: gl.constexpr = False,
 ):  # fmt: skip
     """Multiply the fp8 tiles of the next ``num_steps`` stages (steps along K). Add the product of
     each step in fp32.
 
     Return (sum of the left half of the columns, sum of the right half, stage, phase). The halves
     are multiplied one after the other, because the products of both would not fit in registers.
-    ``IS_COPIED``: threads, not TMA, stored A in the ring.
+    ``A_BY_THREADS``: threads, not TMA, stored A in the ring.
     """
     NUM_STAGES: gl.constexpr = a_ring.shape[0]
     HALF_M: gl.constexpr = a_ring.shape[1] // 2
@@ -70,7 +70,7 @@ def multiply_promoted(
         right_b_scale = gl.load(b_scale_ptr + block_scales.right)
     for step in range(num_steps):
         mbarrier.wait(full.index(stage), phase)
-        if IS_COPIED:
+        if A_BY_THREADS:
             fence_async_shared()
         a = a_ring.index(stage).slice(GROUP * HALF_M, HALF_M, dim=0)
         b = b_ring.index(stage).slice(0, HALF_N, dim=0).permute((1, 0))

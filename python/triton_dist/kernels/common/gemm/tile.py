@@ -64,8 +64,8 @@ def multiply_steps(
 ):
     """Return ``accumulator`` plus the product over steps ``first_step`` to ``end`` along K.
 
-    ``end`` is excluded. ``scales`` and the arguments after it are passed to ``scaled_dot``, with
-    ``scale_row`` as ``row``.
+    ``end`` is excluded. ``scales`` and the arguments after it are passed to ``scaled_dot``:
+    ``scale_row`` is the tile's first row in the scales of A, ``rows`` the end of these rows.
     """
     with dl.mark("mma"):
         for step in range(first_step, end):
@@ -177,7 +177,7 @@ def multiply_tile_by_pointers(
 
 
 @jit
-def operands_at(
+def make_operands(
     a_ptr,
     b_ptr,
     M,
@@ -229,7 +229,7 @@ def multiply_operands(
     scales=None,
     SCALING: tl.constexpr = 0,
 ):
-    """Return the scaled fp32 tile at ``row`` and ``column``. a and b are from ``operands_at``."""
+    """Return the scaled fp32 tile at ``row`` and ``column``. a and b are from ``make_operands``."""
     if DESCRIPTORS:
         product = multiply_tile(
             a, b, row, column, K, 0, 1,

@@ -177,7 +177,7 @@ def _consume(
             own_steps = gl.where(row < end, steps, 0)
             left, up, stage, phase = multiply_promoted(
                 GROUP, a_ring, b_ring, full, empty, stage, phase, own_steps, block_scales, LAYOUT,
-                grouped_plan.SCALING, IS_COPIED=True,
+                grouped_plan.SCALING, A_BY_THREADS=True,
             )  # fmt: skip
             for _ in range(steps - own_steps):
                 mbarrier.wait(full.index(stage), phase)

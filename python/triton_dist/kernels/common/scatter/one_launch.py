@@ -84,7 +84,7 @@ from triton_dist.kernels.common.exchange.protocol import (
     notify_ranks,
 )
 from triton_dist.kernels.common.gemm.scales import NO_SCALES, Scales
-from triton_dist.kernels.common.gemm.tile import Strides, multiply_operands, operands_at
+from triton_dist.kernels.common.gemm.tile import Strides, make_operands, multiply_operands
 from triton_dist.kernels.common.peers import target_at
 from triton_dist.kernels.common.scatter.partials import Out
 from triton_dist.kernels.common.scatter.tiles import (
@@ -226,7 +226,7 @@ def kernel_gemm_exchange(
         rows = tl.cdiv(M, NUM_RANKS)
         own_begin = rank * rows
         own_end = min(own_begin + rows, M)
-    a, b = operands_at(
+    a, b = make_operands(
         a_ptr, b_ptr, M, N, K, strides.bk, strides.bn,
         DESCRIPTORS, tile.B_COLUMN_MAJOR, tile.M, tile.N, tile.K,
     )  # fmt: skip

@@ -50,8 +50,8 @@ from triton_dist.kernels.common.exchange.protocol import LINE_BYTES, Packets, be
 from triton_dist.kernels.common.gemm.scales import NO_SCALES, Scales
 from triton_dist.kernels.common.gemm.tile import (
     Strides,
+    make_operands,
     multiply_operands,
-    operands_at,
     tile_in_group,
 )
 from triton_dist.kernels.common.scatter.algorithms import ExchangeLaunch
@@ -94,7 +94,7 @@ def kernel_gemm_packets(
     tag = tag_of(epoch, M)
     tiles_m = tl.cdiv(M, BLOCK_SIZE_M)
     tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
-    a, b = operands_at(
+    a, b = make_operands(
         a_ptr, b_ptr, M, N, K, strides.bk, strides.bn,
         DESCRIPTORS, tile.B_COLUMN_MAJOR, tile.M, tile.N, tile.K,
     )  # fmt: skip

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.kernels.common.gemm.tile import operands_at
+from triton_dist.kernels.common.gemm.tile import make_operands
 from triton_dist.kernels.common.peers import flag_of, timeout_word_of
 from triton_dist.kernels.common.scatter.algorithms import ScatteredLaunches
 from triton_dist.kernels.common.scatter.kernel import (
@@ -80,7 +80,7 @@ def kernel_gemm_all_reduce_persistent(
         count_begun_program(slot.epoch)
         decision = 0
     tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
-    a_desc, b_desc = operands_at(
+    a_desc, b_desc = make_operands(
         a_ptr, b_ptr, M, N, K, stride_b, stride_b,
         True, tile.B_COLUMN_MAJOR, tile.M, tile.N, tile.K,
     )  # fmt: skip

@@ -63,7 +63,7 @@ def key_fn(
     call=Call,
     sizes=Sizes.of,
     key_fn=key_fn,
-    agree_fn=collective_context.exact_size,
+    agree_fn=collective_context.size_text,
     version="2",  # change when the shipped results (records/) must no longer be used
 )
 def all_reduce(

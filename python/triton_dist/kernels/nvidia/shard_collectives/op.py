@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import torch
 
-from triton_dist.kernels.common.collective.context import exact_size
+from triton_dist.kernels.common.collective.context import size_text
 from triton_dist.kernels.common.op import op
 from triton_dist.kernels.nvidia.shard_collectives.algorithms import (
     AllGatherCall,
@@ -39,7 +39,7 @@ from triton_dist.kernels.nvidia.shard_collectives.context import (
     call=AllGatherCall,
     sizes=AllGatherCall.sizes,
     key_fn=AllGatherCall.key_fn,
-    agree_fn=exact_size,
+    agree_fn=size_text,
     version="2",  # change when the shipped results (records/) must no longer be used
 )
 def all_gather(
@@ -90,7 +90,7 @@ def all_gather(
     call=ReduceScatterCall,
     sizes=ReduceScatterCall.sizes,
     key_fn=ReduceScatterCall.key_fn,
-    agree_fn=exact_size,
+    agree_fn=size_text,
     version="2",  # change when the shipped results (records/) must no longer be used
 )
 def reduce_scatter(
