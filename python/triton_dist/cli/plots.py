@@ -154,7 +154,7 @@ def _cost_of_values(subject: ReportedRecord) -> Figure:
     most_expensive = sorted(costs, key=lambda each: -each[1])[:_MAX_BARS]
     negligible = sum(cost <= 1 for _, cost in costs)
     text = (
-        "The cost of a value: how much slower the fastest config with the value is than the winner. "
+        "Cost of a value: how much slower the fastest config with this value is than the winner. "
         f"{negligible} of {len(costs)} values cost 1 % or less. "
         f"The {len(most_expensive)} most expensive values are shown."
     )
