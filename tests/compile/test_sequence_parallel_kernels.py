@@ -8,7 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.compile.scattered import ACQUIRE, RELEASE, assert_fits, compile_launch, matrix, words
+from tests.compile.scattered import (
+    ACQUIRE,
+    RELEASE,
+    assert_fits,
+    compile_launch,
+    matrix,
+    quick,
+    words,
+)
 from tests.compile.test_ep_kernels import VECTOR_LOAD, VECTOR_STORE
 from triton_dist.kernels.common.exchange.protocol import Peers, Slots
 from triton_dist.kernels.common.exchange.pushed import Pushed
@@ -58,10 +66,16 @@ class FakeSlots(dict):
         return self["epoch"]
 
 
-@pytest.mark.parametrize("algorithm", ["push", "copy_engine"])
+EVERY = [
+    (algorithm, *sizes)
+    for algorithm in ("push", "copy_engine")
+    for sizes in ((2, 32, 8, False, 1), (4, 32, 2, True, 2))
+]
+
+
 @pytest.mark.parametrize(
-    ("num_ranks", "q_heads", "kv_heads", "lengths", "batch"),
-    [(2, 32, 8, False, 1), (4, 32, 2, True, 2)],
+    ("algorithm", "num_ranks", "q_heads", "kv_heads", "lengths", "batch"),
+    quick(EVERY, EVERY[1], EVERY[2]),
 )
 def test_heads_travel_in_vectors(sm90, algorithm, num_ranks, q_heads, kv_heads, lengths, batch):
     ctx = context(num_ranks, q_heads, kv_heads)

@@ -39,8 +39,8 @@ NOT_RUN = {
         "names the reader's functions",
     r"(bash scripts/launch\.sh|scripts/python) (scale|softmax|readme)\.py|TRITON_INTERPRET=0 ":
         "the page's own program, which test_code_blocks and test_programs run",
-    r".*bench_(overlap|collectives|any_m|first_calls|search_quality)\.py":
-        "takes minutes on CPU ranks; tests/benchmarks measures less with the same options",
+    r".*bench_(overlap|collectives|any_m|first_calls|prior|search_quality)\.py":
+        "takes long on CPUs; tests/benchmarks measures less with the same options",
     r"(bash scripts/launch\.sh|scripts/python)( --\S+)* examples/": "tests/examples runs it",
     r".*launch\.sh --help": "tests/architecture/test_scripts.py runs it",
     r"bash scripts/launch\.sh test_ep_a2a\.py": "test_ep_ll_a2a.py runs its functions",
