@@ -240,7 +240,7 @@ class Journal(Protocol):
         """On the leader, note that a config is about to run and may crash the process."""
 
     def ended_otherwise(self, config: str) -> None:
-        """On the leader, note that the run of a config ended early for another reason."""
+        """On the leader, note that the run of a config ended by an exception, not a crash."""
 
     def append(self, entry: JournalEntry) -> None:
         """On the leader, write ``entry`` in a way that survives the end of the process."""

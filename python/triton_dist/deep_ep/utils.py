@@ -49,8 +49,8 @@ class EventHandle:
     def must_be_awaited(self) -> bool:
         """Return whether the current stream may run before the end of the work.
 
-        A capture cannot wait for an event outside of it, nor the other way round. There, it is
-        enough that any stream has waited.
+        A graph capture cannot wait for work outside of the graph, and streams outside cannot wait
+        for work in the graph. If a capture is involved, a wait of any stream is therefore enough.
         """
         device = current_device()
         if device.current_stream() in self._streams:

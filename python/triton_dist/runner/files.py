@@ -1,5 +1,5 @@
-"""Read and write artefacts: a folder with a kernel in ``<kernel>.<level>``, for example
-``<kernel>.cubin``, and its metadata in ``<kernel>.json``."""
+"""Read and write artefacts. An artefact is a compiled kernel in ``<kernel>.<level>``, for example
+``<kernel>.cubin``, with its metadata in ``<kernel>.json`` in the same folder."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def content(path: Path) -> bytes:
     except OSError as error:
         folder = path.parent
         found = sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
-        there = f"{folder} contains {', '.join(found[:8])}" if found else f"{folder} is empty"
+        there = f"{folder} contains {', '.join(found[:8])}" if found else f"{folder} has no files"
         raise InvalidArtefact(str(path), f"{error.strerror}; {there}") from error
 
 

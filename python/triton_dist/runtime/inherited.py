@@ -80,7 +80,7 @@ class InheritedValue:
 
 
 class _Slot:
-    """The value of a thread; while it is ``None``, the value of ``outer``, the inherited slot."""
+    """The value of a thread. While its value is ``None``, the value of ``outer`` is used."""
 
     def __init__(self, thread: int, outer: _Slot | None) -> None:
         self.thread, self.outer = thread, outer

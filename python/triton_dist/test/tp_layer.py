@@ -91,8 +91,8 @@ def block_of(args: argparse.Namespace) -> tuple[Block, LlamaConfig]:
 
 
 def reduced_model(model: str, num_layers: int | None, folder: str) -> str:
-    """Return ``model``; on CPU ranks, or with ``num_layers``, write a smaller model to ``folder``.
-    Return ``folder`` in this case."""
+    """Return ``model`` if it is not reduced. On CPU ranks, or with ``num_layers``, write a smaller
+    model to ``folder`` and return ``folder``."""
     if num_layers is None and is_cuda():
         return model
     config = LlamaConfig.of(model)
@@ -114,7 +114,7 @@ def rows_of_rank(whole: torch.Tensor) -> torch.Tensor:
 
 
 def batch_and_tokens(args: argparse.Namespace, max_batch: int, max_tokens: int) -> tuple[int, int]:
-    """Return the number of sequences, a multiple of the ranks, and of tokens of each sequence.
+    """Return (sequences, tokens per sequence); the first is a multiple of the number of ranks.
     ``max_batch`` and ``max_tokens`` are limits on CPU ranks."""
     size, batch, tokens = dist.get_world_size(), args.bsz, args.seq_len
     if not is_cuda():

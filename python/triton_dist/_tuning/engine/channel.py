@@ -76,8 +76,7 @@ class Channel:
 
     Args:
         seconds: time limit of a message, and of user code by default.
-        grace: seconds from the message that a rank is stuck in user code to the end of its
-            process.
+        grace: seconds after user code exceeded its time limit, until its process is ended.
         hint: possible reason why other ranks do not send the first message.
 
     Attributes:
@@ -141,7 +140,7 @@ class Channel:
         self._ranks.align_devices()
 
     def record_final_error(self, error: Exception) -> Exception:
-        """Note that all ranks raise ``error`` and send no more messages. Return ``error``."""
+        """Store the error that all ranks raise and that ends the exchange. Return ``error``."""
         self.final_error = error
         return error
 
@@ -171,10 +170,11 @@ class Channel:
     def user_code(
         self, step: Step, seconds: float | None = None, begun: bool = True
     ) -> Iterator[Watch]:
-        """Context manager that ends the process if user code takes longer than ``seconds``.
+        """Context manager that limits the time of user code to ``seconds``.
 
         With ``begun``, all code inside is user code. Otherwise, user code runs between ``begin``
-        and ``end`` of the yielded watch. Raise ``TimeoutError`` if user code returned too late.
+        and ``end`` of the yielded watch. User code that exceeds the limit is reported as stuck. If
+        it returns within ``grace`` more seconds, raise ``TimeoutError``; else end the process.
         """
         limit = self._seconds if seconds is None else seconds
         stuck = functools.partial(self.stuck, step, limit, "is stuck in the user's code")

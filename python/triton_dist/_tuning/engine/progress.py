@@ -25,7 +25,7 @@ from triton_dist.errors import RankTimeout
 
 
 def journal_head(key: Key, fingerprint: Fingerprint, candidates: codec.Tree) -> codec.Tree:
-    """Return the data that identifies a tuning. An interrupted tuning is resumed if it is equal."""
+    """Return the data that identifies a tuning. A tuning is resumed only with equal data."""
     return {
         "function": key.function,
         "key": key.text,
@@ -60,7 +60,7 @@ class Progress:
     ) -> None:
         self._journal, self._ranks = journal, ranks
         self._head = head
-        # Merge the journals of all ranks: ranks may have separate cache folders.
+        # Merge the quarantined configs of all ranks, which may have separate cache folders.
         self._quarantined: dict[str, Failure] = {}
         for quarantined in ranks.all_gather(Step("quarantine"), dict(journal.quarantined(head))):
             self._quarantined = {**quarantined, **self._quarantined}

@@ -48,8 +48,8 @@ class Model:
     The squared distance of two configs is a weighted sum over parameters. The term of a parameter
     is positive if the values differ. For numbers it grows with the difference of their grid
     indices. Gradient steps learn the weights by maximising the likelihood of the measured times.
-    Every other fit predicts with equal weights, because few measured times may lead to wrong
-    weights.
+    Every second fit predicts with equal weights instead, because weights learned from few measured
+    times may be wrong.
 
     Args:
         sizes: number of values of each parameter.
@@ -59,7 +59,8 @@ class Model:
     def __init__(self, sizes: Sequence[int], ordered: Sequence[bool]) -> None:
         self._sizes = tuple(sizes)
         # A parameter has one feature per value (one-hot). If its values are numbers, it has one
-        # more feature: the scaled grid index. Half the squared distance is a sum over features.
+        # more feature: the scaled grid index. If two values differ, their one-hot features add 2
+        # to the squared distance (before weighting), and the scaled grid index adds at most 2.
         numeric_axes = [axis for axis, each in enumerate(ordered) if each]
         axes = [axis for axis, size in enumerate(sizes) for _ in range(size)] + numeric_axes
         self._axis_of_feature = np.array(axes, dtype=int)
@@ -73,7 +74,7 @@ class Model:
     def learn(self, points: Sequence[Point], times: Sequence[float]) -> None:
         """Fit the model to measured times in ms, ``inf`` for failures.
 
-        Of more than 300 configs, use the fastest 150, then every other config, up to 300 in total.
+        Of more than 300 configs, use the fastest 150 and every second one of the next 300.
         """
         kept = np.argsort(times, kind="stable")
         if len(kept) > _MAX_CONFIGS:

@@ -2,13 +2,14 @@
 
     {"head": {...}, "module": "ops"}                   key, candidates and policy of the tuning
     {"trying": "91c2..."}                              a config that is about to run
-    {"spared": "91c2..."}                              its run ended early for another reason
+    {"spared": "91c2..."}                              its run ended by an exception, not a crash
     {"n": 0, "config": "91c2...", "asked": 10, ...}    samples requested of a config, and outcome
     {"stuck": "04d1...", "head": "...", "failure": {}} a quarantined (excluded) config
     {"finished": "77ab..."}                            digest of the record that will be written
 
-Configs are named by their digests. The file is next to the record. Lines are only appended, each
-with one write. The leader (rank 0 of the group) locks the file while it tunes. When a config hangs,
+Configs are named by their digests. The file is next to the record. A tuning
+that is not resumed empties the file. Otherwise lines are only appended, each with one write. The
+leader (rank 0 of the group) locks the file while it tunes. When a config hangs,
 any rank may append a quarantined config without the lock. A line that a crash cut off is not valid
 JSON and is skipped.
 """

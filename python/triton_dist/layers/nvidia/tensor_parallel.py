@@ -152,7 +152,7 @@ class Collectives:
         """Return the result of method ``function`` for fp8 operands with scales.
 
         Args:
-            function: name of a method, ``"gemm"`` to ``"moe_reduce_ar"``.
+            function: name of a method that multiplies A and B, such as ``"gemm"``.
             operands: A, B and further positional arguments of the method.
             scaling: ``A_scale``, ``B_scale`` and ``out_dtype``.
         """
@@ -330,7 +330,7 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
     ) -> Received:
         """Send this rank's tokens x to the ranks of their experts.
 
-        ``dtype`` is the dtype of ``ep_combine``'s result; for other arguments see ``ep_dispatch``.
+        ``dtype`` is the dtype of ``ep_combine``'s result. The op ``ep_dispatch`` explains the rest.
         """
         hidden, topk = x.shape[1], ids.shape[1]
         context = self.context(

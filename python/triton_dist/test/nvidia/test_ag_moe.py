@@ -43,7 +43,7 @@ def get_args() -> argparse.Namespace:
 
 
 def shape_of(layer: str, M: int) -> GroupedShape:
-    """Return the shape, reduced on CPU ranks. M and N are multiples of the number of ranks."""
+    """Return the shape, reduced on CPU ranks. Round M and N to multiples of the number of ranks."""
     scale = 1 if is_cuda() else _CPU_SCALE
     return AG_GROUP_GEMM.smaller(GroupedShape(M, *LAYERS[layer]), scale, dist.get_world_size())
 

@@ -145,7 +145,7 @@ def add_product(
 
 @jit
 def scales_of_shard(scales, shard, SCALING: tl.constexpr):
-    """Return the address of the scales of the gathered shard number ``shard`` of A.
+    """Return the address of the scales of shard number ``shard`` of the gathered A.
 
     If ``shard`` is ``None``, return the address of the scales of A. Without scales, return 0.
     """
@@ -190,7 +190,7 @@ def apply_scales(accumulator, a_scale, b_scale_ptr, scales, column, N):
 
 @jit
 def add_bias(accumulator, scales, column, N, SCALING: tl.constexpr):
-    """Return a tile plus the bias, if there is one."""
+    """Return ``accumulator``, a tile, with the bias added if there is one."""
     if SCALING != UNSCALED:  # noqa: SIM102  # constexpr conditions stay apart
         if scales.bias is not None:
             columns = column + tl.arange(0, accumulator.shape[1])
@@ -396,7 +396,7 @@ def scaling_of(
     use_fast_accum: bool = False,
     **_: Any,
 ) -> Scaling:
-    """Return the ``Scaling`` of a call's keywords, or ``NO_SCALING`` if they are defaults."""
+    """Return the ``Scaling`` of a call's keywords; without tensors and dtype ``NO_SCALING``."""
     if A_scale is None and B_scale is None and bias is None and out_dtype is None:
         return NO_SCALING
     return Scaling(A_scale, B_scale, bias, out_dtype, use_fast_accum)

@@ -1,17 +1,19 @@
-"""Work items of the sharded GEMM (``gemm/sharded.py``): fused push and split-K.
+"""Fused push and split-K of the sharded GEMM (``gemm/sharded.py``).
 
-*Fused push.* Copy engines take some us per copy, and a tile that waits for whole rows starts only
-after their last byte. For small shards this takes most of the call's time. With fused push, the
-first NUM_COMM_SMS programs send this rank's shard to all peers, in chunks along K. A tile
-multiplies the first chunk while the next chunks are sent. The widths of the chunks have the ratio 1
-: 2 : 3 …, so the first chunk arrives early although there are few flags. Each sending program sets
-its own flag, because its release covers only its own stores. Flags of shard s are
-``[s * FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program]``.
+A work item is a tile of the output, or with split-K a part of its product along K.
+
+*Fused push.* Copy engines take a few microseconds per copy, and a tile that waits for whole rows
+starts only after their last byte. For small shards, such waits are most of a call's time. With
+fused push, the first NUM_COMM_SMS programs send this rank's shard to all peers, in chunks
+along K. A tile multiplies the first chunk while the next chunks are sent. The widths of the chunks
+have the ratio 1 : 2 : 3 …, so the first chunk arrives early although there are few flags. Each
+sending program sets its own flag, because its release covers only its own stores. Flags of shard
+s are ``[s * FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program]``.
 
 Sending cannot deadlock. Senders wait only until the peers have *consumed* the previous contents of
-the slot, which kernels of earlier calls report. Senders multiply only after they have sent
-everything. Their program numbers are low, so they get SMs before any program that waits for peers.
-Other streams must leave at least NUM_COMM_SMS SMs free.
+the slot (memory of the gathered rows), which kernels of earlier calls report. Senders multiply only
+after they have sent everything. Their program numbers are low, so they get SMs before any program
+that waits for shards. Other streams must leave at least NUM_COMM_SMS SMs free.
 
 *Split-K.* If the last wave is not full, its tiles are split along K over several programs. Each
 program stores its fp32 *partial* product in a workspace and increments the tile's counter. The
@@ -189,11 +191,10 @@ def _push_columns(
     NUM_COMM_SMS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Send every ``NUM_COMM_SMS``-th block of columns ``column`` to ``end`` (excluded) to all
-    peers.
+    """Send this program's blocks of the columns [``column``, ``end``) to all peers.
 
-    ``VECTOR`` elements are accessed at a time. Peers get the block in the order in which they need
-    this shard.
+    These are block ``program`` and every ``NUM_COMM_SMS``-th block after it. ``VECTOR`` elements
+    are accessed at a time. Peers get a block in the order in which they need this shard.
     """
     itemsize: tl.constexpr = local_ptr.dtype.element_ty.primitive_bitwidth // 8
     columns: tl.constexpr = _CHUNK_BYTES // itemsize
@@ -257,7 +258,7 @@ def multiply_arriving_tile(
 
 @dataclass(frozen=True)
 class SplitWorkspace:
-    """Memory in which partial products of split tiles are added.
+    """Memory for the partial products of split tiles, and a counter of stored partials per tile.
 
     Launches that share a workspace must not overlap.
 
@@ -329,9 +330,10 @@ def _to_rows(
 def publish_partial(
     accumulator, partials, tile, split, SPLIT_K: tl.constexpr, NUM_WARPS: tl.constexpr
 ):
-    """Store partial number ``split`` of split tile number ``tile``, and increment its counter.
+    """Store partial number ``split`` of a tile, and increment the tile's counter.
 
-    Return whether all partials of the tile are now stored.
+    ``tile`` numbers the tiles that are split. Return whether all partials of the tile are now
+    stored. If they are, reset the counter to 0.
     """
     size: tl.constexpr = accumulator.shape[0] * accumulator.shape[1]
     start = (tile * SPLIT_K + split).to(tl.int64) * size

@@ -120,7 +120,7 @@ class SummingCall(OpCall):
     @staticmethod
     @abstractmethod
     def options_in_key(ctx: Any) -> bool:
-        """Return whether the option of the op that is part of the tuning key is set."""
+        """Return the option in the key: ``reduce_st`` of gemm_rs, ``copy_to_local`` of gemm_ar."""
 
     @staticmethod
     def sums_on_arrival(ctx: Any, **_: Any) -> bool:

@@ -2,8 +2,8 @@
 
 ``A[M, K] @ B[K, N]`` is this rank's addend. M consists of ``NUM_RANKS`` row blocks of ``rows``
 rows. Rank r owns row block r: it adds the row block over all ranks. The last row blocks may be
-short or empty. A tile belongs to one row block. It is rounded to the output's dtype and stored in
-the owner's slot as this rank's partial, its addend of the sum:
+short or empty. A tile belongs to one row block. Except with ``"add"``, it is rounded to the
+output's dtype and sent to the owner's slot, as part of this rank's partial (addend of the sum):
 
     partials of a slot, on each rank: [source rank, max_rows, N], ``slot.stride`` elements per rank
 
@@ -12,11 +12,10 @@ the address of the flags that report their arrival. ``SCATTER`` selects one of f
 
 ``"tile"``       Tiles are stored in the owner's slot. Flag ``[tile * NUM_RANKS + rank]`` on the
                  owner is set to the epoch.
-``"row_block"``  Tiles are stored in memory of this rank, from which a copy engine pushes. A chunk
-of
-                 a row block has ``chunk_tiles_m`` rows of tiles and a local counter of finished
-                 tiles. When all its tiles are finished, the copy engine pushes the chunk and sets
-                 flag ``[chunk * NUM_RANKS + rank]`` on the owner.
+``"row_block"``  Tiles are stored in memory of this rank, from which a copy engine pushes. A row
+                 block has chunks of ``chunk_tiles_m`` rows of tiles. Each chunk has a local counter
+                 of finished tiles. When all its tiles are finished, the copy engine pushes the
+                 chunk and sets flag ``[chunk * NUM_RANKS + rank]`` on the owner.
 ``"add"``        Tiles are added by atomics to a single fp32 sum on the owner. Flags are set as
                  with ``"tile"``. The owner's program for a tile waits for all flags of the tile,
                  rounds the sum, and resets it to zeros.
@@ -25,18 +24,19 @@ of
                  ``[tile * NUM_RANKS + rank]`` at ``out.sum_flags[p]``. ``scatter/to_all.py`` copies
                  the received sums to C.
 
-Each rank multiplies its own row block last. When a program has multiplied a tile of the own row
-block, it waits for the partials of this tile (or of its chunk) from every peer, and adds all
-partials in fp32 in the order of ranks. Results are therefore deterministic, except with ``"add"``,
-which adds in the order of arrival. With ``"all"`` the row blocks are divided into chunks
-(``tile_in_scatter_order``). In each chunk the own row block comes last, so sums are sent while
-later chunks are multiplied.
+Except with ``"all"``, a rank multiplies its own row block last. When a program has multiplied a
+tile of the own row block, it waits for the partials of this tile (or of its chunk) from every peer.
+It adds all partials in fp32 in the order of ranks. Results are therefore deterministic, except with
+``"add"``, which adds in the order of arrival. With ``"all"`` each row block is divided into chunks.
+A rank multiplies the first chunk of every row block (its own row block last), then the second
+chunks, and so on. Sums of a chunk are therefore sent while later chunks are multiplied.
 
 *No deadlock.* ``tile_in_scatter_order`` defines the order of tiles. A program waits only for tiles
 that peers have at earlier positions of their order. Before it waits, it has announced its tiles of
-earlier positions (set their flags). The waiting program at the earliest position therefore waits
-only for programs that have not begun. If each program has one tile, programs begin in the order of
-positions, so these programs will begin. A persistent program waits only if all programs of its
+earlier positions (set their flags). Take the waiting program at the earliest position. A tile that
+it waits for belongs to a program that is multiplying, which will announce it, or that has not
+begun. If each program has one tile, programs begin in the order of positions, so the latter will
+begin. A persistent program waits only if all programs of its
 launch have begun; otherwise it leaves its tiles of the own row block to a later kernel
 (``scatter/tiles.py``).
 
@@ -50,7 +50,7 @@ slot.partials   of C       [NUM_RANKS, slot.stride]; for ``"add"``  GEMMs of the
 slot.targets    int64      [NUM_RANKS], addresses by owner          host, once
 slot.flags      int64      [NUM_RANKS], addresses of flags or       host, once
                            counters
-slot.arrivals   int64      [work item, NUM_RANKS], by source rank   as ``partials``
+slot.arrivals   int64      [work item, NUM_RANKS], by source rank   as ``slot.partials``
 slot.epoch      int64      control words (``slots/epochs.py``)      kernels of this rank
 slot.deferred   int32      [programs]                               kernels of this rank
 out.c           of C       [rows, N]; of an all-reduce [M, N]       this kernel
