@@ -195,7 +195,7 @@ autotune: Knob[bool | str] = Knob(
     "0, 1 or prior",
     "0: use the first config of every space, without tuning or reading records. prior: a call "
     "whose key has no record uses the config that prior_fn predicts to be the fastest, without "
-    "measuring; set on one rank, it applies to all ranks. With 0 and prior, "
+    "measuring; set on one rank, it applies to all ranks. With 0 or prior, "
     "TRITON_DIST_AUTOTUNE_FROZEN has no effect on calls.",
 )
 autotune_frozen = flag(
@@ -257,8 +257,8 @@ autotune_log_dir = Folder(
     Path(".autotune_logs"),
     Path,
     "a folder",
-    "Where contextual_autotune writes rank-<i>.log, one line per step. The default is relative "
-    "to the folder in which the program was started.",
+    "Where contextual_autotune writes rank-<i>.log, one line per step of a tuning. The default is "
+    "relative to the folder in which the program was started.",
 )
 autotune_timeout = seconds(
     "TRITON_DIST_AUTOTUNE_TIMEOUT",
@@ -284,9 +284,9 @@ autotune_warm_start_ms: Knob[float] = Knob(
     30.0,
     _not_negative,
     "milliseconds, 0 or more",
-    "Device time to tune a key if a key that differs only in sizes (sizes= of autotune) is "
-    "already tuned: only the best configs of that key race. With input_variants_fn the time is "
-    "multiplied by the number of inputs. 0: race all candidates.",
+    "Limit of device time for the tuning of a new size (sizes= of autotune) after neighbouring "
+    "sizes were tuned. Only the best configs of the neighbouring sizes then race. With "
+    "input_variants_fn the limit is multiplied by the number of inputs. 0: race all candidates.",
 )
 autotune_keys: Knob[int | None] = Knob(
     "TRITON_DIST_AUTOTUNE_KEYS",
@@ -309,8 +309,8 @@ record_kernels = folder(
 autotune_grace = seconds(
     "TRITON_DIST_AUTOTUNE_GRACE",
     5.0,
-    "Time from the message that a rank is stuck in a config that is being tried to the end of "
-    "its process.",
+    "Time between the message that a rank is stuck in a tried config and the end of the rank's "
+    "process.",
 )
 dump_dir = folder(
     "TRITON_DIST_DUMP_DIR",
@@ -369,8 +369,9 @@ debug: Knob[tuple[str, ...]] = Knob(
     words,
     "modes separated by commas",
     "Checks of kernels: interp (or one of interp:bounds, interp:init, interp:waits, interp:race), "
-    "assert, agree, a mode of Triton, or a tool of compute-sanitizer. With attach and where, "
-    "triton-dist debug can inspect the job. A mode that cannot work on this machine is refused.",
+    "assert, agree, a mode of Triton, or a tool of compute-sanitizer. The modes attach (stop "
+    "kernels in pdb) and where (show what a hanging job waits for) find nothing by themselves. "
+    "A mode that cannot work on this machine is refused.",
 )
 debug_tool: Knob[str | None] = Knob(
     "TRITON_DIST_DEBUG_TOOL",

@@ -1,4 +1,4 @@
-"""Debugging functions of the kernel language: ``only_rows``, ``breakpoint`` and ``dump``."""
+"""Debugging functions for kernels: ``breakpoint``, ``dump`` and the code of ``only_rows``."""
 
 from __future__ import annotations
 

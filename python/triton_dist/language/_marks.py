@@ -169,8 +169,8 @@ note_flags = _note_interpreted_flags if INTERPRETED.value else _note_compiled_fl
 
 Timelines draw an arrow from the program that sets a flag to the program that waits for it. ``when``
 is a result of ``flag_clock``, which must be called within a mark. If ``when`` is ``None``, nothing
-is compiled. ``ptr`` is a pointer, or a block of pointers of which ``mask`` (or ``None``) selects
-some. ``value`` is the new value of the flag, or the awaited value.
+is compiled. ``ptr`` is a pointer or a block of pointers. ``mask`` selects pointers of the block;
+``None`` selects all. ``value`` is the new value of the flag, or the awaited value.
 """
 
 

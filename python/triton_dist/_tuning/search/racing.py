@@ -3,15 +3,15 @@
 Most configs of a space are much slower than the best, and one sample (the time of one run) shows
 this. The race has four stages. The second column has the samples that a candidate has in total
 after the stage. "Slower" means slower than the fastest candidate. Numbers are defaults on GPUs.
+Stage 2 samples the three fastest of each 16 candidates that stage 1 sampled in sequence. Then it
+samples the others, fastest first. It stops when stage 2 has taken 1/6 of the time of stage 1 and
+the next candidate is slower by more than clock drift and noise explain.
 
 =====  =======  ==================================================================================
 stage  samples  candidates dropped
 =====  =======  ==================================================================================
 1      1        slower by more than a factor of three and by more than 0.5 ms
-2      2        slower by more than clock drift and noise explain, and those not sampled. Sampled:
-                the three fastest of each 16 that stage 1 sampled in sequence; then others, the
-                fastest first, while they are close to the fastest or stage 2 has taken less than
-                1/6 of the time of stage 1
+2      2        not sampled in stage 2, or slower by more than clock drift and noise explain
 3      5        slower by more than noise explains, after each round; after the last round all but
                 the fastest 16
 final  11 - 75  slower by more than three standard errors, after each round
@@ -21,20 +21,20 @@ The final ends when one candidate is left. It also ends when two standard errors
 below a quarter of ``Policy.indifference``, or after ``repeat + tie_break`` rounds. Only candidates
 whose order is uncertain therefore get more than 11 samples.
 
-A *round* takes one sample of each remaining candidate. Every other round visits the candidates in
-reverse order (A B C C B A). This spreads the samples of a candidate over time and puts samples of
-different candidates next to each other. In the final, clock changes affect all samples of a round
-alike and are removed (:mod:`~triton_dist._tuning.values.winner`). Earlier rounds take longer, so
-:class:`Drift` removes the drift within each of them.
+A *round* visits each remaining candidate once, by default for one sample. Every other round visits
+them in reverse order (A B C C B A). This spreads the samples of a candidate over time and puts
+samples of different candidates next to each other. In the final, clock changes affect all samples
+of a round alike and are removed (:mod:`~triton_dist._tuning.values.winner`). Earlier rounds take
+longer, so :class:`Drift` removes the drift within each of them.
 
 Before the final, a candidate is dropped when it is slower than the fastest by more than
-``4 * noise * sqrt(2 / samples)``. This is four standard errors of the difference of two means,
-because the fastest of many candidates is partly lucky. *Noise* is a relative standard deviation:
-the third quartile, over the candidates, of the deviation of a candidate's samples. The margin grows
-if there are few candidates, and is at least ``Policy.indifference``.
+``4 * noise * sqrt(2 / samples)``, which is four standard errors of the difference of two means.
+Fewer would not suffice, because the fastest of many candidates is partly lucky. *Noise* is a
+relative standard deviation: the third quartile, over the candidates, of the deviation of a
+candidate's samples. Few candidates increase this margin, which is at least ``Policy.indifference``.
 
-One late sample must neither drop a candidate nor change the fastest. With few samples, the time of
-a candidate to drop is therefore its lower median, and the time of the fastest its higher median.
+One delayed sample must neither drop a candidate nor change which is the fastest. With few samples,
+each candidate is therefore judged by its lower median, and the fastest by its higher median.
 
 The first config of the space (the default) and the incumbent (the winner of an earlier tuning)
 always reach the final, so the winner is never slower than the default. If a config fails, it is
@@ -90,8 +90,8 @@ class Drift:
     def fit(self, digests: Iterable[str]) -> None:
         """Estimate the slowdown of each block from the candidates with these digests.
 
-        Alternate between medians of the candidates without drift and slowdowns of the blocks,
-        starting from the slowdowns of the last fit.
+        Estimate in turn the median of each candidate's samples without drift, and the slowdown of
+        each block. Start from the slowdowns of the last fit.
         """
         sampled_twice = [digest for digest in digests if len(self._times[digest]) > 1]
         for _ in range(_FIT_ITERATIONS):
@@ -127,7 +127,7 @@ of its size. A candidate that is slower by less is never dropped after one sampl
 CLOCK_JUMP = 0.06
 """Relative delay of a sample that a sudden clock change within its block may cause."""
 SECOND_SAMPLE_SHARE = 1 / 6
-"""Minimum time of stage 2 relative to stage 1, because one late sample can hide a good config."""
+"""Minimum time of stage 2 relative to stage 1, where one late sample can hide a good config."""
 NUM_CLOCK_REFERENCES = 3
 """Candidates of each block of stage 1 whose second sample measures the clock of the block."""
 NUM_STANDARD_ERRORS = 4.0
@@ -205,11 +205,11 @@ class Racing(IteratorSearch):
             # A config that failed may have eliminated others: repeat without it.
 
     def _first_samples(self) -> Iterator[Request]:
-        """Run stage 1, again without effect after a failure."""
+        """Yield the requests of stage 1: none if it has already run."""
         return self._sample(self._candidates, self._policy.rounds[0])
 
     def _run_stages(self) -> Iterator[Request]:
-        """Yield the requests of all stages. Samples that a candidate has are not taken again."""
+        """Yield the requests from stage 2 on. Samples that a candidate has are not taken again."""
         first, *later = self._policy.rounds
         remaining: Sequence[Config] = self._candidates
         if first == 1:
@@ -263,8 +263,8 @@ class Racing(IteratorSearch):
         return sampled
 
     def _round(self, remaining: Sequence[Config], max_samples: int) -> Iterator[Request]:
-        """Yield the requests of a round: ``_samples_per_request`` samples more than the candidate
-        with the fewest samples has, at most ``max_samples``."""
+        """Yield the requests of a round, which brings each candidate to one total of samples: the
+        fewest of any candidate plus ``_samples_per_request``, at most ``max_samples``."""
         yield from self._sample(
             remaining[:: self._direction],
             min(self._fewest_samples(remaining) + self._samples_per_request, max_samples),

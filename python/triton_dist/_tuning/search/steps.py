@@ -73,7 +73,7 @@ class RacingPlan(OrderedPlan):
     Rounds of the final alternate between forward and backward order, so clock drift affects all
     configs alike. With the default ``warmup`` 3 and ``repeat`` 5, a race takes less than half as
     many launches as :class:`OrderedPlan`. Configs are ranked by the lower median of their samples,
-    because noise mostly adds time: one delayed launch must not drop a config.
+    because noise mostly adds time. From two samples on, one delayed launch drops no config.
     """
 
     _MAX_SLOWDOWNS = (2.0, 1.5)

@@ -28,7 +28,8 @@ _NUM_DIGITS = 8
 """Number of characters of a config's digest that name the config in the file."""
 _PACK_FIELDS = ("function", "module", "version", "gpu")
 _MAX_RUNNERS_UP, _MAX_RUNNER_UP_RATIO = 8, 1.25
-"""Maximum number of other configs that are kept, and of their median divided by the winner's."""
+"""Per record: maximum number of other configs to keep. Their median may be at most this multiple of
+the winner's median."""
 
 
 def pack(records: Sequence[TuningRecord]) -> codec.Tree:

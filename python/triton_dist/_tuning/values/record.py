@@ -32,11 +32,12 @@ from triton_dist.errors import NewerSchema, NoValidConfig
 SCHEMA = 4
 """Version of the record format. Older records can be read. Increase it if an older reader would
 misread a new record. Since 2, the function name does not include the module. Since 3, constants are
-recorded apart from the code. Since 4, there is a checksum, and digests are of Python statements."""
+recorded apart from the code. Since 4, there is a checksum, and each Python statement of the source
+has its own digest."""
 
 
 _OPTIONAL = ("version", "literal", "bound", "uncounted")
-"""Fields of the fingerprint that are written only if they are not empty."""
+"""Fields of :class:`Fingerprint` that are written only if they are not empty."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The tensor-parallel feed-forward layer on all ranks:
 ``bash scripts/launch.sh test_tp_mlp.py --check``.
 
-The layer is built from a block with random weights and the model's sizes; nothing is downloaded.
-``check``: compare the layer's results with the block's. ``perf``: also time the layer in CUDA
+The layer is built from a torch MLP with random weights and the sizes of a known model; nothing is
+downloaded. ``check``: compare the results of layer and MLP. ``perf``: also time the layer in CUDA
 graphs, with our ops and with torch's GEMMs and all-reduce. On CPU ranks, sizes are smaller.
 """
 

@@ -210,7 +210,7 @@ class OverlappedAlgorithm(SummingAlgorithm[C], Generic[C]):
 
     @abstractmethod
     def scattered(self, call: C) -> ScatteredLaunches:
-        pass
+        """Return the launches that multiply ``call`` and send the tiles to their owners."""
 
 
 class OneLaunchAlgorithm(SummingAlgorithm[C], Generic[C]):

@@ -54,12 +54,13 @@ PACKET_CANDIDATES = (
     LaunchParams(64, 1024),
     LaunchParams(64, 4096),
 )
-"""Launch parameters to try for packets. Each thread sends one line, 8 bytes of data, at a time."""
+"""Launch parameters to try for packets. A thread sends two packets (8 bytes of data) at a time."""
 
 
 @dataclass(eq=False, repr=False)  # not frozen, because that would take 1 us more per call
 class Call(OpCall):
-    """One call: the arguments of ``all_reduce``, with their defaults."""
+    """One call: the arguments of ``all_reduce``. The tuner passes its key as ``accepted_key``; the
+    tensors are then already checked."""
 
     x: torch.Tensor
     ctx: AllReduceContext

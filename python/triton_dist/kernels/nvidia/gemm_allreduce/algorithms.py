@@ -101,7 +101,7 @@ class BySize(Algorithm[Call, SummingSizes]):
 
     def check(self, call: Call) -> None:
         M, ctx = call.A.shape[0], call.ctx
-        # Round up, so that ranks with slightly different M launch the kernel that detects this.
+        # Round up: ranks whose M differs slightly then launch the same kernel, which detects it.
         max_M = triton.next_power_of_2(M)
         is_small = (
             ctx.one_shot_rows >= M and max_M * ctx.N * ctx.output_dtype.itemsize < _TWO_SHOT_FROM
@@ -133,7 +133,7 @@ class OneShot(OneLaunchAlgorithm[Call]):
 
 
 class OneShotInPackets(OneShot):
-    """One-shot in packets, words that contain their own flags. For very few rows."""
+    """One-shot in packets: 8-byte words, half data and half flag. For very few rows."""
 
     name, launches = "one_shot_in_packets", PacketLaunch
 
@@ -356,6 +356,6 @@ def predict(config: Mapping[str, Any], sizes: SummingSizes) -> float:
     (M, K), N, ranks = sizes.A.shape, sizes.B.shape[1], sizes.num_ranks
     exchange = config.get("reduction") or config["algorithm"]
     shots = ranks if exchange.startswith(ONE_SHOT) else 2
-    words = 2 if exchange.endswith("packets") else 1  # half of the words in a packet are flags
+    words = 2 if exchange.endswith("packets") else 1  # half of each packet is a flag, not data
     received = M * N * sizes.item_bytes * (ranks - 1) / ranks * shots * words
     return op_ms(config, _COSTS[config["algorithm"]], M, N, K, sizes.A.dtype, received)
