@@ -150,9 +150,11 @@ def few_tokens() -> None:
         InvalidArgument, match="handle is 'a pending send', expected a handle whose"
     ):
         buffer.low_latency_combine(call[0][0], topk_idx, topk_idx.float(), call[2])
-    for rows, ids, weights, x, topk_idx, stats, call in batches[::-1]:  # noqa: B007  # x: below
+    for rows, ids, weights, x, topk_idx, stats, call in batches[::-1]:
         (out, scales), counts, handle, _, hook = call
         hook()
+        with pytest.raises(InvalidArgument, match="zero_copy is True, expected False unless"):
+            buffer.low_latency_combine(x, topk_idx, weights[rank], handle, zero_copy=True)
         assert out.shape == (local, size * most, hidden)
         assert scales.stride(1) == 1
         if scales.dtype == torch.int32:

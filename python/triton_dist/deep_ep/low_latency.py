@@ -182,7 +182,8 @@ class LowLatencyCalls(Calls):
             bf16 [tokens, hidden]; the event; and the function, or ``None``.
 
         Raises:
-            InvalidArgument: the function of the dispatch has not been called.
+            InvalidArgument: the function of the dispatch has not been called, or ``zero_copy``
+                without ``get_next_low_latency_combine_buffer``.
         """
         _check_hook("low_latency_combine", async_finish, return_recv_hook)
         limit, kind = handle.num_max_dispatch_tokens_per_rank, f"slot {handle.slot}"
@@ -190,7 +191,11 @@ class LowLatencyCalls(Calls):
         if ctx.pending is not None:
             expected = "a handle whose dispatch has been received: call its function first"
             raise InvalidArgument("low_latency_combine", "handle", "a pending send", expected)
-        y = (self._products[handle.slot] if zero_copy else x).flatten(0, 1)
+        products = self._products.get(handle.slot) if zero_copy else x
+        if products is None:
+            expected = "False unless get_next_low_latency_combine_buffer(handle) has been called"
+            raise InvalidArgument("low_latency_combine", "zero_copy", True, expected)
+        y = products.flatten(0, 1)
 
         def work() -> torch.Tensor:
             # Send ids and weights, but no rows.
