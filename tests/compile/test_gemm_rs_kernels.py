@@ -90,7 +90,7 @@ ROW_BLOCKS = [(True, 0, 1024), (True, 0, 65536), (False, 0, 65536), (False, 5, 2
 
 
 @pytest.mark.parametrize(
-    ("persistent", "index", "columns"), quick(ROW_BLOCKS, *ROW_BLOCKS[:2], ROW_BLOCKS[3])
+    ("persistent", "index", "columns"), quick(ROW_BLOCKS, ROW_BLOCKS[1], ROW_BLOCKS[3])
 )
 def test_row_blocks_are_counted_and_chunks_awaited(sm90, persistent, index, columns):
     """Counted at once where a row block has few tiles, else after the program's next tile; with
