@@ -45,7 +45,7 @@ class Calls:
         """Return the context of ``kind`` for at least ``max_tokens``, equal on all ranks.
         Collective.
 
-        A context with a pending send is returned although it may be too small.
+        A context with a pending send cannot be replaced, so the result may be too small.
         """
         key = kind, hidden, num_experts
         ctx = self._contexts.get(key)
@@ -73,8 +73,8 @@ class Calls:
 
         Args:
             kind: calls of a kind run in order, also on different streams: they share a context.
-            previous: run after this event; asynchronous calls then do not wait for the current
-                stream.
+            previous: event to wait for. An asynchronous call with an event does not wait for
+                earlier work of the current stream.
             is_async: run on a second stream.
             inputs: tensors that ``work`` uses, also in tuples.
         """

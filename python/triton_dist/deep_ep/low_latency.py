@@ -1,7 +1,7 @@
 """Dispatch and combine of few tokens, with result rows for the worst routing.
 
-The host does not wait. Two contexts alternate, so two micro-batches can be in flight. The weights
-of a combine travel to the experts' ranks, which return one sum per token and rank.
+The host does not wait. Two contexts alternate, so two micro-batches can be in flight. A combine
+sends its weights to the ranks of the experts. Each of them returns one weighted sum per token.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class LowLatencyCalls(Calls):
             call.launch_kernel(sent.layout, True, True, copies=0)
             assert sent.weights is not None
             weights = sent.weights.new_empty(len(y) + 1)
-            # Routes to other ranks write to one extra element, which no product has.
+            # Routes to other ranks write to one more element, which belongs to no row of y.
             place = torch.where(handle.place_of_route >= 0, handle.place_of_route, len(y))
             weights[place] = sent.weights[sent.position_of_route.clamp(min=0)]
             received = received_at(

@@ -1,9 +1,10 @@
 """Use predicted times (``prior_fn``): sample promising configs first, and skip hopeless configs.
 
 A config is skipped only if the race shows that predictions are good. The race computes the ratio of
-measured to predicted time for each sampled config. A config is hopeless if it is slower than the
-fastest even with a ratio four standard deviations below the mean, on a logarithmic scale. With bad
-predictions the ratios differ widely, and nothing is skipped.
+measured to predicted time for each sampled config. The optimistic time of a config is its predicted
+time multiplied by a ratio four standard deviations below the mean, on a logarithmic scale. A config
+is hopeless if this time is longer than the time of the fastest sampled config. If predictions are
+bad, the ratios differ widely, and nothing is skipped.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class PredictedRacing(Racing):
         self._all_candidates, self._predicted_ms = self._candidates, predicted_ms
 
     def _first_samples(self) -> Iterator[Request]:
-        """Yield the requests of stage 1. After a failure of the fastest candidate, skipped
-        candidates that are no longer hopeless are sampled too."""
+        """Yield the requests of stage 1. The stage runs again if the fastest candidate fails. It
+        then also samples skipped candidates that the new fastest one does not make hopeless."""
         self._candidates = []
         for config in self._all_candidates:
             sampled = self._samples.get(config.digest)

@@ -24,7 +24,7 @@ class SPAllGatherAttentionContextIntraNode:
         batch_size: number of sequences.
         q_head, kv_head, head_dim: number of heads of q, of heads of k and v, and of elements of a
             head.
-        max_seqlen_k: ignored; it is ``max_q_shard_len * world_size``.
+        max_seqlen_k: ignored; ``max_q_shard_len * world_size`` is used.
         max_q_shard_len: maximum number of tokens of a sequence on a rank.
         input_dtype: dtype of q, k and v.
         rank, world_size: this rank, and the number of ranks. All ranks must be on one host.
@@ -65,8 +65,8 @@ def fused_sp_ag_attn_intra_node(
     Args:
         q_shard, output: [tokens of this rank, q_head, head_dim].
         k_shard, v_shard: [tokens of this rank, kv_head, head_dim].
-        cu_seqlens_q: int32 [sequences + 1], ends of the sequences on this rank.
-        cu_seqlens_k: int32 [sequences + 1], ends of the sequences over all ranks. Must be
+        cu_seqlens_q: int32 [sequences + 1], 0 and the ends of the sequences on this rank.
+        cu_seqlens_k: int32 [sequences + 1], 0 and the ends over all ranks. Must be
             ``world_size`` times ``cu_seqlens_q``, because q and k must have equal lengths.
         is_causal, enable_zig_zag: see ``sp_ag_attention``.
         max_q_shard_len, max_seqlen_k, rank, world_size: ignored.
@@ -79,7 +79,8 @@ def fused_sp_ag_attn_intra_node(
     expected = [end * ctx.ctx.num_ranks for end in ends]
     if k_ends != expected:
         function = "fused_sp_ag_attn_intra_node"
-        raise InvalidArgument(function, "cu_seqlens_k", k_ends, f"{expected}, as q has")
+        reason = f"{expected}, world_size * cu_seqlens_q"
+        raise InvalidArgument(function, "cu_seqlens_k", k_ends, reason)
     lengths = [end - begin for begin, end in pairwise(ends)]
     out, _ = sp_ag_attention(
         q_shard[None], k_shard[None], v_shard[None], ctx.ctx, is_causal, enable_zig_zag, lengths

@@ -81,6 +81,23 @@ def shape_of_heads(operands: Mapping[str, Any], num_ranks: int) -> HeadsShape:
     return HeadsShape(q.shape[0] * q.shape[1] * num_ranks, q.shape[2], kv_heads, q.shape[3])
 
 
+class HeadsOpInfo(ExchangeOpInfo[HeadsShape]):
+    """Base of ops with operands ``q``, ``k``, ``v`` [1, M / W, heads, dim], for W ranks."""
+
+    refilled_operands = "q", "k", "v"
+
+    def allocate(
+        self, shape: HeadsShape, dtype: torch.dtype, num_ranks: int, generator: Generator | None
+    ) -> Operands:
+        return local_heads(shape, dtype, num_ranks)
+
+    def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> HeadsShape:
+        return shape_of_heads(operands, num_ranks)
+
+    def arguments(self, operands: Operands, ctx: Any) -> Call:
+        return (operands["q"], operands["k"], operands["v"], ctx), {}
+
+
 class UlyssesOpInfo(ExchangeOpInfo[HeadsShape]):
     """Base of the OpInfos of Ulysses; all ranks have equal numbers of tokens."""
 
@@ -157,21 +174,8 @@ class UlyssesOpInfo(ExchangeOpInfo[HeadsShape]):
         return ctx, (batch, tokens), heads, options
 
 
-class PreAttnOpInfo(UlyssesOpInfo):
+class PreAttnOpInfo(HeadsOpInfo, UlyssesOpInfo):
     """Operands ``q``, ``k``, ``v`` [1, M / W, heads, dim], for W ranks."""
-
-    refilled_operands = "q", "k", "v"
-
-    def allocate(
-        self, shape: HeadsShape, dtype: torch.dtype, num_ranks: int, generator: Generator | None
-    ) -> Operands:
-        return local_heads(shape, dtype, num_ranks)
-
-    def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> HeadsShape:
-        return shape_of_heads(operands, num_ranks)
-
-    def arguments(self, operands: Operands, ctx: Any) -> Call:
-        return (operands["q"], operands["k"], operands["v"], ctx), {}
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         ranks = group_for(group)
@@ -248,7 +252,7 @@ def tokens_of_rank(lengths: Sequence[int], rank: int, num_ranks: int, zigzag: bo
     return tokens
 
 
-class SPAttentionOpInfo(ExchangeOpInfo[HeadsShape]):
+class SPAttentionOpInfo(HeadsOpInfo):
     """Operands ``q``, ``k``, ``v`` [1, M / W, heads, dim], for W ranks, of one causal sequence.
     Each rank has a chunk from the front and a chunk from the back of the sequence (zig-zag)."""
 
@@ -257,7 +261,7 @@ class SPAttentionOpInfo(ExchangeOpInfo[HeadsShape]):
     # Not measured by bench_overlap (``overlaps`` is false): its lower bound is a library's
     # attention, not a GEMM.
     transfer, serial = "all-gather", "all-gather + attention"
-    create, refilled_operands = staticmethod(create_sp_ag_attention_context), ("q", "k", "v")
+    create = staticmethod(create_sp_ag_attention_context)
 
     def smaller(self, shape: HeadsShape, divisor: int, num_ranks: int) -> HeadsShape:
         M = max(1, shape.M // divisor // (2 * num_ranks)) * 2 * num_ranks
@@ -265,17 +269,6 @@ class SPAttentionOpInfo(ExchangeOpInfo[HeadsShape]):
 
     def context_sizes(self, shape: HeadsShape, num_ranks: int) -> tuple[int, ...]:
         return shape.M // num_ranks, shape.kv_heads, shape.dim
-
-    def allocate(
-        self, shape: HeadsShape, dtype: torch.dtype, num_ranks: int, generator: Generator | None
-    ) -> Operands:
-        return local_heads(shape, dtype, num_ranks)
-
-    def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> HeadsShape:
-        return shape_of_heads(operands, num_ranks)
-
-    def arguments(self, operands: Operands, ctx: Any) -> Call:
-        return (operands["q"], operands["k"], operands["v"], ctx), {}
 
     def output(self, result: Any) -> torch.Tensor:
         out: torch.Tensor = result[0]

@@ -4,8 +4,8 @@ The kernels compute one tile per SM at a time, in waves over all tiles. A step a
 the longest of three times: the tensor cores, the reads of A and B into the SM, and the latency of
 memory divided by the steps in flight. Device memory limits all SMs together.
 
-The constants fit half of the measurements in ``benchmarks/bench_prior.py``. The benchmark checks
-them on all measurements.
+The constants were fitted to one half of the measurements that ``benchmarks/bench_prior.py`` reads.
+The benchmark checks them on both halves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton
 from triton_dist.kernels.common.gemm.spaces import config_for
 from triton_dist.runtime.peaks import RELATIVE_RATE, device_peak
 
-# Share of the peak that tensor cores reach. An instruction costs as much as these more columns.
+# Share of the peak that tensor cores reach. Each instruction costs as much as 18 more columns.
 _TENSOR_CORES, _EXTRA_COLUMNS = 0.93, 18
 _SM_GBPS = 120.0  # into one SM: 64 bytes per clock
 _LATENCY_US = 0.86
@@ -30,12 +30,12 @@ _SPECIALIZED, _POINTERS = 0.94, 1.3
 _ZERO_FILL_GBPS = 1200.0  # of rows beyond the end of A by TMA, for all SMs together
 _TILE_US, _STORE_US = 2.3, 77e-6  # outside of a tile's steps: in total, and per element
 _MISSES = 0.4  # share of the data of later waves that is no longer in the L2 cache
-# Times that overlap add up like a norm of this order: within an SM, and with memory or a link.
+# Times that overlap are combined by a p-norm. First p: in an SM; second: with memory or a link.
 _ORDER_IN_SM, _ORDER = 8.0, 3.0
 _LAUNCH_US, _SPLIT_US = 2.0, 16.0
 # Shares of the peaks that a library's GEMM and a transfer reach.
 _LIBRARY_FLOPS, _LIBRARY_MEMORY, _LINK = 0.78, 0.875, 0.85
-_BLOCK_US, _BLOCK_BYTES = 2.0, 8192  # time and size of a block that a program of an exchange moves
+_BLOCK_US, _BLOCK_BYTES = 2.0, 8192  # a program of an exchange moves this many bytes in this time
 
 
 def _norm(order: float, *times: float) -> float:
