@@ -52,6 +52,7 @@ from triton_dist.kernels.nvidia.decode_attention import (
     create_sp_decode_context,
     sp_decode_attn,
 )
+from triton_dist.kernels.nvidia.ep_group_gemm import ep_dispatch_group_gemm
 from triton_dist.kernels.nvidia.expert_parallel import (
     EPContext,
     create_ep_context,
@@ -159,6 +160,7 @@ __all__ = [
     "create_sp_decode_context",
     "ep_combine",
     "ep_dispatch",
+    "ep_dispatch_group_gemm",
     "ep_send",
     "fast_all_to_all",
     "fused_sp_ag_attn_intra_node",

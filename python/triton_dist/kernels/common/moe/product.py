@@ -126,6 +126,117 @@ def load_weights(
         )
 
 
+@jit
+def weights_of(
+    b_ptr, E, N, K, weight_strides, grouped_plan: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_SIZE_K: tl.constexpr,
+):  # fmt: skip
+    """Return the descriptor of B, or the pointer if TMA does not support its layout."""
+    b = b_ptr
+    if grouped_plan.DESCRIPTORS:
+        if grouped_plan.B_COLUMN_MAJOR:
+            b = tl.make_tensor_descriptor(
+                b_ptr, [E, N, K], [weight_strides.be, weight_strides.bn, 1],
+                [1, COLUMNS, BLOCK_SIZE_K],
+            )  # fmt: skip
+        else:
+            b = tl.make_tensor_descriptor(
+                b_ptr, [E, K, N], [weight_strides.be, weight_strides.bk, 1],
+                [1, BLOCK_SIZE_K, COLUMNS],
+            )  # fmt: skip
+    return b
+
+
+@jit
+def multiply_tile(
+    a_ptr, own_ptr, a_row, b, c_ptr, record, E, N, K, weight_strides, width, route, rank,
+    shard_rows, scales, grouped_plan: tl.constexpr, BLOCK_SIZE_M: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_SIZE_K: tl.constexpr,
+):  # fmt: skip
+    """Store a tile of C. ``record`` is (expert, first row, end row, first column) of the tile.
+
+    ``a_row`` and ``route`` [BLOCK_SIZE_M] are the rows of A and the routes of the tile's rows.
+    """
+    SCALING: tl.constexpr = grouped_plan.SCALING
+    SINGLE_B_SCALE: tl.constexpr = grouped_plan.SINGLE_B_SCALE
+    PRECISION: tl.constexpr = grouped_plan.PRECISION
+    expert, row, end, column = record
+    k = tl.arange(0, BLOCK_SIZE_K)
+    rows = row + tl.arange(0, BLOCK_SIZE_M)
+    inside = rows < end
+    a_rows = addresses_of_rows(
+        a_ptr, own_ptr, a_row, rank, shard_rows, weight_strides.am, grouped_plan.NUM_SOURCES
+    )
+    if grouped_plan.A_ALIGNED:
+        a_rows = tl.multiple_of(a_rows, 16)
+    scale_rows = 0
+    b_scale_ptr = 0
+    if SCALING != UNSCALED:
+        scale_rows = addresses_of_rows(
+            scales.a, scales.own, a_row, rank, shard_rows, scales.stride_am,
+            grouped_plan.NUM_SOURCES,
+        )  # fmt: skip
+        b_scale_ptr = scales.b + expert.to(tl.int64) * scales.stride_be
+    product = tl.zeros((BLOCK_SIZE_M, COLUMNS), tl.float32)
+    if grouped_plan.SILU_MUL:
+        up = tl.zeros((BLOCK_SIZE_M, COLUMNS), tl.float32)
+    # Padding routes have no expert: skip the K loop and store zeros.
+    steps = tl.where(expert < E, tl.cdiv(K, BLOCK_SIZE_K), 0)
+    with dl.mark("mma"):
+        for step in range(steps):
+            at = step * BLOCK_SIZE_K
+            # Load weights first, because they do not depend on the routes.
+            weights = load_weights(
+                b, expert, at, column, N, K, weight_strides, grouped_plan, COLUMNS, BLOCK_SIZE_K
+            )
+            a = tl.load(
+                a_rows[:, None] + (at + k)[None, :],
+                mask=inside[:, None] & (at + k < K)[None, :],
+                other=0.0,
+            )
+            a_scale = 0
+            if SCALING == BLOCKWISE:
+                # The load bypasses L1, which may hold the scales of an earlier call.
+                a_scale = tl.load(
+                    scale_rows + at // SCALE_BLOCK * scales.stride_ak,
+                    mask=inside, other=0.0, cache_modifier=".cg",
+                )  # fmt: skip
+            product = add_product(
+                product, a, weights, at, column, N, a_scale, b_scale_ptr, scales,
+                SINGLE_B_SCALE, PRECISION, SCALING,
+            )  # fmt: skip
+            if grouped_plan.SILU_MUL:
+                weights = load_weights(
+                    b, expert, at, width + column, N, K, weight_strides, grouped_plan, COLUMNS,
+                    BLOCK_SIZE_K,
+                )  # fmt: skip
+                up = add_product(
+                    up, a, weights, at, width + column, N, a_scale, b_scale_ptr, scales,
+                    SINGLE_B_SCALE, PRECISION, SCALING,
+                )  # fmt: skip
+    if SCALING >= FAST and SCALING != BLOCKWISE:
+        # Padding has no scales.
+        scaled_rows = rows < tl.where(expert < E, end, 0)
+        scaled_columns = tl.where(expert < E, N, 0)
+        a_scale = tl.load(scale_rows, mask=scaled_rows, other=0.0, cache_modifier=".cg")
+        product = apply_scales(product, a_scale, b_scale_ptr, scales, column, scaled_columns)
+        if grouped_plan.SILU_MUL:
+            up = apply_scales(up, a_scale, b_scale_ptr, scales, width + column, scaled_columns)
+    if grouped_plan.SILU_MUL:
+        product = product / (1.0 + tl.exp(-product)) * up
+    out = rows if grouped_plan.SORTED else route
+    c_rows = c_ptr + out.to(tl.int64) * width
+    if grouped_plan.C_ALIGNED:
+        c_rows = tl.multiple_of(c_rows, 16)
+    columns = column + tl.arange(0, COLUMNS)
+    with dl.mark("store"):
+        tl.store(
+            c_rows[:, None] + columns[None, :],
+            product.to(c_ptr.dtype.element_ty),
+            mask=inside[:, None] & (columns < width)[None, :],
+        )
+
+
 @jit(do_not_specialize=["E", "routes_of_row", "rank", "shard_rows"])
 def kernel_grouped_gemm(
     a_ptr, b_ptr, c_ptr, blocks, E, N, K, weight_strides, width, routes_of_row,
@@ -140,24 +251,9 @@ def kernel_grouped_gemm(
     ``sources.local_shard``. Another shard is in A as soon as its flag is set
     (``peers.GatheredShards``). ``scales``: ``GroupedScales``, unless UNSCALED.
     """
-    SCALING: tl.constexpr = grouped_plan.SCALING
-    SINGLE_B_SCALE: tl.constexpr = grouped_plan.SINGLE_B_SCALE
-    PRECISION: tl.constexpr = grouped_plan.PRECISION
     COLUMNS: tl.constexpr = BLOCK_SIZE_N // 2 if grouped_plan.SILU_MUL else BLOCK_SIZE_N
     tiles_n = tl.cdiv(width, COLUMNS)
-    b = b_ptr
-    if grouped_plan.DESCRIPTORS:
-        if grouped_plan.B_COLUMN_MAJOR:
-            b = tl.make_tensor_descriptor(
-                b_ptr, [E, N, K], [weight_strides.be, weight_strides.bn, 1],
-                [1, COLUMNS, BLOCK_SIZE_K],
-            )  # fmt: skip
-        else:
-            b = tl.make_tensor_descriptor(
-                b_ptr, [E, K, N], [weight_strides.be, weight_strides.bk, 1],
-                [1, BLOCK_SIZE_K, COLUMNS],
-            )  # fmt: skip
-    k = tl.arange(0, BLOCK_SIZE_K)
+    b = weights_of(b_ptr, E, N, K, weight_strides, grouped_plan, COLUMNS, BLOCK_SIZE_K)
     # The host does not know the number of tiles.
     work_items = tl.load(blocks.num_tiles) * tiles_n
     awaited = 0
@@ -168,7 +264,6 @@ def kernel_grouped_gemm(
         expert, row, end, n, tile = tile_of_work_item(
             blocks.tiles, work_item, tiles_n, BLOCK_SIZE_M, GROUP_SIZE_M
         )
-        column = n * COLUMNS
         rows = row + tl.arange(0, BLOCK_SIZE_M)
         inside = rows < end
         route = rows
@@ -180,77 +275,11 @@ def kernel_grouped_gemm(
             last = tl.load(blocks.tiles + tile * RECORD_WORDS + 6)
             awaited, wait_token = await_positions(awaited, last, sources, rank, grouped_plan)
             a_row = dl.consume_token(a_row, wait_token)
-        a_rows = addresses_of_rows(
-            a_ptr, own_ptr, a_row, rank, shard_rows, weight_strides.am, grouped_plan.NUM_SOURCES
-        )
-        if grouped_plan.A_ALIGNED:
-            a_rows = tl.multiple_of(a_rows, 16)
-        scale_rows = 0
-        b_scale_ptr = 0
-        if SCALING != UNSCALED:
-            scale_rows = addresses_of_rows(
-                scales.a, scales.own, a_row, rank, shard_rows, scales.stride_am,
-                grouped_plan.NUM_SOURCES,
-            )  # fmt: skip
-            b_scale_ptr = scales.b + expert.to(tl.int64) * scales.stride_be
-        product = tl.zeros((BLOCK_SIZE_M, COLUMNS), tl.float32)
-        if grouped_plan.SILU_MUL:
-            up = tl.zeros((BLOCK_SIZE_M, COLUMNS), tl.float32)
-        # Padding routes have no expert: skip the K loop and store zeros.
-        steps = tl.where(expert < E, tl.cdiv(K, BLOCK_SIZE_K), 0)
-        with dl.mark("mma"):
-            for step in range(steps):
-                at = step * BLOCK_SIZE_K
-                # Load weights first, because they do not depend on the routes.
-                weights = load_weights(
-                    b, expert, at, column, N, K, weight_strides, grouped_plan, COLUMNS, BLOCK_SIZE_K
-                )
-                a = tl.load(
-                    a_rows[:, None] + (at + k)[None, :],
-                    mask=inside[:, None] & (at + k < K)[None, :],
-                    other=0.0,
-                )
-                a_scale = 0
-                if SCALING == BLOCKWISE:
-                    # The load bypasses L1, which may hold the scales of an earlier call.
-                    a_scale = tl.load(
-                        scale_rows + at // SCALE_BLOCK * scales.stride_ak,
-                        mask=inside, other=0.0, cache_modifier=".cg",
-                    )  # fmt: skip
-                product = add_product(
-                    product, a, weights, at, column, N, a_scale, b_scale_ptr, scales,
-                    SINGLE_B_SCALE, PRECISION, SCALING,
-                )  # fmt: skip
-                if grouped_plan.SILU_MUL:
-                    weights = load_weights(
-                        b, expert, at, width + column, N, K, weight_strides, grouped_plan, COLUMNS,
-                        BLOCK_SIZE_K,
-                    )  # fmt: skip
-                    up = add_product(
-                        up, a, weights, at, width + column, N, a_scale, b_scale_ptr, scales,
-                        SINGLE_B_SCALE, PRECISION, SCALING,
-                    )  # fmt: skip
-        if SCALING >= FAST and SCALING != BLOCKWISE:
-            # Padding has no scales.
-            scaled_rows = rows < tl.where(expert < E, end, 0)
-            scaled_columns = tl.where(expert < E, N, 0)
-            a_scale = tl.load(scale_rows, mask=scaled_rows, other=0.0, cache_modifier=".cg")
-            product = apply_scales(product, a_scale, b_scale_ptr, scales, column, scaled_columns)
-            if grouped_plan.SILU_MUL:
-                up = apply_scales(up, a_scale, b_scale_ptr, scales, width + column, scaled_columns)
-        if grouped_plan.SILU_MUL:
-            product = product / (1.0 + tl.exp(-product)) * up
-        out = rows if grouped_plan.SORTED else route
-        c_rows = c_ptr + out.to(tl.int64) * width
-        if grouped_plan.C_ALIGNED:
-            c_rows = tl.multiple_of(c_rows, 16)
-        columns = column + tl.arange(0, COLUMNS)
-        with dl.mark("store"):
-            tl.store(
-                c_rows[:, None] + columns[None, :],
-                product.to(c_ptr.dtype.element_ty),
-                mask=inside[:, None] & (columns < width)[None, :],
-            )
+        multiply_tile(
+            a_ptr, own_ptr, a_row, b, c_ptr, (expert, row, end, n * COLUMNS), E, N, K,
+            weight_strides, width, route, rank, shard_rows, scales, grouped_plan, BLOCK_SIZE_M,
+            COLUMNS, BLOCK_SIZE_K,
+        )  # fmt: skip
 
 
 def fits_weights_descriptor(B: torch.Tensor) -> bool:

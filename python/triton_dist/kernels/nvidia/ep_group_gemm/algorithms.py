@@ -1,0 +1,305 @@
+"""Algorithms of expert-parallel dispatch + grouped GEMM: their candidates, checks and launches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.context import Check, gradient_check, raise_first_error, tensor_checks
+from triton_dist.kernels.common.moe.product import grouped_product, weights_layout
+from triton_dist.kernels.common.moe.routing import RECORD_WORDS, BlockMap, max_tiles
+from triton_dist.kernels.common.moe.rows import (
+    ROWS_OF_SINGLE_TILE,
+    fits_library,
+    has_fast_library,
+    is_library_candidate,
+    multiply_sorted,
+)
+from triton_dist.kernels.common.moe.sorted_rows import gather_positions, tiles_of_positions
+from triton_dist.kernels.common.moe.spaces import fits_grouped, grouped_tiles
+from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall, check_tiles
+from triton_dist.kernels.common.peers import digest_of
+from triton_dist.kernels.nvidia.ep_group_gemm.kernel import (
+    SentRows,
+    kernel_dispatch_grouped_gemm,
+    kernel_order_tiles,
+)
+from triton_dist.kernels.nvidia.expert_parallel import EPContext, Received
+from triton_dist.kernels.nvidia.expert_parallel.algorithms import DispatchCall, most_programs
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.launch import Launch
+
+SILU_MUL = "silu_mul"
+_COPY_PROGRAMS = (32, 16, 64)
+_BLOCK_BYTES = 8192
+"""Bytes of a row that a copy program of ``"fused"`` sends at once."""
+_AHEAD_SHARES = (1.0, 0.25)
+"""Shares of the experts whose own tiles precede all other tiles. Weights of these experts are read
+twice, so fewer are faster if the time to read weights limits the GEMM."""
+_TILES = 128
+"""Number of tiles whose records a program writes at a time."""
+
+
+class Key(NamedTuple):
+    """Tuning key of a call. The algorithms also use it as the call's sizes."""
+
+    M: int
+    """``max_tokens`` of the call."""
+    N: int
+    K: int
+    num_experts: int
+    topk: int
+    dtype: torch.dtype
+    num_ranks: int
+    layout: str
+    """Memory layout of the weights of experts."""
+    activation: str | None
+    has_weights: bool
+    has_capacity: bool
+    replicas: int
+    id_dtype: torch.dtype | None
+    routing_skew: str | None
+
+
+@dataclass(eq=False, repr=False)
+class Call(OpCall):
+    """One call: the arguments of ``ep_dispatch_group_gemm``."""
+
+    x: torch.Tensor
+    topk_ids: torch.Tensor
+    B: torch.Tensor
+    ctx: EPContext
+    topk_weights: torch.Tensor | None = None
+    activation: str | None = None
+    max_tokens: int | None = None
+    expert_map: torch.Tensor | None = None
+    routing_skew: str | None = None
+    gemm_config: triton.Config | None = None
+    num_ctas: int | None = None
+    ahead: float | None = None
+    algorithm: str | None = None
+    accepted_key: Any = None
+
+    def __post_init__(self) -> None:
+        self.dispatch = DispatchCall(
+            self.x, self.topk_ids, self.ctx, self.topk_weights, max_tokens=self.max_tokens,
+            expert_map=self.expert_map, routing_skew=self.routing_skew,
+        )  # fmt: skip
+        B, sent = self.B, self.dispatch.key
+        if self.accepted_key is None:
+            raise_first_error("ep_dispatch_group_gemm", self._checks())
+        self.key = Key(
+            sent.M, B.shape[2], sent.hidden, sent.num_experts, sent.topk, sent.dtype,
+            sent.num_ranks, weights_layout(B), self.activation, sent.has_weights,
+            sent.has_capacity, sent.replicas, sent.id_dtype, sent.routing_skew,
+        )  # fmt: skip
+        self.width = self.key.N // (1 if self.activation is None else 2)
+        self.chosen = ALGORITHMS[self.algorithm or Serial.name]
+        if self.gemm_config is None:
+            self.gemm_config = grouped_tiles()[0]
+        check_tiles("ep_dispatch_group_gemm", self.gemm_config)
+        self.chosen.check(self)
+
+    def _checks(self) -> Iterator[Check]:
+        B, ctx, shape = self.B, self.ctx, (self.ctx.local_experts, self.ctx.hidden)
+        yield from tensor_checks(B=B)
+        yield "B.dtype", B.dtype, B.dtype == ctx.dtype, f"the dtype of the context, {ctx.dtype}"
+        device = ctx.device.torch_device
+        yield "B.device", B.device, B.device == device, f"{device}"
+        fits = B.ndim == 3 and tuple(B.shape[:2]) == shape and B.shape[2] > 0
+        yield "B.shape", tuple(B.shape), fits, f"[E / W, hidden, N] = [{shape[0]}, {shape[1]}, N]"
+        yield gradient_check("B", B)
+        expected = f"None or {SILU_MUL!r}"
+        yield "activation", self.activation, self.activation in (None, SILU_MUL), expected
+        fits = self.activation is None or B.shape[2] % 2 == 0
+        yield "B.shape", tuple(B.shape), fits, f"an even N for activation={SILU_MUL!r}"
+
+    def empty_product(self) -> torch.Tensor:
+        rows = self.key.num_ranks * self.key.M * self.key.topk
+        return self.x.new_empty(rows, self.width)
+
+
+class _Serial(Algorithm[Call, Key]):
+    """Base class of the algorithms that multiply after the dispatch."""
+
+    def compile(self, call: Call) -> None:
+        call.dispatch.compile()
+        for launch in self.launches(call, call.dispatch.result())[1]:
+            launch.compile()
+
+    def launches(self, call: Call, received: Received) -> tuple[Any, list[Launch]]:
+        """Return values for ``multiply``, and the launches before and of the product."""
+        raise NotImplementedError
+
+
+class Serial(_Serial):
+    """``ep_dispatch``, then our grouped GEMM, which gathers rows while it loads them."""
+
+    name, tunables = "serial", ("gemm_config",)
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        return [(tiles,) for tiles in grouped_tiles()]
+
+    def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
+        return fits_tiles(config, sizes)
+
+    def launches(self, call: Call, received: Received) -> tuple[torch.Tensor, list[Launch]]:
+        assert call.gemm_config is not None
+        blocks = tiles_of_positions(received.positions, call.gemm_config.kwargs["BLOCK_SIZE_M"])
+        C = call.empty_product()
+        return C, [*blocks.launches, product_of(call, received, C, blocks)]
+
+    def run(self, call: Call) -> Any:
+        received = call.dispatch.start(receive=True)
+        C, launches = self.launches(call, received)
+        for launch in launches:
+            launch.run()
+        return C, received
+
+
+class Library(_Serial):
+    """``ep_dispatch``, a copy that sorts rows by expert, then torch's grouped GEMM."""
+
+    name, tunables = "library", ()
+    is_fallback = True
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        return [()] if has_fast_library() else []
+
+    def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
+        return is_library_candidate(sizes)
+
+    def check(self, call: Call) -> None:
+        if not fits_library(call.key):
+            expected = "another algorithm: K, N and the strides of B must be multiples of 16 bytes"
+            raise InvalidArgument("ep_dispatch_group_gemm", "algorithm", self.name, expected)
+
+    def launches(self, call: Call, received: Received) -> tuple[torch.Tensor, list[Launch]]:
+        rows, gather = gather_positions(received.positions, received.rows)
+        return rows, [gather]
+
+    def run(self, call: Call) -> Any:
+        received = call.dispatch.start(receive=True)
+        rows, (gather,) = self.launches(call, received)
+        gather.run()
+        blocks = tiles_of_positions(received.positions, ROWS_OF_SINGLE_TILE)
+        C = multiply_sorted(rows, call.B.detach(), blocks, None, call.key)
+        if call.activation is None:
+            return C, received
+        gate, up = C.chunk(2, dim=1)
+        return torch.nn.functional.silu(gate).mul_(up), received
+
+
+class Fused(Algorithm[Call, Key]):
+    """One launch exchanges ids and computes the layout, another sends rows and multiplies.
+
+    Tiles that have only rows of this rank come first.
+    """
+
+    name, tunables = "fused", ("gemm_config", "num_ctas", "ahead")
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        for copies in _COPY_PROGRAMS:
+            for ahead in _AHEAD_SHARES:
+                for tiles in grouped_tiles():
+                    yield tiles, copies, ahead
+
+    def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
+        tiles = config["gemm_config"]
+        # With few rows, the transfer takes less time than the overhead of overlapping.
+        is_high = tiles.kwargs["BLOCK_SIZE_M"] >= 64 or current_device().interprets
+        return is_high and self.fits_sizes(sizes) and fits_tiles(config, sizes)
+
+    @staticmethod
+    def fits_sizes(sizes: Key) -> bool:
+        return sizes.num_ranks > 1 and not sizes.has_capacity
+
+    def check(self, call: Call) -> None:
+        if call.key.has_capacity:
+            expected = f"another algorithm than {self.name!r} for a limited capacity"
+            raise InvalidArgument("ep_dispatch_group_gemm", "algorithm", self.name, expected)
+
+    def compile(self, call: Call) -> None:
+        received = call.dispatch.result()
+        call.dispatch.kernel(received.layout, None, True, True, 0).compile()
+        for launch in self.launches(call, received)[1]:
+            launch.compile()
+
+    def run(self, call: Call) -> Any:
+        if call.ctx.pending is not None:
+            expected = "no other dispatch before wait() of the result of ep_send"
+            value = "a context with a pending send"
+            raise InvalidArgument("ep_dispatch_group_gemm", "ctx", value, expected)
+        received = call.dispatch.result()
+        C, (order, product) = self.launches(call, received)
+        call.dispatch.launch_kernel(received.layout, True, True, copies=0)
+        call.ctx.buffer.launcher.repeat(order)
+        call.ctx.buffer.repeat(product, self.copies(call))
+        return C, received
+
+    @staticmethod
+    def copies(call: Call) -> int:
+        return min(call.num_ctas or _COPY_PROGRAMS[0], most_programs(None, 1))
+
+    def launches(self, call: Call, received: Received) -> tuple[torch.Tensor, list[Launch]]:
+        """Return C, the launch that orders the tiles, and the launch that sends and multiplies."""
+        ctx, dispatch, C, config = call.ctx, call.dispatch, call.empty_product(), call.gemm_config
+        assert config is not None
+        block_m, E = config.kwargs["BLOCK_SIZE_M"], ctx.local_experts
+        ends, number = received.ends, received.positions.number
+        tiles = ends.new_empty(max_tiles(number, E, block_m), RECORD_WORDS.value)
+        num_tiles = ends.new_empty(2)
+        plan = dispatch.plan()._replace(BLOCK=max(1, _BLOCK_BYTES // call.x.element_size()))
+        share = _AHEAD_SHARES[0] if call.ahead is None else call.ahead
+        options = {
+            "EXPERTS": E, "EXPERT_LANES": triton.next_power_of_2(E), "NUM_RANKS": plan.NUM_RANKS,
+            "LANES": plan.LANES, "BLOCK": _TILES, "num_warps": 4,
+        }  # fmt: skip
+        arguments: tuple[Any, ...] = (
+            ends, received.counts, tiles, num_tiles, ctx.rank, block_m, round(share * E),
+        )  # fmt: skip
+        order = Launch(kernel_order_tiles, (E,), arguments, options)
+        index = received.row_of_position
+        blocks = BlockMap(E, 1, block_m, index, index, ends, tiles, num_tiles, (order,))
+        product = product_of(call, received, C, blocks)
+        _, B, _, memory, _, _, K, strides, width, _ = product.args
+        grouped_plan = product.options["grouped_plan"]
+        grouped_plan = grouped_plan._replace(
+            NUM_SOURCES=plan.NUM_RANKS,
+            A_ALIGNED=grouped_plan.A_ALIGNED and call.x.data_ptr() % 16 == 0,
+        )
+        rows = ctx.buffer.memory["rows"]
+        sent = SentRows(call.x, call.topk_ids, call.expert_map, received.rows, rows.pointers)
+        copies = self.copies(call)
+        digest = digest_of(dispatch.limit, plan.TOPK, self.name, call.x.dtype, copies)
+        arguments = (
+            sent, ctx.buffer.regions(torch.int32)[1], B, C, memory, dispatch.tokens,
+            dispatch.limit, dispatch.logical_experts, ctx.rank, copies, digest, K, strides, width,
+        )  # fmt: skip
+        options = {**product.options, "ep_plan": plan, "grouped_plan": grouped_plan}
+        grid = (copies + product.grid[0],)  # type: ignore[index]
+        return C, [order, Launch(kernel_dispatch_grouped_gemm, grid, arguments, options)]
+
+
+def fits_tiles(config: Mapping[str, Any], sizes: Key) -> bool:
+    tokens = sizes.M * sizes.num_ranks
+    columns = sizes.N // (1 if sizes.activation is None else 2)
+    return fits_grouped(
+        config, sizes.dtype, sizes.num_experts, columns, tokens, sizes.topk, sizes
+    )
+
+
+def product_of(call: Call, received: Received, C: torch.Tensor, blocks: BlockMap) -> Launch:
+    assert call.gemm_config is not None
+    return grouped_product(
+        received.rows, call.B, C, blocks, call.gemm_config, is_sorted=True,
+        silu_mul=call.activation is not None, routes_of_row=1,
+    )  # fmt: skip
+
+
+ALGORITHMS = Algorithms("ep_dispatch_group_gemm", (Serial(), Fused(), Library()))

@@ -1,0 +1,175 @@
+"""Kernels of expert-parallel dispatch + grouped GEMM; ``op.py`` describes the op.
+
+The rows of a call are sent and multiplied by one launch. Its programs are, in this order:
+
+* *copy* programs store rows on the ranks of their experts, then set flags;
+* *GEMM* programs take tiles from a counter. Before the first tile with rows of peers, a program
+  waits for the flags of all copy programs of all ranks. This rank's rows are read from x.
+
+Programs start in the order of their numbers, and only GEMM programs wait for copy programs. A
+launch therefore finishes even if each GPU runs only one program at a time. A multiprocessor that has
+finished its copy program runs a GEMM program, which finds the remaining tiles by the counter.
+
+The launch is a call of the protocol in ``expert_parallel/kernel.py`` after the call that computed
+the layout. GEMM programs end after the rows of all peers have arrived, as every dispatch does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+from triton_dist import language as dl
+from triton_dist._jit import jit
+from triton_dist.kernels.common.exchange.protocol import chunk_flag, flag_offset, notify_ranks
+from triton_dist.kernels.common.moe.product import multiply_tile, weights_of
+from triton_dist.kernels.common.moe.routing import RECORD_WORDS, tile_of_work_item
+from triton_dist.kernels.common.peers import target_at
+from triton_dist.kernels.nvidia.expert_parallel.kernel import begin_call_of, send_rows
+
+
+class SentRows(NamedTuple):
+    """Tokens and experts of this rank, and the receive buffer with its addresses on each rank."""
+
+    x: Any
+    ids: Any
+    expert_map: Any
+    rows: Any
+    rows_table: Any
+
+
+@jit(do_not_specialize=["rank", "block_m", "num_ahead"])
+def kernel_order_tiles(
+    ends_ptr, counts_ptr, tiles_ptr, num_tiles_ptr, rank, block_m, num_ahead,
+    EXPERTS: tl.constexpr, EXPERT_LANES: tl.constexpr, NUM_RANKS: tl.constexpr, LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the records of each expert's tiles (``RECORD_WORDS``). Grid (EXPERTS,).
+
+    Tiles that have only rows of this rank precede all other tiles, for the first ``num_ahead``
+    experts. Word 6 of a record is 0 for these tiles, and 1 for tiles that wait. Store the number of
+    tiles and 0, the number of tiles that programs have taken, in ``num_tiles``.
+    """
+    expert = tl.program_id(0)
+    lane = tl.arange(0, EXPERT_LANES)
+    source = tl.arange(0, LANES)
+    is_expert = lane < EXPERTS
+    end = tl.load(ends_ptr + lane, mask=is_expert, other=0)
+    begin = tl.load(ends_ptr + lane - 1, mask=is_expert & (lane > 0), other=0)
+    sent = tl.load(
+        counts_ptr + lane[:, None] * NUM_RANKS + source[None, :],
+        mask=is_expert[:, None] & (source < NUM_RANKS)[None, :], other=0,
+    )  # fmt: skip
+    number = tl.where(is_expert, tl.cdiv(end - begin, block_m), 0)
+    # Rows of an expert are sorted by source rank.
+    first_own = tl.sum(tl.where((source < rank)[None, :], sent, 0), 1)
+    end_own = tl.sum(tl.where((source <= rank)[None, :], sent, 0), 1)
+    first = tl.cdiv(first_own, block_m)
+    stop = tl.where(end_own == end - begin, number, end_own // block_m)
+    own = tl.where(lane < num_ahead, tl.maximum(tl.minimum(stop, number) - first, 0), 0)
+    before = tl.where(own > 0, first, number)
+    total_own = tl.sum(own, 0)
+    is_earlier = lane < expert
+    first_own_tile = tl.sum(tl.where(is_earlier, own, 0), 0)
+    first_other_tile = total_own + tl.sum(tl.where(is_earlier, number - own, 0), 0)
+    own = tl.sum(tl.where(lane == expert, own, 0), 0)
+    before = tl.sum(tl.where(lane == expert, before, 0), 0)
+    tiles = tl.sum(tl.where(lane == expert, number, 0), 0)
+    low = tl.sum(tl.where(lane == expert, begin, 0), 0)
+    high = tl.sum(tl.where(lane == expert, end, 0), 0)
+    for run in tl.static_range(3):
+        # Runs of consecutive tiles: this rank's, those before, and those after.
+        first_of_run, tiles_of_run, skipped = first_own_tile, own, before
+        if run == 1:
+            first_of_run, tiles_of_run, skipped = first_other_tile, before, 0
+        if run == 2:
+            first_of_run, tiles_of_run = first_other_tile + before, tiles - own - before
+            skipped = before + own
+        row = low + skipped * block_m
+        for first_tile in range(0, tiles_of_run, BLOCK):
+            tile = first_tile + tl.arange(0, BLOCK)
+            record = tiles_ptr + (first_of_run + tile) * RECORD_WORDS
+            mask = tile < tiles_of_run
+            tl.store(record, expert, mask=mask)
+            tl.store(record + 1, row, mask=mask)
+            tl.store(record + 2, tl.minimum(row + tiles_of_run * block_m, high), mask=mask)
+            tl.store(record + 3, first_of_run, mask=mask)
+            tl.store(record + 4, tiles_of_run, mask=mask)
+            tl.store(record + 6, 0 if run == 0 else 1, mask=mask)
+    if expert == 0:
+        tl.store(num_tiles_ptr, tl.sum(number, 0))
+        tl.store(num_tiles_ptr + 1, 0)
+
+
+@jit
+def await_rows(awaited, needed, copies, peers, call, ep_plan: tl.constexpr):
+    """Wait for the rows of all ranks if ``awaited`` is below ``needed``. Return (the larger of both,
+    wait token)."""
+    wait_token = 0
+    if awaited < needed:
+        value = chunk_flag(call, 0)
+        first_flag = peers.arrivals + flag_offset(0, value, ep_plan.NUM_RANKS)
+        flags = first_flag + tl.arange(0, ep_plan.FLAG_LANES)
+        count = copies * ep_plan.NUM_RANKS
+        wait_token += dl.wait(flags, count, value, peers.timeout_words, True)
+        awaited = needed
+    return awaited, wait_token
+
+
+@jit(do_not_specialize=["tokens", "max_tokens", "num_experts", "rank", "copies", "digest"])
+def kernel_dispatch_grouped_gemm(
+    sent, peers, b_ptr, c_ptr, blocks, tokens, max_tokens, num_experts, rank, copies, digest, K,
+    weight_strides, width, ep_plan: tl.constexpr, grouped_plan: tl.constexpr,
+    BLOCK_SIZE_M: tl.constexpr, BLOCK_SIZE_N: tl.constexpr, BLOCK_SIZE_K: tl.constexpr,
+    GROUP_SIZE_M: tl.constexpr,
+):  # fmt: skip
+    """Send the rows of this rank, and compute C [positions, width]. Grid (programs,).
+
+    The first ``copies`` programs send. ``blocks`` is the result of ``kernel_order_tiles``.
+    """
+    NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
+    COLUMNS: tl.constexpr = BLOCK_SIZE_N // 2 if grouped_plan.SILU_MUL else BLOCK_SIZE_N
+    call = begin_call_of(peers, digest, rank, False, ep_plan)
+    program = tl.program_id(0)
+    if program == 0:  # notify peers that this rank has begun the call
+        notify_ranks(call, 1, chunk_flag(call, 0), ep_plan)
+    if program < copies:
+        rows = tl.tuple([])
+        for step in tl.static_range(NUM_RANKS):
+            target = target_at(sent.rows_table, (rank + step) % NUM_RANKS, sent.rows)
+            rows = rows + (target + (call.offset + rank * max_tokens) * K,)  # noqa: RUF005
+        send_rows(
+            program, sent.x, None, sent.ids, None, sent.expert_map, num_experts, rows,
+            tl.tuple([]), (K, 0), peers, call, tokens, max_tokens, K, rank, copies, ep_plan,
+        )  # fmt: skip
+        notify_ranks(call, 0, chunk_flag(call, 0), ep_plan)
+    else:
+        N = width * 2 if grouped_plan.SILU_MUL else width
+        E: tl.constexpr = ep_plan.EXPERTS
+        tiles_n = tl.cdiv(width, COLUMNS)
+        b = weights_of(b_ptr, E, N, K, weight_strides, grouped_plan, COLUMNS, BLOCK_SIZE_K)
+        a_ptr = sent.x if NUM_RANKS == 1 else sent.rows
+        counter = blocks.num_tiles + 1
+        work_items = tl.load(blocks.num_tiles) * tiles_n
+        awaited = 0
+        work_item = tl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
+        while work_item < work_items:
+            # The next item is taken early, because the counter answers after about 1 us.
+            next_item = tl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
+            expert, row, end, n, tile = tile_of_work_item(
+                blocks.tiles, work_item, tiles_n, BLOCK_SIZE_M, GROUP_SIZE_M
+            )
+            position = row + tl.arange(0, BLOCK_SIZE_M)
+            a_row = tl.load(blocks.routes + position, mask=position < end, other=0)
+            needed = tl.load(blocks.tiles + tile * RECORD_WORDS + 6)
+            awaited, wait_token = await_rows(awaited, needed, copies, peers, call, ep_plan)
+            a_row = dl.consume_token(a_row, wait_token)
+            multiply_tile(
+                a_ptr, sent.x, a_row, b, c_ptr, (expert, row, end, n * COLUMNS), E, N, K,
+                weight_strides, width, position, rank, max_tokens, None, grouped_plan,
+                BLOCK_SIZE_M, COLUMNS, BLOCK_SIZE_K,
+            )  # fmt: skip
+            work_item = next_item
+        if program == copies:  # the next call requires that all rows of this call have arrived
+            await_rows(awaited, 1, copies, peers, call, ep_plan)
