@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.distributed.ep_ranks import Routing, check_layout, draw
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
-from triton_dist.kernels.nvidia import create_ep_context, ep_combine, ep_dispatch_group_gemm
+from triton_dist.kernels.nvidia import create_ep_context, ep_dispatch_group_gemm
 from triton_dist.kernels.nvidia.expert_parallel import Received
 from triton_dist.runtime.device import current_device
 from triton_dist.testing import assert_allclose
@@ -62,13 +62,10 @@ def random_calls(seed: int, rounds: int) -> int:
                 )  # fmt: skip
                 used = received.num_positions()
                 assert used <= len(C)
-                out = None
-                if activation is None and N == hidden:
-                    out = ep_combine.fn(C, received, ctx)
                 rows = received.rows.clone()
-                calls.append((x, ids, scores, C[:used].cpu(), received, rows, out))
+                calls.append((x, ids, scores, C[:used].cpu(), received, rows))
             ctx.check()
-            for x, ids, scores, C, received, rows, _ in calls:
+            for x, ids, scores, C, received, rows in calls:
                 routing = Routing(x, ids, scores)
                 received.rows.copy_(rows)
                 check_layout(received, routing, limit, 1)

@@ -32,7 +32,7 @@ from triton_dist.testing.opinfo import OPINFOS
 from triton_dist.testing.opinfo.base import OpInfo
 from triton_dist.testing.opinfo.collectives import Size
 from triton_dist.testing.opinfo.decode_attention import DecodeShape
-from triton_dist.testing.opinfo.expert_parallel import TokenShape
+from triton_dist.testing.opinfo.expert_parallel import MultipliedTokenShape, TokenShape
 from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.opinfo.moe import GroupedShape
 from triton_dist.testing.opinfo.sequence_parallel import HeadsShape
@@ -56,6 +56,7 @@ class Calls:
             ),
             Size: (Size(512 * size), {}),
             TokenShape: (TokenShape(6 * size, 48, 2), {}),
+            MultipliedTokenShape: (MultipliedTokenShape(6 * size, 48, 2, 32), {}),
             HeadsShape: (HeadsShape(6 * size, 2 * size, size, 8), {}),
             DecodeShape: (DecodeShape(6 * size, 2, 2 * size, 2, 16), {"block_n": 16}),
         }[self.info.shape]

@@ -18,6 +18,11 @@ LAUNCHES = {
     "all_reduce": ["kernel_all_reduce_packets"],
     "ep_combine": ["kernel_dispatch", "kernel_combine"],
     "ep_dispatch": ["kernel_dispatch", "kernel_expand"],
+    "ep_dispatch_group_gemm": [
+        "kernel_dispatch",
+        "kernel_tiles_of_ends",
+        "kernel_grouped_gemm",
+    ],
     "gemm_ar": ["kernel_gemm_exchange"],
     "gemm_rs": ["kernel_gemm_scatter_persistent", "kernel_add_deferred", "kernel_finish_epoch"],
     "reduce_scatter": ["kernel_reduce_scatter"],

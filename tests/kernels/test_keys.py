@@ -18,13 +18,14 @@ from triton_dist.kernels.nvidia import (
 from triton_dist.testing.opinfo import OPINFOS
 from triton_dist.testing.opinfo.collectives import Size
 from triton_dist.testing.opinfo.decode_attention import DecodeShape
-from triton_dist.testing.opinfo.expert_parallel import TokenShape
+from triton_dist.testing.opinfo.expert_parallel import MultipliedTokenShape, TokenShape
 from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.opinfo.moe import GroupedShape
 from triton_dist.testing.opinfo.sequence_parallel import HeadsShape
 
 SHAPES = {Shape: Shape(64, 48, 32), GroupedShape: GroupedShape(64, 48, 32, 4, 2), Size: Size(4096)}
 SHAPES |= {TokenShape: TokenShape(16, 24, 2), HeadsShape: HeadsShape(16, 4, 2, 8)}
+SHAPES[MultipliedTokenShape] = MultipliedTokenShape(16, 24, 2, 32)
 SHAPES[DecodeShape] = DecodeShape(32, 2, 8, 2, 16)
 SKEWS = [{"routing_skew": skew} for skew in ("even", "zipf", "same_experts")]
 REDUCE = [{"n_chunks": 2}, {"config": grouped_tiles()[0]}, *SKEWS]
@@ -37,6 +38,7 @@ OPTIONS = {
     "ag_group_gemm": SKEWS,
     "ep_combine": [{"num_sms": 4}, {"apply_weights": False}],
     "ep_dispatch": [{"num_sms": 4}, {"quantise": True}, {"alignment": 8}, *SKEWS],
+    "ep_dispatch_group_gemm": [{"activation": "silu_mul"}, *SKEWS],
     "grouped_gemm": SKEWS,
     "gemm_rs": [{"reduce_st": True}],
     "gemm_ar": [{"copy_to_local": False}],

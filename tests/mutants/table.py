@@ -33,6 +33,7 @@ _ARTEFACT = "runner/artefact.py"
 _RUNNER = "runner/function.py"
 _SCALES = "kernels/common/gemm/scales.py"
 _EP_KERNEL = "kernels/nvidia/expert_parallel/kernel.py"
+_EP_GROUP_GEMM = "kernels/nvidia/ep_group_gemm/kernel.py"
 _ULYSSES_KERNEL = "kernels/nvidia/ulysses/kernel.py"
 _DECODE_KERNEL = "kernels/nvidia/decode_attention/kernel.py"
 _DECODE_PACKETS = "kernels/nvidia/decode_attention/packets.py"
@@ -50,6 +51,7 @@ AG_GROUPED = ("tests/distributed/test_ag_group_gemm.py", EACH_OP)
 TOPK_SUMS = ("tests/kernels/test_moe_reduce.py",)
 MOE_SUMS = ("tests/distributed/test_moe_sums.py",)
 EXPERT_PARALLEL = ("tests/distributed/test_ep.py",)
+EP_GROUP_GEMM = ("tests/distributed/test_ep_group_gemm.py",)
 SP_ATTENTION = ("tests/distributed/test_sp_attention.py",)
 EP_LAYERS = ("tests/layers/test_ep_moe.py",)
 ULYSSES = ("tests/distributed/test_ulysses.py",)
@@ -71,6 +73,20 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = (
+    Mutant(
+        "expert parallel: a fused tile with rows of peers waits for all of them",
+        _EP_GROUP_GEMM,
+        "count = copies * ep_plan.NUM_RANKS",
+        "count = 0",
+        EP_GROUP_GEMM,
+    ),
+    Mutant(
+        "expert parallel: only fused tiles whose rows are all this rank's do not wait",
+        _EP_GROUP_GEMM,
+        "tl.store(record + 6, 0 if run == 0 else 1, mask=mask)",
+        "tl.store(record + 6, 0, mask=mask)",
+        EP_GROUP_GEMM,
+    ),
     Mutant(
         "attention: partial results are merged by their sums of exponentials",
         "kernels/nvidia/sp_ag_attention/kernel.py",

@@ -16,7 +16,7 @@ from triton_dist.testing.assertions import assert_allclose, count_mismatches
 from triton_dist.testing.opinfo import GEMM_OPINFOS, OPINFOS
 from triton_dist.testing.opinfo.allgather_gemm import AG_GEMM, gather_alone
 from triton_dist.testing.opinfo.base import RECIPES, Baseline
-from triton_dist.testing.opinfo.expert_parallel import TokenShape
+from triton_dist.testing.opinfo.expert_parallel import MultipliedTokenShape, TokenShape
 from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.opinfo.moe import GroupedShape
 from triton_dist.testing.opinfo.sequence_parallel import HeadsShape
@@ -68,6 +68,8 @@ def everything_there_is(device="cpu"):
         checked_baselines(info, GroupedShape(6, 192, 288, 3, 2), torch.bfloat16)
     for name in ("ep_combine", "ep_dispatch"):
         checked_baselines(OPINFOS[name], TokenShape(6, 40, 2), torch.bfloat16)
+    shape = MultipliedTokenShape(6, 40, 2, 16)
+    checked_baselines(OPINFOS["ep_dispatch_group_gemm"], shape, torch.bfloat16)
     for name in ("sp_ag_attention", "ulysses_post_attn", "ulysses_pre_attn"):
         checked_baselines(OPINFOS[name], HeadsShape(8, 4, 2, 8), torch.bfloat16)
     return kinds

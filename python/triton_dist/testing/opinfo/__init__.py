@@ -9,7 +9,11 @@ from triton_dist.testing.opinfo.allgather_group_gemm import AG_GROUP_GEMM
 from triton_dist.testing.opinfo.base import OpInfo
 from triton_dist.testing.opinfo.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from triton_dist.testing.opinfo.decode_attention import SP_DECODE_ATTN
-from triton_dist.testing.opinfo.expert_parallel import EP_COMBINE, EP_DISPATCH
+from triton_dist.testing.opinfo.expert_parallel import (
+    EP_COMBINE,
+    EP_DISPATCH,
+    EP_DISPATCH_GROUP_GEMM,
+)
 from triton_dist.testing.opinfo.gemm import GEMMOpInfo
 from triton_dist.testing.opinfo.grouped_gemm import GROUPED_GEMM
 from triton_dist.testing.opinfo.moe_reduce import MOE_REDUCE_AR, MOE_REDUCE_RS
@@ -25,9 +29,9 @@ GEMM_OPINFOS: dict[str, GEMMOpInfo] = {info.name: info for info in (AG_GEMM, GEM
 OPINFOS: dict[str, OpInfo[Any]] = {
     info.name: info
     for info in (
-        AG_GEMM, AG_GROUP_GEMM, ALL_GATHER, ALL_REDUCE, EP_COMBINE, EP_DISPATCH, GEMM_AR, GEMM_RS,
-        GROUPED_GEMM, REDUCE_SCATTER, MOE_REDUCE_AR, MOE_REDUCE_RS, SP_AG_ATTENTION,
-        SP_DECODE_ATTN, ULYSSES_POST_ATTN, ULYSSES_PRE_ATTN,
+        AG_GEMM, AG_GROUP_GEMM, ALL_GATHER, ALL_REDUCE, EP_COMBINE, EP_DISPATCH,
+        EP_DISPATCH_GROUP_GEMM, GEMM_AR, GEMM_RS, GROUPED_GEMM, REDUCE_SCATTER, MOE_REDUCE_AR,
+        MOE_REDUCE_RS, SP_AG_ATTENTION, SP_DECODE_ATTN, ULYSSES_POST_ATTN, ULYSSES_PRE_ATTN,
     )
 }  # fmt: skip
 """OpInfos of all ops, by name."""

@@ -10,11 +10,25 @@ from typing import Any, ClassVar
 import torch
 from torch import Generator
 
-from triton_dist.kernels.nvidia import create_ep_context, ep_combine, ep_dispatch
+from triton_dist.kernels.nvidia import (
+    create_ep_context,
+    ep_combine,
+    ep_dispatch,
+    ep_dispatch_group_gemm,
+)
 from triton_dist.kernels.nvidia.expert_parallel import Received
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
-from triton_dist.testing.opinfo.base import Baseline, Call, Cost, Group, Operands, meta, tolerance
+from triton_dist.testing.opinfo.base import (
+    Baseline,
+    Call,
+    Cost,
+    Group,
+    Operands,
+    meta,
+    tolerance,
+    uniform,
+)
 from triton_dist.testing.opinfo.exchange import (
     META_DEVICE,
     ExchangeOpInfo,
@@ -216,5 +230,108 @@ class CombineOpInfo(EPOpInfo):
         return (x, received, ctx), {"num_sms": key.num_sms}
 
 
+@dataclass(frozen=True)
+class MultipliedTokenShape(TokenShape):
+    """Tokens that are multiplied by weights [hidden, N] of each of their experts."""
+
+    N: int
+
+
+class DispatchGroupGemmOpInfo(DispatchOpInfo):
+    """Operands of a dispatch, and ``B`` [experts per rank, hidden, N]. The result has a row for
+    each choice of one of this rank's experts."""
+
+    shape = MultipliedTokenShape
+    shapes: ClassVar[Any] = (
+        MultipliedTokenShape(8192, 4096, 2, 28672), MultipliedTokenShape(8192, 2048, 8, 1536),
+    )  # fmt: skip
+    baseline_algorithm, library_algorithms = "library", ("library",)
+
+    def smaller(self, shape: Any, divisor: int, num_ranks: int) -> MultipliedTokenShape:
+        sent, N = super().smaller(shape, divisor, num_ranks), max(16, shape.N // divisor // 16 * 16)
+        return MultipliedTokenShape(sent.M, sent.hidden, sent.topk, N)
+
+    def allocate(
+        self, shape: Any, dtype: torch.dtype, num_ranks: int, generator: Generator | None
+    ) -> Operands:
+        operands = super().allocate(shape, dtype, num_ranks, generator)
+        sizes = LOCAL_EXPERTS, shape.hidden, shape.N
+        # Products then have a standard deviation of 1.
+        return {**operands, "B": uniform(sizes, dtype, generator, 3 / shape.hidden**0.5)}
+
+    def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> MultipliedTokenShape:
+        sent = super().shape_of(operands, num_ranks)
+        return MultipliedTokenShape(sent.M, sent.hidden, sent.topk, operands["B"].shape[2])
+
+    def arguments(self, operands: Operands, ctx: Any) -> Call:
+        names = "x", "topk_ids", "B"
+        return (*(operands[name] for name in names), ctx, operands["topk_weights"]), {}
+
+    def output(self, result: Any) -> torch.Tensor:
+        if isinstance(result, tuple):
+            product, received = result
+            result = product[: received.num_positions()]
+        return super().output(result)
+
+    def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
+        rows, B = super().reference(operands, group), operands["B"]
+        expert = gathered(operands["topk_ids"], group).flatten().sort().values.long()
+        expert = expert - group_for(group).rank * LOCAL_EXPERTS
+        expert = expert[(expert >= 0) & (expert < LOCAL_EXPERTS)]
+        product = rows.new_empty(len(rows), B.shape[2])
+        for index, weights in enumerate(B):
+            chosen = expert == index
+            product[chosen] = (rows[chosen].float() @ weights.float()).to(rows.dtype)
+        return product
+
+    def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
+        return tolerance(dtype)
+
+    def cost(self, shape: Any, dtype: torch.dtype, num_ranks: int) -> Cost:
+        """Return the cost if tokens choose all experts with equal probability."""
+        sent, routes = super().cost(shape, dtype, num_ranks), shape.M * shape.topk / num_ranks
+        weights = LOCAL_EXPERTS * shape.hidden * shape.N
+        return replace(
+            sent, flops=int(2 * routes * shape.hidden * shape.N),
+            read_bytes=sent.read_bytes + sent.written_bytes + weights * dtype.itemsize,
+            written_bytes=sent.written_bytes + routes * shape.N * dtype.itemsize,
+        )  # fmt: skip
+
+    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
+        B, of_dispatch = good["B"], super().error_inputs(good, num_ranks)
+        del of_dispatch["num_sms"], of_dispatch["alignment"]
+        return {
+            **of_dispatch,
+            "B": {"B": None},
+            "B.dtype": {"B": B.double()},
+            "B.device": {"B": B.to("meta")},
+            "B.shape": {"B": B[1:]},
+            "B.requires_grad": {"B": B.clone().requires_grad_()},
+            "activation": {"activation": "gelu"},
+        }
+
+    def example_keys(self) -> Iterator[Any]:
+        for M in (1, 8, 32, 128, 512, 4096):
+            for activation in (None, "silu_mul"):
+                for has_weights in (False, True):
+                    yield SimpleNamespace(
+                        M=M, N=1536, K=2048, num_experts=128, topk=8, dtype=torch.bfloat16,
+                        num_ranks=4, layout="row-major", activation=activation,
+                        has_weights=has_weights, routing_skew=None,
+                    )  # fmt: skip
+
+    def inputs_for(self, key: Any) -> Call:
+        names = "M", "topk", "dtype", "num_experts", "num_ranks", "has_weights"
+        sizes = {name: getattr(key, name) for name in names}
+        ctx, x, ids, weights = self.meta_inputs(SimpleNamespace(hidden=key.K, **sizes))
+        ctx.local_experts = key.num_experts // key.num_ranks
+        B = meta(key.dtype, ctx.local_experts, key.K, key.N)
+        if key.layout == "column-major":
+            B = meta(key.dtype, ctx.local_experts, key.N, key.K).mT
+        options = {"activation": key.activation, "routing_skew": key.routing_skew}
+        return (x, ids, B, ctx, weights), options
+
+
 EP_DISPATCH = DispatchOpInfo(ep_dispatch)
 EP_COMBINE = CombineOpInfo(ep_combine)
+EP_DISPATCH_GROUP_GEMM = DispatchGroupGemmOpInfo(ep_dispatch_group_gemm)

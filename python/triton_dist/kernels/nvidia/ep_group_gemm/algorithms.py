@@ -10,7 +10,14 @@ import torch
 import triton
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.context import Check, gradient_check, raise_first_error, tensor_checks
+from triton_dist.kernels.common.context import (
+    Check,
+    gradient_check,
+    is_int,
+    raise_first_error,
+    tensor_checks,
+)
+from triton_dist.kernels.common.exchange.buffer import MAX_CTAS
 from triton_dist.kernels.common.moe.product import grouped_product, weights_layout
 from triton_dist.kernels.common.moe.routing import RECORD_WORDS, BlockMap, max_tiles
 from triton_dist.kernels.common.moe.rows import (
@@ -31,6 +38,7 @@ from triton_dist.kernels.nvidia.ep_group_gemm.kernel import (
 )
 from triton_dist.kernels.nvidia.expert_parallel import EPContext, Received
 from triton_dist.kernels.nvidia.expert_parallel.algorithms import DispatchCall, most_programs
+from triton_dist.kernels.nvidia.expert_parallel.algorithms import Key as DispatchKey
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch
 
@@ -45,7 +53,7 @@ _TILES = 128
 """Number of tiles whose records a program writes at a time."""
 
 
-class Key(NamedTuple):
+class EPProductKey(NamedTuple):
     """Tuning key of a call. The algorithms also use it as the call's sizes."""
 
     M: int
@@ -64,6 +72,12 @@ class Key(NamedTuple):
     replicas: int
     id_dtype: torch.dtype | None
     routing_skew: str | None
+
+
+class Dispatch(DispatchCall):
+    """The dispatch in a call."""
+
+    function = "ep_dispatch_group_gemm"
 
 
 @dataclass(eq=False, repr=False)
@@ -86,18 +100,27 @@ class Call(OpCall):
     accepted_key: Any = None
 
     def __post_init__(self) -> None:
-        self.dispatch = DispatchCall(
+        key, B = self.accepted_key, self.B
+        sent = None
+        if key is not None:
+            sent = DispatchKey(
+                key.M, key.K, key.topk, key.num_experts, key.dtype, key.num_ranks, "none",
+                key.has_weights, key.has_capacity, key.replicas, key.id_dtype, 1, None,
+                key.routing_skew,
+            )  # fmt: skip
+        self.dispatch = Dispatch(
             self.x, self.topk_ids, self.ctx, self.topk_weights, max_tokens=self.max_tokens,
-            expert_map=self.expert_map, routing_skew=self.routing_skew,
+            expert_map=self.expert_map, routing_skew=self.routing_skew, accepted_key=sent,
         )  # fmt: skip
-        B, sent = self.B, self.dispatch.key
-        if self.accepted_key is None:
+        if key is None:
             raise_first_error("ep_dispatch_group_gemm", self._checks())
-        self.key = Key(
-            sent.M, B.shape[2], sent.hidden, sent.num_experts, sent.topk, sent.dtype,
-            sent.num_ranks, weights_layout(B), self.activation, sent.has_weights,
-            sent.has_capacity, sent.replicas, sent.id_dtype, sent.routing_skew,
-        )  # fmt: skip
+            sent = self.dispatch.key
+            key = EPProductKey(
+                sent.M, B.shape[2], sent.hidden, sent.num_experts, sent.topk, sent.dtype,
+                sent.num_ranks, weights_layout(B), self.activation, sent.has_weights,
+                sent.has_capacity, sent.replicas, sent.id_dtype, sent.routing_skew,
+            )  # fmt: skip
+        self.key: EPProductKey = key
         self.width = self.key.N // (1 if self.activation is None else 2)
         self.chosen = ALGORITHMS[self.algorithm or Serial.name]
         if self.gemm_config is None:
@@ -114,6 +137,10 @@ class Call(OpCall):
         fits = B.ndim == 3 and tuple(B.shape[:2]) == shape and B.shape[2] > 0
         yield "B.shape", tuple(B.shape), fits, f"[E / W, hidden, N] = [{shape[0]}, {shape[1]}, N]"
         yield gradient_check("B", B)
+        ahead, num_ctas = self.ahead, self.num_ctas
+        yield "ahead", ahead, ahead is None or 0 <= ahead <= 1, "None, or 0 to 1"
+        fits = num_ctas is None or (is_int(num_ctas) and 1 <= num_ctas <= MAX_CTAS)
+        yield "num_ctas", num_ctas, fits, f"None, or 1 to {MAX_CTAS}"
         expected = f"None or {SILU_MUL!r}"
         yield "activation", self.activation, self.activation in (None, SILU_MUL), expected
         fits = self.activation is None or B.shape[2] % 2 == 0
@@ -124,7 +151,7 @@ class Call(OpCall):
         return self.x.new_empty(rows, self.width)
 
 
-class _Serial(Algorithm[Call, Key]):
+class _Serial(Algorithm[Call, EPProductKey]):
     """Base class of the algorithms that multiply after the dispatch."""
 
     def compile(self, call: Call) -> None:
@@ -145,7 +172,7 @@ class Serial(_Serial):
     def candidates(self) -> Iterable[tuple[Any, ...]]:
         return [(tiles,) for tiles in grouped_tiles()]
 
-    def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
+    def fits(self, config: Mapping[str, Any], sizes: EPProductKey) -> bool:
         return fits_tiles(config, sizes)
 
     def launches(self, call: Call, received: Received) -> tuple[torch.Tensor, list[Launch]]:
@@ -171,7 +198,7 @@ class Library(_Serial):
     def candidates(self) -> Iterable[tuple[Any, ...]]:
         return [()] if has_fast_library() else []
 
-    def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
+    def fits(self, config: Mapping[str, Any], sizes: EPProductKey) -> bool:
         return is_library_candidate(sizes)
 
     def check(self, call: Call) -> None:
@@ -195,7 +222,7 @@ class Library(_Serial):
         return torch.nn.functional.silu(gate).mul_(up), received
 
 
-class Fused(Algorithm[Call, Key]):
+class Fused(Algorithm[Call, EPProductKey]):
     """One launch exchanges ids and computes the layout, another sends rows and multiplies.
 
     Tiles that have only rows of this rank come first.
@@ -209,14 +236,14 @@ class Fused(Algorithm[Call, Key]):
                 for tiles in grouped_tiles():
                     yield tiles, copies, ahead
 
-    def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
+    def fits(self, config: Mapping[str, Any], sizes: EPProductKey) -> bool:
         tiles = config["gemm_config"]
         # With few rows, the transfer takes less time than the overhead of overlapping.
         is_high = tiles.kwargs["BLOCK_SIZE_M"] >= 64 or current_device().interprets
         return is_high and self.fits_sizes(sizes) and fits_tiles(config, sizes)
 
     @staticmethod
-    def fits_sizes(sizes: Key) -> bool:
+    def fits_sizes(sizes: EPProductKey) -> bool:
         return sizes.num_ranks > 1 and not sizes.has_capacity
 
     def check(self, call: Call) -> None:
@@ -286,12 +313,10 @@ class Fused(Algorithm[Call, Key]):
         return C, [order, Launch(kernel_dispatch_grouped_gemm, grid, arguments, options)]
 
 
-def fits_tiles(config: Mapping[str, Any], sizes: Key) -> bool:
+def fits_tiles(config: Mapping[str, Any], sizes: EPProductKey) -> bool:
     tokens = sizes.M * sizes.num_ranks
     columns = sizes.N // (1 if sizes.activation is None else 2)
-    return fits_grouped(
-        config, sizes.dtype, sizes.num_experts, columns, tokens, sizes.topk, sizes
-    )
+    return fits_grouped(config, sizes.dtype, sizes.num_experts, columns, tokens, sizes.topk, sizes)
 
 
 def product_of(call: Call, received: Received, C: torch.Tensor, blocks: BlockMap) -> Launch:

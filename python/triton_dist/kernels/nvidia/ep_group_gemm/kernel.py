@@ -7,8 +7,8 @@ The rows of a call are sent and multiplied by one launch. Its programs are, in t
   waits for the flags of all copy programs of all ranks. This rank's rows are read from x.
 
 Programs start in the order of their numbers, and only GEMM programs wait for copy programs. A
-launch therefore finishes even if each GPU runs only one program at a time. A multiprocessor that has
-finished its copy program runs a GEMM program, which finds the remaining tiles by the counter.
+launch therefore finishes even if each GPU runs only one program at a time. A multiprocessor that
+has finished its copy program runs a GEMM program, which finds the remaining tiles by the counter.
 
 The launch is a call of the protocol in ``expert_parallel/kernel.py`` after the call that computed
 the layout. GEMM programs end after the rows of all peers have arrived, as every dispatch does.
@@ -104,8 +104,10 @@ def kernel_order_tiles(
 
 @jit
 def await_rows(awaited, needed, copies, peers, call, ep_plan: tl.constexpr):
-    """Wait for the rows of all ranks if ``awaited`` is below ``needed``. Return (the larger of both,
-    wait token)."""
+    """Wait for the rows of all ranks if ``awaited`` is below ``needed``.
+
+    Return (the larger of ``awaited`` and ``needed``, wait token).
+    """
     wait_token = 0
     if awaited < needed:
         value = chunk_flag(call, 0)

@@ -36,11 +36,12 @@ from triton_dist.kernels.nvidia.expert_parallel import EPContext, Received
 from triton_dist.kernels.nvidia.expert_parallel.op import id_variants
 
 
-def _variants(
-    x: torch.Tensor, topk_ids: torch.Tensor, B: torch.Tensor, ctx: EPContext, **options: Any
-) -> Iterator[dict[str, torch.Tensor]]:
-    names = "topk_weights", "max_tokens", "expert_map", "routing_skew"
-    return id_variants(x, topk_ids, ctx, **{n: options[n] for n in names if n in options})
+def _variants(*args: Any, **kwargs: Any) -> Iterator[dict[str, torch.Tensor]]:
+    call = Call(*args, **kwargs)
+    return id_variants(
+        call.x, call.topk_ids, call.ctx, call.topk_weights, max_tokens=call.max_tokens,
+        expert_map=call.expert_map, routing_skew=call.routing_skew,
+    )  # fmt: skip
 
 
 @op(

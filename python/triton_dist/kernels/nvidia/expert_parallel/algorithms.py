@@ -154,6 +154,8 @@ def plan_of(num_ranks: int, experts: int, topk: int, **constants: Any) -> EPPlan
 class DispatchCall(OpCall):
     """The arguments of one call of ``ep_dispatch``, and values derived from them."""
 
+    function: ClassVar[str] = "ep_dispatch"
+    """Name of the op in errors of arguments."""
     x: torch.Tensor
     topk_ids: torch.Tensor
     ctx: EPContext
@@ -187,7 +189,7 @@ class DispatchCall(OpCall):
     def checked_key(self) -> Key:
         """Return the tuning key of the call. Raise if an argument is invalid."""
         ctx, ids, skew = self.ctx, self.topk_ids, self.routing_skew
-        checked_buffer(ctx, EPContext, "ep_dispatch", "create_ep_context")
+        checked_buffer(ctx, EPContext, self.function, "create_ep_context")
         limit = ctx.max_tokens if self.max_tokens is None else self.max_tokens
         fp8 = self.x_scale is not None
         groups = ceil_div(ctx.hidden, SCALE_ELEMENTS)
@@ -216,7 +218,7 @@ class DispatchCall(OpCall):
             hints = (None, *SKEWS)
             yield "routing_skew", skew, skew in hints, ", ".join(map(repr, hints))
 
-        raise_first_error("ep_dispatch", checks())
+        raise_first_error(self.function, checks())
         scales = "given" if fp8 else "computed" if self.quantise else "none"
         replicas = 0 if self.expert_map is None else self.expert_map.shape[1]
         return Key(
