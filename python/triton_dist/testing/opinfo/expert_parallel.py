@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -56,7 +56,8 @@ class TokenShape:
 class EPOpInfo(ExchangeOpInfo[TokenShape]):
     """Operands ``topk_ids`` and ``topk_weights`` [M / W, topk], for W ranks, and rows to send."""
 
-    shape, shapes = TokenShape, (TokenShape(8192, 7168, 2), TokenShape(256, 7168, 4))
+    shape: type[TokenShape] = TokenShape
+    shapes: Sequence[TokenShape] = (TokenShape(8192, 7168, 2), TokenShape(256, 7168, 4))
     transfer, create = "all-to-all", staticmethod(create_ep_context)
     row_operand: ClassVar[str]
     """Name of the operand whose rows [·, hidden] are sent: ``x`` (dispatch) or ``y`` (combine)."""
@@ -242,7 +243,7 @@ class DispatchGroupGemmOpInfo(DispatchOpInfo):
     each choice of one of this rank's experts."""
 
     shape = MultipliedTokenShape
-    shapes: ClassVar[Any] = (
+    shapes = (
         MultipliedTokenShape(8192, 4096, 2, 28672), MultipliedTokenShape(8192, 2048, 8, 1536),
     )  # fmt: skip
     baseline_algorithm, library_algorithms = "library", ("library",)
