@@ -8,7 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.distributed.calls import some_configs
 from tests.distributed.ep_ranks import Routing, check_layout, draw
+from triton_dist import knobs
+from triton_dist.debugging.checks import checking
+from triton_dist.debugging.modes import checks_of
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
 from triton_dist.kernels.nvidia import create_ep_context, ep_dispatch_group_gemm
 from triton_dist.kernels.nvidia.expert_parallel import Received
@@ -23,6 +27,13 @@ def expected_product(routing: Routing, received: Received, B: torch.Tensor) -> t
     routes = routing.routes(ctx.rank, ctx.local_experts, received.max_tokens)
     rows = [routing.all_x[source][token].double() @ weights[e] for e, source, token, _, _ in routes]
     return torch.stack(rows) if rows else weights.new_empty(0, B.shape[2])
+
+
+def checked_calls(seed: int, rounds: int) -> int:
+    """Make ``random_calls`` under the checks for races and bounds."""
+    active = checks_of(knobs.debug.get())
+    with checking(*(check for check in ("race", "bounds") if check not in active)):
+        return random_calls(seed, rounds)
 
 
 def silu_mul(product: torch.Tensor) -> torch.Tensor:
@@ -80,3 +91,22 @@ def random_calls(seed: int, rounds: int) -> int:
 def _tolerance(dtype: torch.dtype, K: int) -> dict[str, float]:
     each = tolerance(dtype, K)
     return {"rtol": each, "atol": each}
+
+
+def tuned() -> int:
+    """Tune the op, whose result the cache then serves; return the number of tunings."""
+    rank, size, device = dist.get_rank(), dist.get_world_size(), current_device().torch_device
+    own, B = random.Random(rank), torch.ones(2, 32, 64, device=device)
+    with (
+        some_configs(ep_dispatch_group_gemm),
+        create_ep_context(rank, size, size, 8, 32, 2 * size, 2, torch.float32) as ctx,
+    ):
+        for number in range(3):
+            tokens = (5, 8, 0)[(number + rank) % 3]
+            x = torch.randint(-4, 5, (tokens, 32), device=device).float()
+            ids = draw(own, ctx, tokens, "even", 2 * size, 2)
+            C, received = ep_dispatch_group_gemm(x, ids, B, ctx)
+            used = received.num_positions()
+            expected = expected_product(Routing(x, ids, None), received, B)
+            assert torch.equal(C[:used].cpu().double(), expected)
+    return ep_dispatch_group_gemm.tuning_count
