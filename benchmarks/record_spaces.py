@@ -5,8 +5,10 @@
 
 For each M (number of rows), every config that is not pruned runs ``--runs`` times: interleaved,
 with a cold L2 cache, with all ranks starting together. A sample is the time of the slowest rank.
-For each M, the file has each config's samples in ms or error (by index in ``configs``), the waves
-of its grid, and the key of the call. ``bench_search_quality.py`` replays the file.
+The M are measured in random order, and the file is written after each M. After ``--minutes``, no
+further M starts. For each M, the file has each config's samples in ms or error (by index in
+``configs``), the waves of its grid, and the key of the call. ``bench_search_quality.py`` replays
+the file.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import json
 import math
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +56,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--layer", help="name of a layer, or N:K; default: the first layer")
     parser.add_argument("--M", type=parse_numbers, default=_DEFAULT_M, help="rows")
     parser.add_argument("--random", type=int, default=0, help="number of further random M")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random M")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random M and their order")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no M after it")
     parser.add_argument("--runs", type=int, default=16, help="samples of each config")
     parser.add_argument("--out", type=Path, required=True, help="file to write, .json.gz")
     options = parser.parse_args(arguments)
@@ -65,6 +69,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     generator, logs = random.Random(options.seed), [math.log(f(options.M)) for f in (min, max)]
     further = [round(math.exp(generator.uniform(*logs))) for _ in range(options.random)]
     options.M = sorted({*options.M, *further})
+    generator.shuffle(options.M)
     return options
 
 
@@ -93,20 +98,29 @@ class Recorder:
         self.op = matmul if self.info is None else self.info.op
         self.configs = list(self.op.config_space)
 
-    def record(self) -> dict[str, Any]:
-        """Return the content of the file."""
-        samples, waves, keys = {}, {}, {}
-        for M, (args, kwargs) in self._calls():
-            keys[str(M)] = codec.encode(self.op.key_fn(*args, **kwargs))
-            samples[str(M)] = self._samples(M, args, kwargs)
-            waves[str(M)] = self._waves(args, kwargs)
+    def record(self) -> None:
+        """Measure each M; rank 0 writes all results to ``--out`` after each M."""
+        samples: dict[str, Any] = {}
+        waves: dict[str, Any] = {}
+        keys: dict[str, Any] = {}
         fallback = [index for index, each in enumerate(self.configs) if self.op.fallback_fn(each)]
-        return {
+        tree = {
             "op": self.options.op, "largest": str(self._shape(max(self.options.M))),
             "ranks": dist.get_world_size(), "hardware": dict(current_device().facts()),
             "software": software(), "configs": [str(each) for each in self.configs],
             "fallback": fallback, "waves": waves, "keys": keys, "sizes": samples,
         }  # fmt: skip
+        end = time.monotonic() + self.options.minutes * 60
+        for M, (args, kwargs) in self._calls():
+            if any(group_for().all_gather("end of time", time.monotonic() > end)):
+                break
+            keys[str(M)] = codec.encode(self.op.key_fn(*args, **kwargs))
+            samples[str(M)] = self._samples(M, args, kwargs)
+            waves[str(M)] = self._waves(args, kwargs)
+            if dist.get_rank() == 0:
+                partial = self.options.out.with_suffix(".partial")
+                partial.write_bytes(gzip.compress(json.dumps(tree).encode(), mtime=0))
+                partial.replace(self.options.out)
 
     def _shape(self, M: int) -> Any:
         """Return the shape with M rows. On CPU ranks, N and K are reduced."""
@@ -173,9 +187,7 @@ class Recorder:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(sys.argv[1:] if arguments is None else arguments)
     initialize_distributed()
-    tree = Recorder(options).record()
-    if dist.get_rank() == 0:
-        options.out.write_bytes(gzip.compress(json.dumps(tree).encode(), mtime=0))
+    Recorder(options).record()
     finalize_distributed()
 
 
