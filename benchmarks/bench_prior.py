@@ -104,7 +104,7 @@ def predictions(tree: Mapping[str, Any]) -> Iterator[tuple[str, dict[int, float]
     """Yield each M of a recorded space, with predicted times in ms by index of the config."""
     configs = [eval(text, {"triton": triton}) for text in tree["configs"]]
     with on_gpu(tree["hardware"]["gpu"]):
-        for M, samples in tree["sizes"].items():
+        for M, samples in sorted(tree["sizes"].items(), key=lambda each: int(each[0])):
             op, args, kwargs = _call(tree, M)
             measured = [int(i) for i, ms in samples.items() if isinstance(ms, list)]
             yield M, {i: op.prior_fn(configs[i], *args, **kwargs) for i in measured}
