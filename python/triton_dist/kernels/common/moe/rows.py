@@ -41,7 +41,7 @@ def scaled_grouped_mm(
     use_fast_accum: bool,
 ) -> torch.Tensor:
     """Return ``grouped_mm`` for fp8 rows with scales per tensor or row. On CPU: in fp32."""
-    a_scale, b_scale = scales.a.flatten(), scales.b[:, 0].contiguous()
+    a_scale, b_scale = scales.a.flatten().contiguous(), scales.b[:, 0].contiguous()
     if A.device.type == "cpu":
         C, begin = A.new_zeros(len(A), B.shape[2], dtype=dtype), 0
         for expert, end in enumerate(ends.tolist()):
