@@ -107,7 +107,8 @@ def many_tokens() -> None:
 
         bias = torch.ones_like(x)
         for each, extra in ((handle, {"topk_weights": weight}), (plain, {"bias": (bias, bias)})):
-            sums, sums_of_weights, _ = buffer.combine(2 * out, each, async_finish=True, **extra)
+            sums, sums_of_weights, event = buffer.combine(2 * out, each, async_finish=True, **extra)
+            event.current_stream_wait()
             shift = 2 if "bias" in extra else 0
             result = 2 * rows[rank] * goes[rank].sum(1, keepdims=True) + shift
             assert np.array_equal(sums.float().numpy(force=True), result)
