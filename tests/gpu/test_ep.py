@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from tests.distributed import deep_ep_ranks, ep_group_gemm_ranks, ep_names_ranks, ep_ranks
+from tests.distributed import deep_ep_ranks, ep_names_ranks, ep_ranks
 from tests.distributed.test_ep import (  # noqa: F401
     test_different_arguments_are_an_error_on_every_rank,
     test_every_rank_raises_what_one_did_wrong,
@@ -21,10 +21,6 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 
 def test_random_routings(on_gpus):
     assert set(on_gpus(ep_ranks.random_calls, 1, 4)) == {12}
-
-
-def test_products_of_random_routings(on_gpus):
-    assert set(on_gpus(ep_group_gemm_ranks.random_calls, 1, 6)) == {18}
 
 
 def test_replays_serve_any_routing(on_gpus, rounds):

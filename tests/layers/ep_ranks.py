@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,13 +13,7 @@ from torch.nn.functional import silu
 from tests.layers.functional_ranks import drawn, same
 from tests.layers.layer_ranks import SIZES, Stacked, model
 from triton_dist.errors import InvalidArgument
-from triton_dist.layers.nvidia import (
-    EP_MoE,
-    TensorParallel,
-    clip_grad_norm_,
-    expert_parallel,
-    sum_gradients,
-)
+from triton_dist.layers.nvidia import EP_MoE, TensorParallel, clip_grad_norm_, sum_gradients
 from triton_dist.layers.nvidia.expert_parallel import ep_experts
 from triton_dist.models.llama import MLP
 from triton_dist.runtime.device import current_device
@@ -94,11 +87,10 @@ def random_routings(seed: int, rounds: int, dtype: torch.dtype = torch.float32) 
             )]  # fmt: skip
             for keep in (False, True):
                 leaves = [each.clone().requires_grad_() for each in local]
-                with mock.patch.object(expert_parallel, "FEW_TOKENS", 0):
-                    y = ep_experts(
-                        leaves[0], ids[mine], *leaves[1:], ranks, shared.choice([7, 9]),
-                        keep_gathered=keep, exact_sizes=number % 2 == 1,
-                    )  # fmt: skip
+                y = ep_experts(
+                    leaves[0], ids[mine], *leaves[1:], ranks, shared.choice([7, 9]),
+                    keep_gathered=keep, exact_sizes=number % 2 == 1,
+                )  # fmt: skip
                 (y * weights[mine].to(dtype)).sum().backward()
                 check([y, *(each.grad for each in leaves)], expected, dtype)
                 count += len(expected)

@@ -34,11 +34,6 @@ from triton_dist.layers.nvidia.fp8 import quantise
 from triton_dist.layers.nvidia.functional import cast_for_autocast, is_eager_inference
 from triton_dist.layers.nvidia.tensor_parallel import TensorParallel, check_operand, ranks_by_name
 
-FEW_TOKENS = 128
-"""For more tokens per rank, the forward pass calls ``ep_dispatch_group_gemm``. For fewer tokens,
-``ep_dispatch`` and ``grouped_gemm`` are tuned separately: the transfer is too short to overlap, and
-``ep_dispatch`` has an algorithm for few tokens."""
-
 
 def ep_experts(
     x: torch.Tensor,
@@ -105,13 +100,6 @@ def _run_experts(
     exact: bool,
     keeps: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, products = x.new_empty(0), x.new_empty(0)
-    if not keeps and not exact and max_tokens > FEW_TOKENS:
-        hidden, received = ranks.ep_dispatch_group_gemm(
-            x, ids, scales, gate_up, activation="silu_mul", max_tokens=max_tokens
-        )
-        y = grouped_gemm(hidden, down, received.positions.of_sorted_rows())
-        return ranks.ep_combine(y, received), rows, products
     received = _dispatch(x, ids, scales, gate_up, ranks, max_tokens)
     positions = _positions(received, exact)
     if keeps:
@@ -119,6 +107,7 @@ def _run_experts(
         products = grouped_gemm(received.rows, gate_up, positions)
         hidden = silu_mul(products, positions)
     else:
+        rows, products = x.new_empty(0), x.new_empty(0)
         hidden = grouped_gemm(received.rows, gate_up, positions, activation="silu_mul")
     y = grouped_gemm(hidden, down, positions.of_sorted_rows())
     return ranks.ep_combine(y, received), rows, products

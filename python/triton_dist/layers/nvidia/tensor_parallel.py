@@ -40,7 +40,6 @@ from triton_dist.kernels.nvidia import (
     create_moe_rs_context,
     ep_combine,
     ep_dispatch,
-    ep_dispatch_group_gemm,
     gemm_ar,
     gemm_rs,
     grouped_gemm,
@@ -48,7 +47,7 @@ from triton_dist.kernels.nvidia import (
     run_moe_reduce_ar,
     run_moe_reduce_rs,
 )
-from triton_dist.kernels.nvidia.expert_parallel import EPContext, Received
+from triton_dist.kernels.nvidia.expert_parallel import Received
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import Group, group_for, process_group_of
 from triton_dist.tune import AutoTuner
@@ -333,30 +332,12 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
 
         ``dtype`` is the dtype of ``ep_combine``'s result. The op ``ep_dispatch`` explains the rest.
         """
-        context = self._ep_context(x.shape[1], num_experts, ids.shape[1], dtype)
-        return ep_dispatch(x, ids, context, weights, autotune_pg=self.group, **options)
-
-    def ep_dispatch_group_gemm(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, B: torch.Tensor,
-        **options: Any,
-    ) -> tuple[torch.Tensor, Received]:  # fmt: skip
-        """Send this rank's tokens x to the ranks of their experts, and multiply them by B.
-
-        The op ``ep_dispatch_group_gemm`` explains the rest.
-        """
-        experts = len(B) * self.num_ranks
-        context = self._ep_context(x.shape[1], experts, ids.shape[1], x.dtype)
-        return ep_dispatch_group_gemm(
-            x, ids, B, context, weights, autotune_pg=self.group, **options
-        )
-
-    def _ep_context(
-        self, hidden: int, num_experts: int, topk: int, dtype: torch.dtype
-    ) -> EPContext:
-        return self.context(
+        hidden, topk = x.shape[1], ids.shape[1]
+        context = self.context(
             ("expert_parallel", hidden, num_experts, topk, dtype), create_ep_context,
             *self.sizes, self.max_tokens, hidden, num_experts, topk, dtype, group=self.group,
         )  # fmt: skip
+        return ep_dispatch(x, ids, context, weights, autotune_pg=self.group, **options)
 
     def ep_combine(
         self, y: torch.Tensor, received: Received, apply_weights: bool = True
