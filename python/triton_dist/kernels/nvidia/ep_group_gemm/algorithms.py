@@ -138,7 +138,8 @@ class Call(OpCall):
         yield "B.shape", tuple(B.shape), fits, f"[E / W, hidden, N] = [{shape[0]}, {shape[1]}, N]"
         yield gradient_check("B", B)
         ahead, num_ctas = self.ahead, self.num_ctas
-        yield "ahead", ahead, ahead is None or 0 <= ahead <= 1, "None, or 0 to 1"
+        fits = ahead is None or (isinstance(ahead, (int, float)) and 0 <= ahead <= 1)
+        yield "ahead", ahead, fits, "None, or 0 to 1"
         fits = num_ctas is None or (is_int(num_ctas) and 1 <= num_ctas <= MAX_CTAS)
         yield "num_ctas", num_ctas, fits, f"None, or 1 to {MAX_CTAS}"
         expected = f"None or {SILU_MUL!r}"

@@ -65,7 +65,8 @@ def kernel_order_tiles(
     # Rows of an expert are sorted by source rank.
     first_own = tl.sum(tl.where((source < rank)[None, :], sent, 0), 1)
     end_own = tl.sum(tl.where((source <= rank)[None, :], sent, 0), 1)
-    first = tl.cdiv(first_own, block_m)
+    # After a wait that gave up, ends are 0 and counts are arbitrary. Bounded, they select no tiles.
+    first = tl.minimum(tl.maximum(tl.cdiv(first_own, block_m), 0), number)
     stop = tl.where(end_own == end - begin, number, end_own // block_m)
     own = tl.where(lane < num_ahead, tl.maximum(tl.minimum(stop, number) - first, 0), 0)
     before = tl.where(own > 0, first, number)

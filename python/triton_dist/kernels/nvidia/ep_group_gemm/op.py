@@ -73,7 +73,8 @@ def ep_dispatch_group_gemm(
     Tuned over all ranks. The rules for calls are in the docstring of
     ``triton_dist.kernels.nvidia``. The host does not wait for the device. A captured graph can be
     replayed with other ids. Products are accumulated in fp32. A waiting GEMM occupies the GPU, so
-    all ranks must launch the calls of different contexts in the same order.
+    calls of different contexts must execute in the same order on all ranks: order their streams by
+    events.
 
     Args:
         x, topk_ids, topk_weights, max_tokens, expert_map, routing_skew: see ``ep_dispatch``; x in
