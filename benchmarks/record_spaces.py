@@ -94,7 +94,7 @@ class Recorder:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.info = INFOS.get(options.op)
+        self.info = OPINFOS.get(options.op)
         self.op = matmul if self.info is None else self.info.op
         self.configs = list(self.op.config_space)
 
@@ -105,7 +105,7 @@ class Recorder:
         keys: dict[str, Any] = {}
         fallback = [index for index, each in enumerate(self.configs) if self.op.fallback_fn(each)]
         tree = {
-            "op": self.options.op, "largest": str(self._shape(max(self.options.M))),
+            "op": self.options.op, "largest": str(self.shape(max(self.options.M))),
             "ranks": dist.get_world_size(), "hardware": dict(current_device().facts()),
             "software": software(), "configs": [str(each) for each in self.configs],
             "fallback": fallback, "waves": waves, "keys": keys, "sizes": samples,
@@ -115,14 +115,14 @@ class Recorder:
             if any(group_for().all_gather("end of time", time.monotonic() > end)):
                 break
             keys[str(M)] = codec.encode(self.op.key_fn(*args, **kwargs))
-            samples[str(M)] = self._samples(M, args, kwargs)
+            samples[str(M)] = self.samples(M, args, kwargs)
             waves[str(M)] = self._waves(args, kwargs)
             if dist.get_rank() == 0:
                 partial = self.options.out.with_suffix(".partial")
                 partial.write_bytes(gzip.compress(json.dumps(tree).encode(), mtime=0))
                 partial.replace(self.options.out)
 
-    def _shape(self, M: int) -> Any:
+    def shape(self, M: int) -> Any:
         """Return the shape with M rows. On CPU ranks, N and K are reduced."""
         shape = self.options.shape(M)
         if is_cuda():
@@ -134,12 +134,12 @@ class Recorder:
         """Yield each M and the arguments of a call. They are valid until the next M is yielded."""
         if self.info is None:
             for M in self.options.M:
-                yield M, self._matrices(self._shape(M))
+                yield M, self._matrices(self.shape(M))
             return
         dtype, ranks = torch.bfloat16, dist.get_world_size()
-        with self.info.context(self._shape(max(self.options.M)), dtype) as ctx:
+        with self.info.context(self.shape(max(self.options.M)), dtype) as ctx:
             for M in self.options.M:
-                operands = self.info.operands(self._shape(M), dtype, ranks)
+                operands = self.info.operands(self.shape(M), dtype, ranks)
                 yield M, self.info.arguments(operands, ctx)
 
     def _waves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float | None]:
@@ -155,7 +155,7 @@ class Recorder:
         B = torch.randn(shape.N, shape.K, dtype=torch.bfloat16, device=device).T
         return (A, B), {}
 
-    def _samples(self, M: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def samples(self, M: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the samples in ms, or the error, of each config that is not pruned, by index."""
         kept, _ = self.op.config_space.prune(self.op.prune_fn, args, kwargs)
         calls: dict[str, Callable[[], Any]] = {}

@@ -1,0 +1,89 @@
+"""Measure tuned MoE ops under other routings than the one they were tuned with.
+
+    bash scripts/launch.sh benchmarks/bench_routing.py --op run_moe_reduce_rs --M 512,4096
+    bash scripts/launch.sh --nproc_per_node=1 benchmarks/bench_routing.py --op grouped_gemm
+
+Each op is tuned with random experts of equal probabilities. Then every config that is not pruned is
+timed with each routing: interleaved, with a cold L2 cache, slowest rank. The regret of the tuned
+config is its median time / the smallest median time - 1. Noise makes the smallest of many medians
+too small. Therefore ``--again`` further rounds of the tuned config and of the fastest ``--best``
+configs give the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from overlap.shapes import layers_of, parse_numbers
+from record_spaces import Recorder
+
+from triton_dist.testing.opinfo import OPINFOS
+from triton_dist.testing.opinfo.moe import ROUTINGS, RoutedOpInfo
+from triton_dist.testing.timing import interleaved
+from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed
+
+OPS = ("grouped_gemm", "ag_group_gemm", "run_moe_reduce_rs", "run_moe_reduce_ar")
+
+
+def regrets(recorder: Recorder, M: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Tune the op at ``M`` rows and return the regret under each routing. Collective."""
+    info, op, rows = recorder.info, recorder.op, []
+    assert isinstance(info, RoutedOpInfo)
+    shape, ranks = recorder.shape(M), dist.get_world_size()
+    with info.context(shape, torch.bfloat16) as ctx:
+        info.routing = "even"
+        args, kwargs = info.arguments(info.operands(shape, torch.bfloat16, ranks), ctx)
+        tuned = op.best_config(*args, **kwargs)
+        for routing in ROUTINGS:
+            info.routing = routing
+            args, kwargs = info.arguments(info.operands(shape, torch.bfloat16, ranks), ctx)
+            samples = recorder.samples(M, args, kwargs)
+            measured = {int(i): ms for i, ms in samples.items() if isinstance(ms, list)}
+            timed = {i: statistics.median(ms) for i, ms in measured.items()}
+            winner = recorder.configs.index(tuned)
+            best = sorted(timed, key=timed.__getitem__)[: options.best]
+            calls = {
+                str(i): functools.partial(op.fn, *args, **kwargs, **recorder.configs[i])
+                for i in {winner, *best}
+            }
+            again = {name: s.median for name, s in interleaved(calls, options.again).items()}
+            fastest = min(again, key=again.__getitem__)
+            regret = again[str(winner)] / again[fastest] - 1
+            rows.append({"op": op.__name__, "shape": str(shape), "routing": routing})
+            rows[-1] |= {"ms": again[str(winner)], "regret": regret, "configs": len(timed)}
+            rows[-1] |= {"tuned": str(tuned), "fastest": str(recorder.configs[int(fastest)])}
+            dist_print(f"{op.__name__} {shape} {routing}: {regret:.1%} of {again[fastest]:.4f} ms")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--op", choices=OPS, default="ag_group_gemm")
+    parser.add_argument("--layer", default="Qwen3-30B-A3B", help="name of a model")
+    parser.add_argument("--M", type=parse_numbers, default=[512, 4096], help="rows")
+    parser.add_argument("--runs", type=int, default=7, help="samples of each config")
+    parser.add_argument("--best", type=int, default=6, help="configs that are timed again")
+    parser.add_argument("--again", type=int, default=31, help="samples of these configs")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    options = parser.parse_args()
+    options.shape = layers_of(OPINFOS[options.op])[options.layer]
+    initialize_distributed()
+    recorder = Recorder(options)
+    rows = [row for M in options.M for row in regrets(recorder, M, options)]
+    dist_print(f"largest regret: {max(row['regret'] for row in rows):.1%}")
+    if options.json and dist.get_rank() == 0:
+        options.json.write_text(json.dumps(rows))
+    finalize_distributed()
+
+
+if __name__ == "__main__":
+    main()
