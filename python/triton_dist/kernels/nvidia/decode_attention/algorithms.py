@@ -54,7 +54,7 @@ _FREE_SMS = 4
 """Number of SMs left free for kernels of other ops."""
 _MAX_ACCUMULATORS = 128
 """Maximum number of fp32 accumulators per thread. More do not fit in its registers."""
-_ELEMENTS = 4096
+_ELEMENTS = 8192
 """Maximum number of elements of an item's parts that a program loads at once."""
 _LSE_BYTES = 16
 """Bytes of a packed row after the output: the LSE, and padding to a whole 16-byte vector."""
@@ -91,14 +91,15 @@ def fits_device(config: Mapping[str, Any], sizes: DecodeKey) -> bool:
     if device.interprets:
         return True
     elements_per_key = sum(blocks_of(sizes.head_dim))
-    elements_per_key += 0 if sizes.shares_v else sum(blocks_of(sizes.v_head_dim))
+    v = triton.next_power_of_2(sizes.v_head_dim)
+    elements_per_key += 0 if sizes.shares_v else v
     bytes_per_element = sizes.kv_dtype.itemsize * max(1, config["num_stages"] - 1)
     # A block of an fp8 cache is also stored after its conversion to the dtype of q.
     bytes_per_element += sizes.dtype.itemsize if sizes.kv_dtype == FP8 else 0
     rows = block_m(sizes)
     nbytes = config["block_n"] * elements_per_key * bytes_per_element
     nbytes += rows * (sum(blocks_of(sizes.head_dim)) + config["block_n"]) * sizes.dtype.itemsize
-    accumulators = rows * sum(blocks_of(sizes.v_head_dim)) // (32 * config["num_warps"])
+    accumulators = rows * v // (32 * config["num_warps"])
     return bool(
         nbytes <= shared_memory_of(config["ctas_per_sm"])
         and accumulators * config["ctas_per_sm"] * config["num_warps"] <= 8 * _MAX_ACCUMULATORS
@@ -171,11 +172,9 @@ class Call(OpCall):
 
     def new_parts(self, spec: Spec) -> Parts:
         """Return uninitialised memory for the parts of all tiles."""
-        tiles, programs = (n * spec.BLOCK_M for n in (self.batch * spec.TILES, self.programs()))
-        width, rows = spec.V0 + spec.V1, tiles + programs
-        memory = self.q.new_empty(rows * (width + 1), dtype=torch.float32)
-        sizes = (tiles * width, programs * width, tiles, programs)
-        return Parts(*memory.split(sizes))
+        rows = (self.batch * spec.TILES + self.programs()) * spec.BLOCK_M
+        memory = self.q.new_empty(rows * (spec.V + 1), dtype=torch.float32)
+        return Parts(*memory.split((rows * spec.V, rows)))
 
     def outputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return uninitialised memory for the output and the LSE."""
@@ -319,7 +318,7 @@ def spec_of(
     interleave: int, window: int, has_soft_cap: bool, has_head_scales: bool, base_2: bool,
 ) -> Spec:  # fmt: skip
     d0, d1 = blocks_of(key.head_dim)
-    v0, v1 = blocks_of(key.v_head_dim)
+    v = triton.next_power_of_2(key.v_head_dim)
     rows, tile = key.q_heads // key.kv_heads * key.q_len, block_m(key)
     # Choose the size of an item so that there are about as many items as programs. An item is a
     # chunk of the columns of one row or of several rows.
@@ -327,13 +326,13 @@ def spec_of(
     chunk = triton.next_power_of_2(max(1, columns * all_rows // programs))
     chunk = min(columns, max(MIN_COLUMNS, chunk))
     item = triton.next_power_of_2(max(1, all_rows // programs))
-    item = min(item, triton.next_power_of_2(rows), tile, max(1, _ELEMENTS // 2 // chunk))
+    item = min(item, triton.next_power_of_2(rows), tile, max(1, _ELEMENTS // 4 // chunk))
     head_tiles = -(-rows // tile)
     return Spec(
         NUM_RANKS=key.num_ranks, LANES=max(16, triton.next_power_of_2(batch)), Q_LEN=key.q_len,
         HEADS=key.q_heads, KV_HEADS=key.kv_heads, SHARD_HEADS=shard_heads, OUT_HEADS=out_heads,
-        D=key.head_dim, D0=d0, D1=d1, DV=key.v_head_dim, V0=v0, V1=v1,
-        SHARED_V=key.shares_v and v1 == 0 and v0 == d0, PAGE=key.page_size, INTERLEAVE=interleave,
+        D=key.head_dim, D0=d0, D1=d1, DV=key.v_head_dim, V=v,
+        SHARED_V=key.shares_v and v == d0, PAGE=key.page_size, INTERLEAVE=interleave,
         WINDOW=window, HAS_SOFT_CAP=has_soft_cap, HEAD_SCALES=has_head_scales, BASE_2=base_2,
         BLOCK_M=tile, BLOCK_N=block_n, HEAD_TILES=head_tiles, TILES=key.kv_heads * head_tiles,
         ROWS=item, ITEMS=-(-min(rows, tile) // item), COLUMNS=chunk,

@@ -7,9 +7,9 @@ a program are therefore the end of one tile, whole tiles, and the begin of anoth
 has at least one unit, which may have no keys.
 
 *Parts.* A part is the result of one program for one tile: a normalised output in fp32 and the
-base-2 logarithm of its softmax denominator (LSE). The program with a tile's first unit stores its
-part at ``parts.first[tile]``. Only the first tile of a program can begin in another program. The
-program stores the part of such a tile at ``parts.later[program]``.
+base-2 logarithm of its softmax denominator (LSE). The index of a part is tile + program. Later
+programs never have earlier tiles, so no two parts have the same index, and the parts of a tile are
+consecutive.
 
 *Items.* An item is ROWS rows and COLUMNS columns of a tile. After all parts are stored, one program
 combines the parts of each item.
@@ -22,9 +22,8 @@ kv.k, kv.v              any         [blocks, tokens, KV_HEADS, D] by strides
 kv.table                int32       [batch, pages], or ``None`` for a dense cache
 kv.lens                 int32       [NUM_RANKS, batch], or totals [batch] if cyclic
 kv.k_scale, kv.v_scale  fp32        [1] or [KV_HEADS], or ``None``
-parts.first             fp32        [tiles, BLOCK_M, V0 + V1]
-parts.later             fp32        [programs, BLOCK_M, V0 + V1]
-parts.first_lse, …      fp32        [tiles, BLOCK_M], [programs, BLOCK_M]
+parts.out               fp32        [tiles + programs, BLOCK_M, V]
+parts.lse               fp32        [tiles + programs, BLOCK_M]
 target.out              of q        rows of DV elements, ``target.row`` elements apart
 target.lse              fp32        ``target.lse_row`` elements apart
 ======================  ==========  ===================================================
@@ -74,10 +73,8 @@ class KV(NamedTuple):
 class Parts(NamedTuple):
     """Memory of the parts of all tiles; see the module docstring."""
 
-    first: Any
-    later: Any
-    first_lse: Any
-    later_lse: Any
+    out: Any
+    lse: Any
 
 
 class Target(NamedTuple):
@@ -94,9 +91,9 @@ class Spec(NamedTuple):
     """Constants of a launch.
 
     LANES is the batch size, rounded up to a power of two. D and DV are the dimensions of keys and
-    values. Each is computed as two blocks whose sizes are powers of two: D0 and D1, V0 and V1. D1
-    and V1 may be 0. If SHARED_V is true, values are the first DV elements of keys, and V0 equals
-    D0. PAGE is 0 for a dense cache. In a cyclic cache, the ranks hold INTERLEAVE consecutive tokens
+    values. D is computed as two blocks whose sizes are powers of two: D0 and D1, which may be 0. V
+    is DV, rounded up to a power of two. If SHARED_V is true, values are the first DV elements of
+    keys, and V equals D0. PAGE is 0 for a dense cache. In a cyclic cache, the ranks hold INTERLEAVE consecutive tokens
     in turn; else INTERLEAVE is 0. WINDOW is 0 without a window. SHARD_HEADS is the number of heads
     of a shard of q, OUT_HEADS of a shard of the output. HEAD_TILES is the number of tiles of a KV
     head, TILES of a sequence. A tile has ITEMS blocks of ROWS rows and CHUNKS chunks of COLUMNS
@@ -114,8 +111,7 @@ class Spec(NamedTuple):
     D0: Any
     D1: Any
     DV: Any
-    V0: Any
-    V1: Any
+    V: Any
     SHARED_V: Any
     PAGE: Any
     INTERLEAVE: Any
@@ -240,9 +236,7 @@ def attend(query, kv, parts, scale, soft_cap, batch, rank, spec: tl.constexpr):
     """Compute this program's units and store their parts. Return the result of ``units_of``."""
     DTYPE: tl.constexpr = query.q.dtype.element_ty
     BLOCK_M: tl.constexpr = spec.BLOCK_M
-    V0: tl.constexpr = spec.V0
-    V1: tl.constexpr = spec.V1
-    WIDTH: tl.constexpr = spec.V0 + spec.V1
+    V: tl.constexpr = spec.V
     begins, ends, befores, lengths = local_keys(kv.lens, batch, rank, spec)
     units = units_of(begins, ends, batch, spec)
     total = tl.sum(units, 0) * spec.TILES
@@ -273,22 +267,19 @@ def attend(query, kv, parts, scale, soft_cap, batch, rank, spec: tl.constexpr):
             score_scale *= LOG2E
         max_score = tl.full([BLOCK_M], float("-inf"), tl.float32)
         denominator = tl.zeros([BLOCK_M], tl.float32)
-        acc0 = tl.zeros([BLOCK_M, V0], tl.float32)
-        if spec.V1 > 0:
-            acc1 = tl.zeros([BLOCK_M, V1], tl.float32)
+        acc = tl.zeros([BLOCK_M, V], tl.float32)
         k_head, v_head = kv_head.to(tl.int64) * kv.k_head, kv_head.to(tl.int64) * kv.v_head
         blocks = tl.maximum(tl.cdiv(end_key - first_key, spec.BLOCK_N), 1)
         first_block = tl.maximum(begin - tile_begin, 0)
         for block in range(first_block, tl.minimum(end - tile_begin, blocks)):
             key = first_key + block * spec.BLOCK_N + tl.arange(0, spec.BLOCK_N)
             in_keys = key < end_key
+            page, within = sequence.to(tl.int64), key
             if spec.PAGE > 0:
-                page_ptr = kv.table + sequence.to(tl.int64) * kv.table_row + key // spec.PAGE
+                page_ptr = kv.table + page * kv.table_row + key // spec.PAGE
                 page = tl.load(page_ptr, mask=in_keys, other=0).to(tl.int64)
-                k_row = page * kv.k_block + (key % spec.PAGE).to(tl.int64) * kv.k_token
-            else:
-                page = sequence.to(tl.int64)
-                k_row = page * kv.k_block + key.to(tl.int64) * kv.k_token
+                within = key % spec.PAGE
+            k_row = page * kv.k_block + within.to(tl.int64) * kv.k_token
             k0 = load_tile(kv.k, k_head, k_row, 0, in_keys, spec.D, spec.D0, DTYPE)
             scores = tl.dot(q0, tl.trans(k0), input_precision=spec.PRECISION)
             if spec.D1 > 0:
@@ -311,109 +302,70 @@ def attend(query, kv, parts, scale, soft_cap, batch, rank, spec: tl.constexpr):
             decay = tl.exp2(max_score - base)
             denominator = denominator * decay + tl.sum(weights, 1)
             max_score = new_max
-            weights = weights.to(DTYPE)
-            if spec.SHARED_V:
-                v0 = k0
-            else:
-                if spec.PAGE > 0:
-                    v_row = page * kv.v_block + (key % spec.PAGE).to(tl.int64) * kv.v_token
-                else:
-                    v_row = page * kv.v_block + key.to(tl.int64) * kv.v_token
-                v0 = load_tile(kv.v, v_head, v_row, 0, in_keys, spec.DV, spec.V0, DTYPE)
-            acc0 = acc0 * decay[:, None]
-            acc0 = tl.dot(weights, v0, acc0, input_precision=spec.PRECISION)
-            if spec.V1 > 0:
-                v1 = load_tile(kv.v, v_head, v_row, spec.V0, in_keys, spec.DV, spec.V1, DTYPE)
-                acc1 = acc1 * decay[:, None]
-                acc1 = tl.dot(weights, v1, acc1, input_precision=spec.PRECISION)
+            v = k0
+            if not spec.SHARED_V:
+                v_row = page * kv.v_block + within.to(tl.int64) * kv.v_token
+                v = load_tile(kv.v, v_head, v_row, 0, in_keys, spec.DV, V, DTYPE)
+            acc = acc * decay[:, None]
+            acc = tl.dot(weights.to(DTYPE), v, acc, input_precision=spec.PRECISION)
         # Avoid 0 / 0 and log2(0) in rows without keys.
         divisor = tl.where(denominator > 0, denominator, 1.0)
-        inverse = value_scale / divisor
+        acc *= (value_scale / divisor)[:, None]
         lse = tl.where(denominator > 0, max_score + tl.log2(divisor), float("-inf"))
-        is_first = tile_begin >= begin
-        part_row = tl.where(is_first, current, tl.program_id(0)).to(tl.int64) * BLOCK_M + row
-        part = tl.where(is_first, parts.first, parts.later)
-        part_lse = tl.where(is_first, parts.first_lse, parts.later_lse)
-        tl.store(part_lse + part_row, lse, mask=in_tile)
-        column = tl.arange(0, spec.V0)
-        acc0 *= inverse[:, None]
-        tl.store(part + part_row[:, None] * WIDTH + column[None, :], acc0, mask=in_tile[:, None])
-        if spec.V1 > 0:
-            column = spec.V0 + tl.arange(0, spec.V1)
-            acc1 *= inverse[:, None]
-            part_ptr = part + part_row[:, None] * WIDTH + column[None, :]
-            tl.store(part_ptr, acc1, mask=in_tile[:, None])
+        # Without the select, LLVM computes the addresses of all elements before the inner loop, which
+        # takes up to 70 registers per thread (Triton 3.6).
+        part = tl.where(tile_begin >= 0, current + tl.program_id(0), 0)
+        part_row = part.to(tl.int64) * BLOCK_M + row
+        part_ptr = parts.out + part_row[:, None] * V + tl.arange(0, V)[None, :]
+        tl.store(parts.lse + part_row, lse, mask=in_tile)
+        tl.store(part_ptr, acc, mask=in_tile[:, None])
         tile_begin += blocks
     return units
 
 
 @jit
-def rows_of_item(item, spec: tl.constexpr):
-    """Return the tile, the rows in the tile, int32 [ROWS], and the chunk of columns of an item."""
-    CHUNKS: tl.constexpr = spec.CHUNKS
-    ITEMS: tl.constexpr = spec.ITEMS
-    block = item // CHUNKS
-    row = block % ITEMS * spec.ROWS + tl.arange(0, spec.ROWS)
-    return block // ITEMS, row, item % CHUNKS
-
-
-@jit
-def item_exists(item, spec: tl.constexpr):
-    """Return whether any row of the item exists."""
-    tile, row, _ = rows_of_item(item, spec)
-    _, _, _, _, valid = rows_of(tile, row, spec)
-    return tl.max(valid.to(tl.int32), 0) != 0
-
-
-@jit
 def combine_item(parts, units, programs, item, spec: tl.constexpr):
-    """Combine the parts of an item. Return its output, fp32 [ROWS, COLUMNS], and LSE, [ROWS].
+    """Combine the parts of an item.
 
-    ``programs`` is the number of programs that ran ``attend``.
+    ``programs`` is the number of programs that ran ``attend``. Return the output, fp32 [ROWS,
+    COLUMNS], the LSE, [ROWS], the row's index in [batch, Q_LEN], its query head, whether it exists,
+    and the index of the item's chunk.
     """
     TILES: tl.constexpr = spec.TILES
-    WIDTH: tl.constexpr = spec.V0 + spec.V1
-    tile, row, chunk = rows_of_item(item, spec)
-    _, _, _, _, valid = rows_of(tile, row, spec)
-    column = chunk * spec.COLUMNS + tl.arange(0, spec.COLUMNS)
-    mask = valid[:, None] & (column < spec.DV)[None, :]
-    first_row = tile.to(tl.int64) * spec.BLOCK_M + row
-    lse_ptr = parts.first_lse + first_row
-    lse = tl.load(lse_ptr, mask=valid, other=float("-inf"), cache_modifier=".cg")
-    first_ptr = parts.first + first_row[:, None] * WIDTH + column[None, :]
-    out = tl.load(first_ptr, mask=mask, other=0.0, cache_modifier=".cg")
-    lane = tl.arange(0, spec.LANES)
-    sequence = tile // TILES
-    tile_units = tl.sum(tl.where(lane == sequence, units, 0), 0)
-    tile_begin = tl.sum(tl.where(lane < sequence, units, 0), 0) * TILES + tile % TILES * tile_units
+    CHUNKS: tl.constexpr = spec.CHUNKS
+    ITEMS: tl.constexpr = spec.ITEMS
+    ROWS: tl.constexpr = spec.ROWS
+    COLUMNS: tl.constexpr = spec.COLUMNS
+    block, chunk = item // CHUNKS, item % CHUNKS
+    tile, row = block // ITEMS, block % ITEMS * ROWS + tl.arange(0, ROWS)
+    sequence, _, token, head, valid = rows_of(tile, row, spec)
+    column = chunk * COLUMNS + tl.arange(0, COLUMNS)
+    before = tl.sum(tl.where(tl.arange(0, spec.LANES) < sequence, units, 0), 0) * TILES
+    tile_units = element(units, sequence, spec)
+    tile_begin = before + tile % TILES * tile_units
     share = tl.cdiv(tl.sum(units, 0) * TILES, programs)
     first_program, last_program = tile_begin // share, (tile_begin + tile_units - 1) // share
-    for begin in range(first_program + 1, last_program + 1, spec.PARTS):
+    max_lse = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for begin in range(first_program, last_program + 1, spec.PARTS):
         program = begin + tl.arange(0, spec.PARTS)
         exists = (program <= last_program)[:, None] & valid[None, :]
-        part_row = program.to(tl.int64)[:, None] * spec.BLOCK_M + row[None, :]
-        part_lse = tl.load(
-            parts.later_lse + part_row, mask=exists, other=float("-inf"), cache_modifier=".cg"
-        )
-        part_ptr = parts.later + part_row[:, :, None] * WIDTH + column[None, None, :]
-        part_mask = exists[:, :, None] & (column < spec.DV)[None, None, :]
-        part = tl.load(part_ptr, mask=part_mask, other=0.0, cache_modifier=".cg")
-        max_lse = tl.maximum(lse, tl.max(part_lse, 0))
-        base = tl.where(max_lse == float("-inf"), 0.0, max_lse)
-        weight, part_weight = tl.exp2(lse - base), tl.exp2(part_lse - base[None, :])
-        total = weight + tl.sum(part_weight, 0)
-        out = out * weight[:, None] + tl.sum(part * part_weight[:, :, None], 0)
-        divisor = tl.where(total > 0, total, 1.0)
-        out = out / divisor[:, None]
-        lse = tl.where(total > 0, base + tl.log2(divisor), float("-inf"))
-    return out, lse
-
-
-@jit
-def shard_row(sequence, token, head, batch, spec: tl.constexpr):
-    """Return the index of a row in an output that is sorted by shards of OUT_HEADS heads."""
-    index = (head // spec.OUT_HEADS * batch + sequence) * spec.Q_LEN + token
-    return index * spec.OUT_HEADS + head % spec.OUT_HEADS
+        part_row = (tile + program).to(tl.int64)[:, None] * spec.BLOCK_M + row[None, :]
+        lse_ptr = parts.lse + part_row
+        lse = tl.load(lse_ptr, mask=exists, other=float("-inf"), cache_modifier=".cg")
+        part_ptr = parts.out + part_row[:, :, None] * spec.V + column[None, None, :]
+        mask = exists[:, :, None] & (column < spec.DV)[None, None, :]
+        part = tl.load(part_ptr, mask=mask, other=0.0, cache_modifier=".cg")
+        new_max = tl.maximum(max_lse, tl.max(lse, 0))
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        decay, weight = tl.exp2(max_lse - base), tl.exp2(lse - base[None, :])
+        total = total * decay + tl.sum(weight, 0)
+        out = out * decay[:, None] + tl.sum(part * weight[:, :, None], 0)
+        max_lse = new_max
+    divisor = tl.where(total > 0, total, 1.0)
+    lse = tl.where(total > 0, max_lse + tl.log2(divisor), float("-inf"))
+    return out / divisor[:, None], lse, sequence * spec.Q_LEN + token, head, valid, chunk
 
 
 @jit
@@ -452,24 +404,22 @@ def kernel_combine(
 
     If IS_FINAL is false, other ranks have parts too. The LSE then is in base 2 and without sinks.
     """
-    item = tl.program_id(0)
-    if item_exists(item, spec):
-        begins, ends, _, _ = local_keys(lens_ptr, batch, rank, spec)
-        units = units_of(begins, ends, batch, spec)
-        out, lse = combine_item(parts, units, programs, item, spec)
-        tile, row, chunk = rows_of_item(item, spec)
-        sequence, _, token, head, valid = rows_of(tile, row, spec)
-        if IS_FINAL:
-            base, sink = with_sink(lse, target.sinks, head, valid)
-            weight = tl.exp2(lse - base)
-            out = out * (weight / tl.where(weight + sink > 0, weight + sink, 1.0))[:, None]
-            lse = lse_of(base, weight + sink, spec)
-        index = shard_row(sequence, token, head, batch, spec).to(tl.int64)
-        column = chunk * spec.COLUMNS + tl.arange(0, spec.COLUMNS)
-        mask = valid[:, None] & (column < spec.DV)[None, :]
-        out_ptr = target.out + index[:, None] * target.row + column[None, :]
-        tl.store(out_ptr, out.to(target.out.dtype.element_ty), mask=mask)
-        tl.store(target.lse + index * target.lse_row, lse, mask=valid & (chunk == 0))
+    begins, ends, _, _ = local_keys(lens_ptr, batch, rank, spec)
+    units = units_of(begins, ends, batch, spec)
+    out, lse, row, head, valid, chunk = combine_item(parts, units, programs, tl.program_id(0), spec)
+    if IS_FINAL:
+        base, sink = with_sink(lse, target.sinks, head, valid)
+        weight = tl.exp2(lse - base)
+        out = out * (weight / tl.where(weight + sink > 0, weight + sink, 1.0))[:, None]
+        lse = lse_of(base, weight + sink, spec)
+    # Rows are sorted by shards of OUT_HEADS heads.
+    index = (head // spec.OUT_HEADS * batch * spec.Q_LEN + row) * spec.OUT_HEADS
+    index = (index + head % spec.OUT_HEADS).to(tl.int64)
+    column = chunk * spec.COLUMNS + tl.arange(0, spec.COLUMNS)
+    mask = valid[:, None] & (column < spec.DV)[None, :]
+    out_ptr = target.out + index[:, None] * target.row + column[None, :]
+    tl.store(out_ptr, out.to(target.out.dtype.element_ty), mask=mask)
+    tl.store(target.lse + index * target.lse_row, lse, mask=valid & (chunk == 0))
 
 
 @jit(do_not_specialize=["rows", "rank"])

@@ -39,10 +39,7 @@ from triton_dist.kernels.common.exchange.protocol import LINE_WORDS, MAX_CTAS
 from triton_dist.kernels.nvidia.decode_attention.kernel import (
     attend,
     combine_item,
-    item_exists,
     lse_of,
-    rows_of,
-    rows_of_item,
     with_sink,
 )
 from triton_dist.language.signals import CALL_TAG_BITS
@@ -181,21 +178,17 @@ def kernel_decode_packets(
         dl.wait(counter_ptr, 1, arrived, packets.timeout_words, TAGGED=True)
     for index in range(rounds):
         item = program + index * programs
-        if item_exists(item, spec):
-            out, lse = combine_item(parts, units, programs, item, spec)
-            # Round this rank's rows like the rows of peers.
-            payload = payload_of(tl.reshape(out.to(DTYPE), [out.numel]))
-            tile, tile_row, chunk = rows_of_item(item, spec)
-            sequence, _, token, head, valid = rows_of(tile, tile_row, spec)
-            row = sequence * spec.Q_LEN + token
-            line, lse_line, column = lines_of(row * spec.HEADS + head, chunk, spec, PER_LINE)
-            send_item(
-                targets, offset, tag, payload, lse, line, lse_line, column, head, valid, rank,
-                spec, PER_LINE,
-            )  # fmt: skip
-            valid = valid & (owners(head, rank, spec) == rank)
-            merge_item(
-                target, packets, shards, tag, payload, lse, line, lse_line, column,
-                row * spec.OUT_HEADS + head % spec.OUT_HEADS, head, valid, rank, spec,
-            )  # fmt: skip
+        out, lse, row, head, valid, chunk = combine_item(parts, units, programs, item, spec)
+        # Round this rank's rows like the rows of peers.
+        payload = payload_of(tl.reshape(out.to(DTYPE), [out.numel]))
+        line, lse_line, column = lines_of(row * spec.HEADS + head, chunk, spec, PER_LINE)
+        send_item(
+            targets, offset, tag, payload, lse, line, lse_line, column, head, valid, rank, spec,
+            PER_LINE,
+        )  # fmt: skip
+        valid = valid & (owners(head, rank, spec) == rank)
+        merge_item(
+            target, packets, shards, tag, payload, lse, line, lse_line, column,
+            row * spec.OUT_HEADS + head % spec.OUT_HEADS, head, valid, rank, spec,
+        )  # fmt: skip
     end_call(packets.calls, epoch)
