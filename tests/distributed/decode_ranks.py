@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import sys
+import types
 from typing import Any
 
 import numpy as np
@@ -23,7 +26,7 @@ from triton_dist.debugging.checks import checking
 from triton_dist.debugging.modes import checks_of
 from triton_dist.errors import InvalidArgument, RankDisagreement, WaitTimeout
 from triton_dist.kernels.nvidia import create_sp_decode_context, sp_decode_attn
-from triton_dist.kernels.nvidia.decode_attention import SpDecodeContext
+from triton_dist.kernels.nvidia.decode_attention import SpDecodeContext, backends
 from triton_dist.layers.nvidia import SpGQAFlashDecodeAttention
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
@@ -73,6 +76,101 @@ def every_kind(
                     )  # fmt: skip
                     wrong += [f"{name}, {each}" for each in run_call(call, ctx)]
             ctx.check()
+    return wrong
+
+
+def natural_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: Any, lens: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention of q [batch, heads, dim] and its LSE in base e [batch, heads], in fp64.
+
+    Both are NaN for sequences without keys.
+    """
+    outs, lses = [], []
+    for b, length in enumerate(lens.tolist()):
+        keys, values = (
+            (x[b] if table is None else x[table[b].long()].flatten(0, 1))[:length]
+            .double().repeat_interleave(q.shape[1] // x.shape[2], 1)
+            for x in (k, v)
+        )  # fmt: skip
+        scores = torch.einsum("hd,nhd->hn", q[b].double(), keys) * scale
+        lse = scores.logsumexp(-1) if length else torch.full((q.shape[1],), torch.nan)
+        outs.append(torch.einsum("hn,nhd->hd", (scores - lse[:, None]).exp(), values))
+        outs[-1] += 0 if length else torch.nan
+        lses.append(lse)
+    return torch.stack(outs).to(q.dtype), torch.stack(lses).float()
+
+
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None,
+    cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None,
+    cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None,
+    q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
+    window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+    scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
+):  # fmt: skip
+    """Substitute for the function of FlashAttention 3.0.0, with its parameters."""
+    assert q.ndim == 4
+    assert q.shape[1] == 1
+    assert cache_seqlens.dtype == torch.int32
+    assert cache_seqlens.is_contiguous()
+    assert return_softmax_lse
+    if qv is not None:
+        assert (q.shape[-1], qv.shape[-1], v_cache.shape[-1]) == (64, 512, 512)
+        q, k_cache = torch.cat([q, qv], -1), torch.cat([k_cache, v_cache], -1)
+    out, lse = natural_attention(
+        q[:, 0], k_cache, v_cache, page_table, cache_seqlens, softmax_scale
+    )
+    return out[:, None], lse[..., None], None, None
+
+
+def trtllm_batch_decode_with_kv_cache(
+    query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale=1.0,
+    bmm2_scale=1.0, window_left=-1, out=None, out_dtype=None, o_sf_scale=None, o_sf_vec_size=None,
+    sinks=None, kv_layout="HND", enable_pdl=None, backend="auto", q_len_per_req=1, o_scale=1.0,
+    mask=None, max_q_len=None, cum_seq_lens_q=None, skip_softmax_threshold_scale_factor=None,
+    kv_cache_sf=None, uses_shared_paged_kv_idx=True, lse=None, return_lse=False,
+):  # fmt: skip
+    """Substitute for the function of FlashInfer 0.6.18, with its parameters."""
+    assert kv_layout == "NHD"
+    assert backend == "trtllm-gen"
+    assert return_lse
+    assert max_seq_len == block_tables.shape[1] * kv_cache[0].shape[1]
+    assert workspace_buffer.count_nonzero() == 0
+    out, lse = natural_attention(query, *kv_cache, block_tables, seq_lens, bmm1_scale)
+    return out, lse / np.log(2)
+
+
+def libraries() -> list[str]:
+    """Call the library algorithms with substitutes for the libraries; return the wrong results."""
+    substitutes = {
+        "flash_attn_interface": flash_attn_with_kvcache,
+        "flashinfer.decode": trtllm_batch_decode_with_kv_cache,
+    }
+    q, k, v, lens = plain(20, dist.get_world_size())
+    with context(dist.get_world_size()) as ctx:
+        for backend, reason in (("flash_attn_3", "an installed library"), ("torch", "GPUs")):
+            with pytest.raises(InvalidArgument, match=reason):
+                sp_decode_attn.fn(q, k, v, lens, ctx, algorithm="library", backend=backend)
+    for name, function in substitutes.items():
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        setattr(module, function.__name__, function)
+        sys.modules[name] = module
+    backends.is_installed.cache_clear()
+    both, wrong = ("library", "library_reduce_scatter"), []
+    try:
+        names = ("heads", "paged", "mla", "sinks")
+        wrong += every_kind(names, both, 2, 40, backend="flash_attn_3")
+        wrong += every_kind(("paged",), both, 2, 40, backend="flashinfer")
+        for names, backend in ((("masked", "fp8"), "flash_attn_3"), (("heads",), "flashinfer")):
+            for name in names:
+                with pytest.raises(InvalidArgument, match=f"{backend}' requires several ranks"):
+                    every_kind((name,), both, 1, 40, backend=backend)
+    finally:
+        for name in substitutes:
+            del sys.modules[name]
+        backends.is_installed.cache_clear()
     return wrong
 
 

@@ -16,6 +16,11 @@ def test_kinds_of_caches(on_two):
     assert on_two(decode_ranks.every_kind, ("sinks",), ("all_to_all",), 1, 40) == [[], []]
 
 
+def test_libraries_through_their_interfaces(on_two):
+    """The libraries are substituted: no test machine has them."""
+    assert on_two(decode_ranks.libraries) == [[], []]
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "calls"),
     [

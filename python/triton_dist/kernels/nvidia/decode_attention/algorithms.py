@@ -21,6 +21,7 @@ from triton_dist.kernels.common.exchange.buffer import (
 )
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
 from triton_dist.kernels.common.peers import digest_of
+from triton_dist.kernels.nvidia.decode_attention.backends import BACKENDS
 from triton_dist.kernels.nvidia.decode_attention.context import (
     FP8,
     MIN_COLUMNS,
@@ -44,7 +45,7 @@ from triton_dist.runtime.launch import Launch, dot_precision
 
 TUNABLES = ("ctas_per_sm", "block_n", "num_stages", "num_warps")
 _PARAMS = (
-    (2, 64, 3, 4), (2, 64, 4, 4), (1, 128, 3, 8), (1, 64, 3, 4), (2, 32, 3, 4), (1, 64, 3, 8),
+    (2, 64, 3, 4), (2, 64, 4, 4), (1, 128, 3, 8), (1, 64, 3, 8), (2, 32, 3, 4), (1, 64, 3, 4),
     (2, 32, 4, 4), (2, 64, 2, 4), (2, 64, 6, 4), (2, 32, 6, 4), (1, 32, 3, 8), (1, 32, 2, 8),
     (1, 16, 1, 8),
 )  # fmt: skip
@@ -69,8 +70,7 @@ def blocks_of(size: int) -> tuple[int, int]:
     Both are powers of two of at least 16. The second is 0 if the first block holds all elements.
     """
     first = 1 << (size.bit_length() - 1)
-    rest = size - first
-    return first, max(16, triton.next_power_of_2(rest)) if rest else 0
+    return first, max(16, triton.next_power_of_2(size - first)) if size > first else 0
 
 
 def block_m(sizes: DecodeKey) -> int:
@@ -87,23 +87,20 @@ def shared_memory_of(ctas_per_sm: int) -> int:
 
 def fits_device(config: Mapping[str, Any], sizes: DecodeKey) -> bool:
     """Estimate whether ``ctas_per_sm`` programs fit on an SM."""
-    device = current_device()
-    if device.interprets:
+    if current_device().interprets:
         return True
-    elements_per_key = sum(blocks_of(sizes.head_dim))
-    v = triton.next_power_of_2(sizes.v_head_dim)
-    elements_per_key += 0 if sizes.shares_v else v
-    bytes_per_element = sizes.kv_dtype.itemsize * max(1, config["num_stages"] - 1)
+    per_sm, block_n, stages, warps = (config[name] for name in TUNABLES)
+    k, v = sum(blocks_of(sizes.head_dim)), triton.next_power_of_2(sizes.v_head_dim)
+    bytes_per_element = sizes.kv_dtype.itemsize * max(1, stages - 1)
     # A block of an fp8 cache is also stored after its conversion to the dtype of q.
     bytes_per_element += sizes.dtype.itemsize if sizes.kv_dtype == FP8 else 0
     rows = block_m(sizes)
-    nbytes = config["block_n"] * elements_per_key * bytes_per_element
-    nbytes += rows * (sum(blocks_of(sizes.head_dim)) + config["block_n"]) * sizes.dtype.itemsize
-    accumulators = rows * v // (32 * config["num_warps"])
+    nbytes = block_n * (k + (0 if sizes.shares_v else v)) * bytes_per_element
+    nbytes += rows * (k + block_n) * sizes.dtype.itemsize
+    accumulators = rows * v // (32 * warps)
     return bool(
-        nbytes <= shared_memory_of(config["ctas_per_sm"])
-        and accumulators * config["ctas_per_sm"] * config["num_warps"] <= 8 * _MAX_ACCUMULATORS
-        and accumulators <= _MAX_ACCUMULATORS
+        nbytes <= shared_memory_of(per_sm)
+        and accumulators * max(1, per_sm * warps / 8) <= _MAX_ACCUMULATORS
     )
 
 
@@ -131,6 +128,7 @@ class Call(OpCall):
     block_n: int | None = None
     num_stages: int | None = None
     num_warps: int | None = None
+    backend: str | None = None
     algorithm: str | None = None
     accepted_key: Any = None
     chosen: Algorithm[Call, DecodeKey] = field(init=False)
@@ -140,7 +138,7 @@ class Call(OpCall):
         default = Packets.name if self.ctx.num_ranks > 1 else AllToAll.name
         self.chosen = ALGORITHMS[self.algorithm or default]
         self.chosen.check(self)
-        self.batch, self.q_len = self.q.shape[0], self.key.q_len
+        self.batch, self.q_len = self.key.batch, self.key.q_len
         self.shards = self.ctx.num_ranks if self.shard_output else 1
         self.out_heads = self.key.q_heads // self.shards
 
@@ -165,7 +163,7 @@ class Call(OpCall):
 
     def spec(self) -> Spec:
         return spec_of(
-            self.key, self.batch, self.programs(), self.params()[1], self.out_heads,
+            self.key, self.programs(), self.params()[1], self.out_heads,
             self.q.shape[-2], self.interleave or 0, self.window or 0, self.soft_cap > 0,
             self.k_scale is not None and len(self.k_scale) > 1, self.lse_base == "2",
         )  # fmt: skip
@@ -188,14 +186,6 @@ class Call(OpCall):
     def scale_of(self) -> float:
         return float(self.key.head_dim**-0.5 if self.scale is None else self.scale)
 
-    def query(self, q: torch.Tensor) -> Query:
-        """Return the kernel argument for q, or for gathered shards [ranks, *shape of q]."""
-        is_gathered = q.ndim > self.q.ndim
-        shard_stride = q.stride(0) if is_gathered else 0
-        shard = q[0] if is_gathered else q
-        token_stride = shard.stride(1) if shard.ndim == 4 else 0
-        return Query(q, shard_stride, shard.stride(0), token_stride, shard.stride(-2))
-
     def kv(self) -> KV:
         k = self.k_cache
         v = k if self.v_cache is None else self.v_cache
@@ -203,32 +193,20 @@ class Call(OpCall):
         strides = *k.stride()[:3], *v.stride()[:3], 0 if table is None else table.stride(0)
         return KV._make((k, v, table, self.kv_lens, self.k_scale, self.v_scale, *strides))
 
-    def gathered_queries(self, in_kernel: bool) -> torch.Tensor:
-        """Return q, or the gathered shards of all ranks if q is sharded by heads.
+    def queries(self, gather: bool = True) -> torch.Tensor:
+        """Return q as [shards, batch, new tokens, heads of a shard, head_dim].
 
-        Gathering is collective. If ``in_kernel`` is true, a kernel of this package gathers, else
-        NCCL.
+        If q is sharded by heads, this call gathers the shards of all ranks and is collective. If
+        ``gather`` is false, the result then is uninitialised and the call is not collective.
         """
-        q, ctx = self.q.detach(), self.ctx
+        q = self.q.detach() if self.q.ndim == 4 else self.q.detach()[:, None]
         if not self.key.has_sharded_queries:
-            return q
-        flat = q.contiguous().view(1, -1)
-        if in_kernel:
-            exchange, rows = all_gather_exchange(
-                flat, ctx.num_ranks, params_for_device(), self.digest()
-            )
-            ctx.buffer.run(exchange, flat, rows)
-        else:
-            rows = libraries.all_gather_rows(flat, ctx.group)
-        return rows.view(ctx.num_ranks, *q.shape)
-
-    def queries_of_shape(self) -> torch.Tensor:
-        """Return a tensor with the shape and strides of the result of ``gathered_queries``.
-
-        Not collective.
-        """
-        q, num_ranks = self.q, self.ctx.num_ranks
-        return q.new_empty((num_ranks, *q.shape)) if self.key.has_sharded_queries else q
+            return q[None]
+        shard, ranks = q.contiguous().view(1, -1), self.ctx.num_ranks
+        exchange, rows = all_gather_exchange(shard, ranks, params_for_device(), self.digest())
+        if gather:
+            self.ctx.buffer.run(exchange, shard, rows)
+        return rows.view(ranks, *q.shape)
 
     def digest(self) -> int:
         """Return the call tag, a digest of the arguments that must be equal on all ranks."""
@@ -240,8 +218,8 @@ class Call(OpCall):
     def attend(self, spec: Spec, parts: Parts, q: torch.Tensor) -> Launch:
         """Return the launch that computes the parts of this rank."""
         arguments = (
-            self.query(q), self.kv(), parts, self.scale_of(), float(self.soft_cap), self.batch,
-            self.ctx.rank,
+            Query(q, *q.stride()[:4]), self.kv(), parts, self.scale_of(), float(self.soft_cap),
+            self.batch, self.ctx.rank,
         )  # fmt: skip
         options = {"spec": spec, **self.options()}
         return Launch(kernel_attend, (self.programs(),), arguments, options)
@@ -268,34 +246,13 @@ class Call(OpCall):
         """Return the LSEs of packed rows, a view."""
         return packed.view(torch.float32)[:, self.key.v_head_dim * packed.element_size() // 4]
 
-    def library_attention(self, packed: torch.Tensor) -> None:
-        """Store this rank's partial outputs in ``packed`` with PyTorch's flash attention."""
-        q, k, v = self.gathered_queries(False), self.k_cache, self.v_cache
-        assert v is not None
-        ctx, batch, tokens, dim = self.ctx, self.batch, k.shape[1], self.key.v_head_dim
-        if q.ndim > self.q.ndim:
-            q = q.movedim(0, -3)
-        heads = self.key.q_heads
-        lens = self.kv_lens[ctx.rank] if self.interleave is None else self.own_lens()
-        ends = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q.reshape(batch, heads, -1), k.view(batch * tokens, *k.shape[2:]),
-            v.view(batch * tokens, *v.shape[2:]), ends, ends * tokens, 1, tokens, 0.0, False,
-            False, scale=self.scale_of(), seqused_k=lens,
-        )  # fmt: skip
-        empty = (lens <= 0)[:, None]
-        shards = self.shards
-        out = out.masked_fill(empty[..., None], 0).view(batch, shards, -1, dim).transpose(0, 1)
-        lse = (lse.T / math.log(2)).masked_fill(empty, -math.inf).view(batch, shards, -1)
-        packed.view(shards, batch, -1, packed.shape[1])[..., :dim].copy_(out)
-        self.packed_lse(packed).view(shards, batch, -1).copy_(lse.transpose(0, 1))
-
     def own_lens(self) -> torch.Tensor:
-        """Return the number of keys of each sequence on this rank, if the cache is cyclic."""
-        step = self.interleave or 1
-        cycle = step * self.ctx.num_ranks
-        rest = (self.kv_lens % cycle - self.ctx.rank * step).clamp(0, step)
-        return (self.kv_lens // cycle * step + rest).int()
+        """Return the number of keys of each sequence on this rank, int32 [batch]."""
+        if self.interleave is None:
+            return self.kv_lens[self.ctx.rank]
+        cycle = self.interleave * self.ctx.num_ranks
+        rest = (self.kv_lens % cycle - self.ctx.rank * self.interleave).clamp(0, self.interleave)
+        return (self.kv_lens // cycle * self.interleave + rest).int()
 
     def new_packed(self) -> torch.Tensor:
         """Return uninitialised packed rows, [shards * rows of a shard, v_head_dim + padding]."""
@@ -314,7 +271,7 @@ def default_params(sizes: DecodeKey) -> tuple[int, int, int, int]:
 
 @functools.lru_cache(4096)
 def spec_of(
-    key: DecodeKey, batch: int, programs: int, block_n: int, out_heads: int, shard_heads: int,
+    key: DecodeKey, programs: int, block_n: int, out_heads: int, shard_heads: int,
     interleave: int, window: int, has_soft_cap: bool, has_head_scales: bool, base_2: bool,
 ) -> Spec:  # fmt: skip
     d0, d1 = blocks_of(key.head_dim)
@@ -322,14 +279,14 @@ def spec_of(
     rows, tile = key.q_heads // key.kv_heads * key.q_len, block_m(key)
     # Choose the size of an item so that there are about as many items as programs. An item is a
     # chunk of the columns of one row or of several rows.
-    columns, all_rows = triton.next_power_of_2(key.v_head_dim), batch * key.q_len * key.q_heads
+    columns, all_rows = v, key.batch * key.q_len * key.q_heads
     chunk = triton.next_power_of_2(max(1, columns * all_rows // programs))
     chunk = min(columns, max(MIN_COLUMNS, chunk))
     item = triton.next_power_of_2(max(1, all_rows // programs))
     item = min(item, triton.next_power_of_2(rows), tile, max(1, _ELEMENTS // 4 // chunk))
     head_tiles = -(-rows // tile)
     return Spec(
-        NUM_RANKS=key.num_ranks, LANES=max(16, triton.next_power_of_2(batch)), Q_LEN=key.q_len,
+        NUM_RANKS=key.num_ranks, LANES=max(16, triton.next_power_of_2(key.batch)), Q_LEN=key.q_len,
         HEADS=key.q_heads, KV_HEADS=key.kv_heads, SHARD_HEADS=shard_heads, OUT_HEADS=out_heads,
         D=key.head_dim, D0=d0, D1=d1, DV=key.v_head_dim, V=v,
         SHARED_V=key.shares_v and v == d0, PAGE=key.page_size, INTERLEAVE=interleave,
@@ -370,7 +327,8 @@ class Packets(_Algorithm):
     def launch(self, call: Call, out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor) -> Launch:
         ctx, spec = call.ctx, call.spec()
         arguments = (
-            call.query(q), call.kv(), call.new_parts(spec), call.target(out, lse), ctx.packets(),
+            Query(q, *q.stride()[:4]), call.kv(), call.new_parts(spec), call.target(out, lse),
+            ctx.packets(),
             ctx.words[1], call.scale_of(), float(call.soft_cap), call.batch, ctx.rank,
             call.digest(),
         )  # fmt: skip
@@ -378,7 +336,7 @@ class Packets(_Algorithm):
         return Launch(kernel_decode_packets, (call.programs(),), arguments, options)
 
     def compile(self, call: Call) -> None:
-        self.check_resident(call, self.launch(call, *call.outputs(), call.queries_of_shape()))
+        self.check_resident(call, self.launch(call, *call.outputs(), call.queries(False)))
 
     def check_resident(self, call: Call, launch: Launch) -> None:
         """Raise ``CandidateFailed`` if the programs do not fit on the device together."""
@@ -396,7 +354,7 @@ class Packets(_Algorithm):
 
     def run(self, call: Call) -> Any:
         out, lse = call.outputs()
-        launch = self.launch(call, out, lse, call.gathered_queries(True))
+        launch = self.launch(call, out, lse, call.queries())
         self.check_resident(call, launch)
         call.ctx.buffer.repeat(launch)
         return out, lse
@@ -421,14 +379,14 @@ class AllToAll(_Algorithm):
     def compile(self, call: Call) -> None:
         is_final = call.ctx.num_ranks == 1
         target = call.target(*call.outputs()) if is_final else call.packed_target(call.new_packed())
-        for launch in self.launches(call, call.queries_of_shape(), target, is_final):
+        for launch in self.launches(call, call.queries(False), target, is_final):
             launch.compile()
 
     def run(self, call: Call) -> Any:
         if call.ctx.num_ranks == 1:
             out, lse = call.outputs()
             target = call.target(out, lse)
-            for launch in self.launches(call, call.gathered_queries(False), target, True):
+            for launch in self.launches(call, call.queries(), target, True):
                 call.ctx.buffer.launcher.repeat(launch)
             return out, lse
         packed = self.partial(call)
@@ -440,8 +398,8 @@ class AllToAll(_Algorithm):
 
     def partial(self, call: Call) -> torch.Tensor:
         """Return the partial outputs of this rank in packed rows, sorted by output shard."""
-        packed, q = call.new_packed(), call.gathered_queries(False)
-        for launch in self.launches(call, q, call.packed_target(packed), False):
+        packed = call.new_packed()
+        for launch in self.launches(call, call.queries(), call.packed_target(packed), False):
             call.ctx.buffer.launcher.repeat(launch)
         return packed
 
@@ -470,76 +428,69 @@ class ReduceScatter(AllToAll):
     name, min_ranks = "reduce_scatter", 2
 
     def run(self, call: Call) -> Any:
-        ctx, packed = call.ctx, self.partial(call)
-        dim, heads = call.key.v_head_dim, call.out_heads
-        own_lse = call.packed_lse(packed)
-        lses = libraries.all_gather_rows(own_lse.contiguous().view(1, -1), ctx.group)
-        shape = (-1, call.batch, call.q_len, heads)
+        ctx, packed, dim = call.ctx, self.partial(call), call.key.v_head_dim
+        own_lse = call.packed_lse(packed) * math.log(2)
+        lses = libraries.all_gather_rows(own_lse[None], ctx.group)
         if call.sinks is not None:
-            sinks = call.sinks.view(-1, 1, 1, heads) / math.log(2)
+            sinks = call.sinks.view(call.shards, 1, 1, -1)
             sinks = sinks.expand(-1, call.batch, call.q_len, -1).reshape(1, -1)
             lses = torch.cat([lses, sinks])
-        max_lse = lses.amax(0).clamp(min=torch.finfo(torch.float32).min)
-        total = torch.exp2(lses - max_lse).sum(0)
-        lse = max_lse + total.log2()
-        weight = torch.exp2(own_lse - lse.clamp(min=torch.finfo(torch.float32).min))
+        lse = lses.logsumexp(0)
+        weight = (own_lse - lse).exp().nan_to_num(0)  # NaN in rows without keys
         addend = (packed[:, :dim] * weight[:, None]).to(packed.dtype)
-        lse = lse.view(shape) if call.lse_base == "2" else (lse * math.log(2)).view(shape)
+        lse = lse / math.log(2) if call.lse_base == "2" else lse
         if call.shard_output:
-            out, lse = libraries.reduce_scatter(addend, ctx.group), lse[ctx.rank]
+            out, lse = libraries.reduce_scatter(addend, ctx.group), lse.chunk(call.shards)[ctx.rank]
         else:
-            out, lse = libraries.all_reduce(addend, ctx.group), lse[0]
-        shape = (*call.q.shape[:-2], heads)
-        return out.view(*shape, dim), lse.reshape(shape)
-
-
-def fits_library(sizes: DecodeKey) -> bool:
-    """Return whether PyTorch's flash attention can compute a rank's partial output."""
-    return (
-        sizes.num_ranks > 1
-        and not current_device().interprets
-        and sizes.dtype != torch.float32
-        and sizes.kv_dtype == sizes.dtype
-        and sizes.page_size == 0
-        and sizes.is_contiguous
-        and not sizes.shares_v
-        and not sizes.has_mask
-        and sizes.head_dim == sizes.v_head_dim <= 256
-    )
+            out = libraries.all_reduce(addend, ctx.group)
+        shape = (*call.q.shape[:-2], call.out_heads)
+        return out.view(*shape, dim), lse.view(shape)
 
 
 class Library(AllToAll):
-    """PyTorch's flash attention with the exchange of ``"all_to_all"``."""
+    """Attention by the library ``backend``, with the exchange of ``"all_to_all"``."""
 
-    name, tunables, is_fallback = "library", (), True
+    name, tunables, is_fallback = "library", ("backend",), True
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return [()] if current_device().has_nccl else []
+        return [(name,) for name, each in BACKENDS.items() if each.is_candidate()]
 
     def fits(self, config: Mapping[str, Any], sizes: DecodeKey) -> bool:
-        return fits_library(sizes)
+        return sizes.num_ranks > 1 and BACKENDS[config["backend"]].fits(sizes)
 
     def check(self, call: Call) -> None:
-        if not fits_library(call.key):
-            expected = "another algorithm: PyTorch's flash attention requires GPUs, several ranks, "
-            expected += "a dense contiguous cache of fp16 or bf16, one new token, equal dimensions "
-            expected += "up to 256, no window, no soft cap and no scales"
+        call.backend = call.backend or next(iter(BACKENDS))
+        backend = BACKENDS.get(call.backend)
+        if backend is None or not backend.is_installed():
+            expected = f"None, or an installed library of {', '.join(map(repr, BACKENDS))}"
+            raise InvalidArgument("sp_decode_attn", "backend", call.backend, expected)
+        if call.key.num_ranks < 2 or not backend.fits(call.key):
+            expected = f"another algorithm: backend {call.backend!r} requires several ranks, "
+            expected += f"one new token, no window, no soft cap, no scales, and {backend.requires}"
             raise InvalidArgument("sp_decode_attn", "algorithm", call.algorithm, expected)
 
     def compile(self, call: Call) -> None:
         pass
 
     def partial(self, call: Call) -> torch.Tensor:
-        packed = call.new_packed()
-        call.library_attention(packed)
+        lens, packed, shards = call.own_lens(), call.new_packed(), call.shards
+        q = call.queries()[:, :, 0].transpose(0, 1).flatten(1, 2)
+        backend = BACKENDS[str(call.backend)]
+        out, lse = backend.attend(
+            q, call.k_cache, call.v_cache, call.block_table, lens, call.scale_of()
+        )
+        has_keys = (lens > 0)[:, None]
+        lse = lse.where(has_keys, -math.inf).unflatten(1, (shards, -1)).transpose(0, 1)
+        out = out.where(has_keys[..., None], 0).unflatten(1, (shards, -1)).transpose(0, 1)
+        packed[:, : out.shape[-1]].view(out.shape).copy_(out)
+        call.packed_lse(packed).view(lse.shape).copy_(lse)
         return packed
 
 
 class LibraryReduceScatter(Library, ReduceScatter):
-    """PyTorch's flash attention with the exchange of ``"reduce_scatter"``."""
+    """Attention by the library ``backend``, with the exchange of ``"reduce_scatter"``."""
 
     name = "library_reduce_scatter"
-    run = ReduceScatter.run
 
 
 ALGORITHMS = Algorithms(

@@ -93,11 +93,11 @@ class Spec(NamedTuple):
     LANES is the batch size, rounded up to a power of two. D and DV are the dimensions of keys and
     values. D is computed as two blocks whose sizes are powers of two: D0 and D1, which may be 0. V
     is DV, rounded up to a power of two. If SHARED_V is true, values are the first DV elements of
-    keys, and V equals D0. PAGE is 0 for a dense cache. In a cyclic cache, the ranks hold INTERLEAVE consecutive tokens
-    in turn; else INTERLEAVE is 0. WINDOW is 0 without a window. SHARD_HEADS is the number of heads
-    of a shard of q, OUT_HEADS of a shard of the output. HEAD_TILES is the number of tiles of a KV
-    head, TILES of a sequence. A tile has ITEMS blocks of ROWS rows and CHUNKS chunks of COLUMNS
-    columns. PARTS is the number of parts that a program combines at once.
+    keys, and V equals D0. PAGE is 0 for a dense cache. In a cyclic cache, the ranks hold INTERLEAVE
+    consecutive tokens in turn; else INTERLEAVE is 0. WINDOW is 0 without a window. SHARD_HEADS is
+    the number of heads of a shard of q, OUT_HEADS of a shard of the output. HEAD_TILES is the
+    number of tiles of a KV head, TILES of a sequence. A tile has ITEMS blocks of ROWS rows and
+    CHUNKS chunks of COLUMNS columns. PARTS is the number of parts that a program combines at once.
     """
 
     NUM_RANKS: Any
@@ -312,8 +312,8 @@ def attend(query, kv, parts, scale, soft_cap, batch, rank, spec: tl.constexpr):
         divisor = tl.where(denominator > 0, denominator, 1.0)
         acc *= (value_scale / divisor)[:, None]
         lse = tl.where(denominator > 0, max_score + tl.log2(divisor), float("-inf"))
-        # Without the select, LLVM computes the addresses of all elements before the inner loop, which
-        # takes up to 70 registers per thread (Triton 3.6).
+        # Without the select, LLVM computes the addresses of all elements before the inner loop,
+        # which takes up to 70 registers per thread (Triton 3.6).
         part = tl.where(tile_begin >= 0, current + tl.program_id(0), 0)
         part_row = part.to(tl.int64) * BLOCK_M + row
         part_ptr = parts.out + part_row[:, None] * V + tl.arange(0, V)[None, :]

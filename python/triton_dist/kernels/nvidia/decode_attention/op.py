@@ -19,8 +19,8 @@ Algorithms:
       outputs and LSEs (all-gather if the output is replicated), then a kernel that merges them.
     * ``"reduce_scatter"``: attention by a kernel of this package, then NCCL's all-gather of LSEs
       and reduce-scatter of weighted outputs (all-reduce if the output is replicated).
-    * ``"library"``, ``"library_reduce_scatter"``: PyTorch's flash attention, with the exchange of
-      ``"all_to_all"`` or ``"reduce_scatter"``.
+    * ``"library"``, ``"library_reduce_scatter"``: attention by a library (``backends.py``), with
+      the exchange of ``"all_to_all"`` or ``"reduce_scatter"``.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ def sp_decode_attn(
     block_n: int | None = None,
     num_stages: int | None = None,
     num_warps: int | None = None,
+    backend: str | None = None,
     algorithm: str | None = None,
     accepted_key: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,6 +99,8 @@ def sp_decode_attn(
         ctas_per_sm: number of programs per SM (tuned).
         block_n, num_stages, num_warps: keys per block, number of blocks loaded in advance, and
             number of warps (tuned).
+        backend: library of the algorithms ``"library…"``: ``"torch"`` (default),
+            ``"flash_attn_3"`` or ``"flashinfer"`` (tuned).
         algorithm: see the module docstring (tuned).
         accepted_key: reserved for the tuner.
 
@@ -114,5 +117,5 @@ def sp_decode_attn(
     return Call(
         q, k_cache, v_cache, kv_lens, ctx, block_table, scale, soft_cap, window, sinks, k_scale,
         v_scale, interleave, shard_output, lse_base, max_kv_len, ctas_per_sm, block_n, num_stages,
-        num_warps, algorithm, accepted_key,
+        num_warps, backend, algorithm, accepted_key,
     ).run()  # type: ignore[return-value]  # fmt: skip
