@@ -25,9 +25,11 @@ MOST = {
     "ep_group_gemm": (31, 5800),
     "sp_ag_attention": (13, 2000),
     "ulysses": (12, 2200),
-    "decode_attention": (13, 2670),
+    "decode_attention": (14, 2750),
 }
-OWN_FILES = ("__init__", "op", "context", "algorithms", "kernel", "combine", "packets")
+OWN_FILES = (
+    "__init__", "op", "context", "algorithms", "backends", "kernel", "combine", "packets",
+)  # fmt: skip
 
 
 def reached(start: Path, package: Path) -> set[Path]:

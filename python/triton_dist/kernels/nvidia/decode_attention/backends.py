@@ -56,8 +56,10 @@ class Backend(NamedTuple):
 
     def is_candidate(self) -> bool:
         """Return whether the library is installed and supports this device."""
-        has_device = current_device().has_nccl and self.is_installed()
-        return has_device and self.capability in (0, torch.cuda.get_device_capability()[0])
+        is_usable = current_device().has_nccl and self.is_installed()
+        if is_usable and self.capability > 0:
+            is_usable = torch.cuda.get_device_capability()[0] == self.capability
+        return is_usable
 
     def fits(self, sizes: DecodeKey) -> bool:
         """Return whether the function supports calls of these sizes."""
