@@ -46,7 +46,10 @@ from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.testing.opinfo import OPINFOS
 
 DATA = Path(__file__).parent / "data"
-FITTED = ("matmul_10240_8192", "matmul_8192_28672")
+FITTED = (
+    "matmul_10240_8192", "matmul_8192_28672",
+    "ag_gemm_70b", "gemm_ar_70b", "gemm_rs_70b", "grouped_gemm_mixtral-8x7b",
+)  # fmt: skip
 TOP = 8
 """Number of configs in the columns *top 8*."""
 

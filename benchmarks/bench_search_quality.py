@@ -404,6 +404,8 @@ def warm_start_table(options: argparse.Namespace) -> list[dict[str, Any]]:
     for path in sorted(options.folder.glob("*_sizes.json.gz")):
         space = SizedSpace(path)
         powers = [M for M in space.runs if M & (M - 1) == 0]
+        if len(powers) == len(space.runs):
+            continue
         found: dict[str, list[tuple[float, bool, float]]] = defaultdict(list)
         for number in range(options.draws):
             draw = random.Random(number)

@@ -35,6 +35,7 @@ _ORDER_IN_SM, _ORDER = 8.0, 3.0
 _LAUNCH_US, _SPLIT_US = 2.0, 16.0
 # Shares of the peaks that a library's GEMM and a transfer reach.
 _LIBRARY_FLOPS, _LIBRARY_MEMORY, _LINK = 0.78, 0.875, 0.85
+_GROUPED_US = 60.0  # of a library's grouped GEMM, beyond its product and copies
 _BLOCK_US, _BLOCK_BYTES = 2.0, 8192  # a program of an exchange moves this many bytes in this time
 
 
@@ -62,6 +63,8 @@ def gemm_ms(
     rows = math.ceil(M / shards)
     tiles_m, tiles_n = math.ceil(rows / block_m), math.ceil(N / block_n)
     tiles, splits = tiles_m * tiles_n * shards, tile.get("SPLIT_K", 1)
+    if experts and 2 * rows > block_m:  # the last tile of an expert is half full on average
+        tiles = math.ceil((rows / block_m + 0.5) * tiles_n * shards)
     full, last = divmod(tiles, sms)
     waves = full + math.ceil(last * splits / sms) / splits
 
@@ -96,12 +99,22 @@ def gemm_ms(
     return (overhead_us + _norm(_ORDER, compute_us, memory_us)) / 1e3
 
 
-def library_ms(M: int, N: int, K: int, dtype: torch.dtype, experts: int = 1) -> float:
+def library_ms(M: int, N: int, K: int, dtype: torch.dtype) -> float:
     """Return the predicted milliseconds of [M, K] @ [K, N] in a library with unknown tiles."""
-    nbytes = (M * K + K * N * experts + M * N) * dtype.itemsize
-    memory_us = nbytes / (device_peak().memory_gbps * 1e3 * _LIBRARY_MEMORY)
+    memory_us = _memory_us((M * K + K * N + M * N) * dtype.itemsize)
     compute_us = 2.0 * M * N * K / _flops_per_us(dtype) / _LIBRARY_FLOPS
     return (_LAUNCH_US + max(compute_us, memory_us)) / 1e3
+
+
+def library_grouped_ms(M: int, N: int, K: int, dtype: torch.dtype, experts: int) -> float:
+    """Return the predicted milliseconds of a library's grouped GEMM that sorts its rows before and
+    restores their order after."""
+    nbytes = (2 * M * (K + N) + (experts - 1) * K * N) * dtype.itemsize
+    return library_ms(M, N, K, dtype) + (_GROUPED_US + _memory_us(nbytes)) / 1e3
+
+
+def _memory_us(nbytes: float) -> float:
+    return nbytes / (device_peak().memory_gbps * 1e3 * _LIBRARY_MEMORY)
 
 
 def _flops_per_us(dtype: torch.dtype) -> float:
@@ -114,8 +127,8 @@ class TransferCost(NamedTuple):
     overhead_us: float
     slowdown: float
     """Relative time of the GEMM."""
-    overlaps: bool = False
-    """The transfer runs while the GEMM runs."""
+    overlapping_chunks: float = math.inf
+    """The transfer runs while the GEMM runs if there are at least as many chunks."""
 
 
 def op_ms(
@@ -131,5 +144,5 @@ def op_ms(
         programs = config.get("num_comm_sms") or config.get("num_ctas") or math.inf
         gbps = min(gbps, programs * config.get("block_bytes", _BLOCK_BYTES) / (_BLOCK_US * 1e3))
     gemm, link = gemm * cost.slowdown, received / (gbps * 1e6)
-    total = _norm(_ORDER, gemm, link) if cost.overlaps else gemm + link
-    return cost.overhead_us / 1e3 + total
+    overlaps = (config.get("num_chunks") or 1) >= cost.overlapping_chunks
+    return cost.overhead_us / 1e3 + (_norm(_ORDER, gemm, link) if overlaps else gemm + link)

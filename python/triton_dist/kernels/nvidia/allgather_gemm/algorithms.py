@@ -523,12 +523,12 @@ ALGORITHMS = Algorithms(
 )
 
 _COSTS = {
-    AllGatherMethod.FULL_MESH_PUSH.value: TransferCost(7, 1.04, overlaps=True),
-    AllGatherMethod.RING_PUSH_1D.value: TransferCost(20, 1.04, overlaps=True),
-    FusedPush.name: TransferCost(22, 1.02, overlaps=True),
-    Serial.name: TransferCost(14, 0.98),
-    Collective.name: TransferCost(24, 1.02),
-    AsyncTP.name: TransferCost(60, 0.98, overlaps=True),
+    AllGatherMethod.FULL_MESH_PUSH.value: TransferCost(30, 1.02, 1),
+    AllGatherMethod.RING_PUSH_1D.value: TransferCost(20, 1.04, 1),
+    FusedPush.name: TransferCost(17, 1.04, 1),
+    Serial.name: TransferCost(14, 0.99),
+    Collective.name: TransferCost(42, 1.0),
+    AsyncTP.name: TransferCost(61, 0.94, 1),
 }
 
 

@@ -341,13 +341,13 @@ ALGORITHMS = Algorithms(
 )
 
 _COSTS = {
-    OneShot.name: TransferCost(13, 1.0),
-    OneShotInPackets.name: TransferCost(11, 1.02),
-    TwoShot.name: TransferCost(29, 1.1, overlaps=True),
-    TwoShotInOneLaunch.name: TransferCost(18, 0.91),
-    Serial.name: TransferCost(10, 0.99),
-    Collective.name: TransferCost(27, 1.02),
-    SymmetricCollective.name: TransferCost(22, 1.01),
+    OneShot.name: TransferCost(8, 0.98),
+    OneShotInPackets.name: TransferCost(2, 1.01),
+    TwoShot.name: TransferCost(59, 1.15, 1),
+    TwoShotInOneLaunch.name: TransferCost(21, 0.91, 1),
+    Serial.name: TransferCost(5, 0.99),
+    Collective.name: TransferCost(45, 1.06),
+    SymmetricCollective.name: TransferCost(34, 1.09),
 }
 
 

@@ -372,13 +372,13 @@ ALGORITHMS = Algorithms(
 )
 
 _COSTS = {
-    Fused.name: TransferCost(16, 1.07, overlaps=True),
-    OneLaunch.name: TransferCost(14, 0.95),
-    CopyEngine.name: TransferCost(14, 1.04, overlaps=True),
-    RowBlocks.name: TransferCost(35, 1.02, overlaps=True),
-    Serial.name: TransferCost(15, 0.99),
-    Collective.name: TransferCost(21, 1.02),
-    AsyncTP.name: TransferCost(6, 1.11, overlaps=True),
+    Fused.name: TransferCost(53, 1.05, 1),
+    OneLaunch.name: TransferCost(9, 1.02, 1),
+    CopyEngine.name: TransferCost(32, 1.03, 2),
+    RowBlocks.name: TransferCost(35, 0.99, 1),
+    Serial.name: TransferCost(14, 1.0),
+    Collective.name: TransferCost(46, 0.93),
+    AsyncTP.name: TransferCost(14, 1.02),
 }
 
 
