@@ -33,9 +33,9 @@ _MISSES = 0.4  # share of the data of later waves that is no longer in the L2 ca
 # Times that overlap are combined by a p-norm. First p: in an SM; second: with memory or a link.
 _ORDER_IN_SM, _ORDER = 8.0, 3.0
 _LAUNCH_US, _SPLIT_US = 2.0, 16.0
-# Shares of the peaks that a library's GEMM and a transfer reach.
-_LIBRARY_FLOPS, _LIBRARY_MEMORY, _LINK = 0.78, 0.875, 0.85
-_GROUPED_US = 60.0  # of a library's grouped GEMM, beyond its product and copies
+# Shares of the peaks that a library's GEMM and a transfer reach. A library's grouped GEMM takes
+# ``_GROUPED_US`` in addition to its product and copies.
+_LIBRARY_FLOPS, _LIBRARY_MEMORY, _LINK, _GROUPED_US = 0.78, 0.875, 0.85, 60.0
 _BLOCK_US, _BLOCK_BYTES = 2.0, 8192  # a program of an exchange moves this many bytes in this time
 
 
@@ -87,8 +87,7 @@ def gemm_ms(
         zeros_us = zeros / (_ZERO_FILL_GBPS * 1e3)
     last_waves = min(math.ceil(last_tiles / sms), waves)
     steps_us = step_us * (waves - last_waves) + max(step_us, zeros_us) * last_waves
-    halves = 2 if tile.get("EPILOGUE_SUBTILE") else 1
-    tile_us = _TILE_US + block_m * block_n * _STORE_US * halves
+    tile_us = _TILE_US + block_m * block_n * _STORE_US * (2 if tile.get("EPILOGUE_SUBTILE") else 1)
     compute_us = math.ceil(K / block_k) * steps_us + waves * tile_us
 
     columns = min(math.ceil(min(tiles, sms) / group), tiles_n)
@@ -99,22 +98,19 @@ def gemm_ms(
     return (overhead_us + _norm(_ORDER, compute_us, memory_us)) / 1e3
 
 
-def library_ms(M: int, N: int, K: int, dtype: torch.dtype) -> float:
-    """Return the predicted milliseconds of [M, K] @ [K, N] in a library with unknown tiles."""
-    memory_us = _memory_us((M * K + K * N + M * N) * dtype.itemsize)
+def library_ms(M: int, N: int, K: int, dtype: torch.dtype, experts: int = 0) -> float:
+    """Return the predicted milliseconds of [M, K] @ [K, N] in a library with unknown tiles.
+
+    With ``experts``, predict a grouped GEMM between copies that sort the rows and restore their
+    order.
+    """
+    byte_us = 1 / (device_peak().memory_gbps * 1e3 * _LIBRARY_MEMORY)
     compute_us = 2.0 * M * N * K / _flops_per_us(dtype) / _LIBRARY_FLOPS
-    return (_LAUNCH_US + max(compute_us, memory_us)) / 1e3
-
-
-def library_grouped_ms(M: int, N: int, K: int, dtype: torch.dtype, experts: int) -> float:
-    """Return the predicted milliseconds of a library's grouped GEMM that sorts its rows before and
-    restores their order after."""
-    nbytes = (2 * M * (K + N) + (experts - 1) * K * N) * dtype.itemsize
-    return library_ms(M, N, K, dtype) + (_GROUPED_US + _memory_us(nbytes)) / 1e3
-
-
-def _memory_us(nbytes: float) -> float:
-    return nbytes / (device_peak().memory_gbps * 1e3 * _LIBRARY_MEMORY)
+    total_us = max(compute_us, (M * K + K * N + M * N) * dtype.itemsize * byte_us) + _LAUNCH_US
+    if experts:
+        extra = 2 * M * (K + N) + (experts - 1) * K * N  # copied rows, other experts' weights
+        total_us += _GROUPED_US + extra * dtype.itemsize * byte_us
+    return total_us / 1e3
 
 
 def _flops_per_us(dtype: torch.dtype) -> float:
@@ -145,4 +141,4 @@ def op_ms(
         gbps = min(gbps, programs * config.get("block_bytes", _BLOCK_BYTES) / (_BLOCK_US * 1e3))
     gemm, link = gemm * cost.slowdown, received / (gbps * 1e6)
     overlaps = (config.get("num_chunks") or 1) >= cost.overlapping_chunks
-    return cost.overhead_us / 1e3 + (_norm(_ORDER, gemm, link) if overlaps else gemm + link)
+    return cost.overhead_us / 1e3 + _norm(_ORDER if overlaps else 1.0, gemm, link)

@@ -19,7 +19,7 @@ from triton_dist.kernels.common.context import (
     operand_signature,
     tensor_checks,
 )
-from triton_dist.kernels.common.gemm.prior import gemm_ms, library_grouped_ms
+from triton_dist.kernels.common.gemm.prior import gemm_ms, library_ms
 from triton_dist.kernels.common.gemm.scales import FP8, NO_SCALING, Scaling, scaling_of
 from triton_dist.kernels.common.moe.positions import Positions
 from triton_dist.kernels.common.moe.product import grouped_product, weights_layout
@@ -322,5 +322,5 @@ def predict(config: Mapping[str, Any], key: GroupedKey) -> float:
     """Return the predicted milliseconds of a call whose experts have equal numbers of routes."""
     sizes = key.M * key.topk, key.N, key.K, key.dtype
     if config["algorithm"] == Library.name:
-        return library_grouped_ms(*sizes, key.E)
+        return library_ms(*sizes, key.E)
     return gemm_ms(config["gemm_config"], *sizes, experts=key.E)
