@@ -24,7 +24,8 @@ MOST = {
     "expert_parallel": (18, 3700),
     "ep_group_gemm": (31, 5800),
     "sp_ag_attention": (13, 2000),
-    "ulysses": (12, 2200),
+    "ulysses": (12, 2210),
+    "ulysses_gemm": (25, 4400),
     "decode_attention": (14, 2750),
 }
 OWN_FILES = (

@@ -10,19 +10,30 @@ import torch
 
 from tests.compile.scattered import (
     ACQUIRE,
+    FULL_WAIT,
     RELEASE,
+    TMA_LOAD,
+    TMA_STORE,
+    WGMMA,
     assert_fits,
     compile_launch,
+    hardest,
     matrix,
     quick,
+    right,
     words,
 )
 from tests.compile.test_ep_kernels import VECTOR_LOAD, VECTOR_STORE
 from triton_dist.kernels.common.exchange.protocol import Peers, Slots
 from triton_dist.kernels.common.exchange.pushed import Pushed
+from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES
 from triton_dist.kernels.nvidia.sp_ag_attention.kernel import kernel_await_shard, kernel_merge
 from triton_dist.kernels.nvidia.ulysses import UlyssesContext
 from triton_dist.kernels.nvidia.ulysses.algorithms import post_attn_call, pre_attn_call
+from triton_dist.kernels.nvidia.ulysses_gemm.algorithms import (
+    gemm_pre_attn_call,
+    post_attn_gemm_call,
+)
 from triton_dist.runtime.launch import Launch
 
 
@@ -95,3 +106,23 @@ def test_heads_travel_in_vectors(sm90, algorithm, num_ranks, q_heads, kv_heads, 
             lacks=["st.global.b16", "ld.global.b16"],
         )  # fmt: skip
         assert algorithm == "copy_engine" or RELEASE.search(kernel.ptx)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("index", hardest(PERSISTENT_TILES))
+def test_projections_send_and_await_blocks(sm90, num_ranks, index):
+    ctx = context(num_ranks, 32, 8, tokens=8192)
+    ctx.device.num_sms = 132
+    ctx.pushed.slots["shards"].pointers = words(num_ranks)
+    tokens, hidden = 1024, 4096
+    options = {"gemm_config": PERSISTENT_TILES[index], "num_chunks": 4}
+    x, B = matrix(1, tokens, hidden), right(hidden, 48 * 128, "column-major")
+    call = gemm_pre_attn_call(x, B, ctx, **options)
+    launch = call.chosen.launch(call, call.chosen.rows(call), call.exchange.outputs())
+    kernel = compile_launch(launch)
+    assert_fits(kernel, has=[TMA_LOAD, TMA_STORE, WGMMA, FULL_WAIT])
+    o = matrix(1, num_ranks * tokens, 32 // num_ranks, 128)
+    call = post_attn_gemm_call(o, right(4096, hidden, "column-major"), ctx, **options)
+    launch = call.chosen.launch(call, call.chosen.own(call), call.chosen.result(call))
+    kernel = compile_launch(launch)
+    assert_fits(kernel, has=[TMA_LOAD, TMA_STORE, WGMMA, ACQUIRE])

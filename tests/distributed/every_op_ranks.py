@@ -35,7 +35,7 @@ from triton_dist.testing.opinfo.decode_attention import DecodeShape
 from triton_dist.testing.opinfo.expert_parallel import MultipliedTokenShape, TokenShape
 from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.opinfo.moe import GroupedShape
-from triton_dist.testing.opinfo.sequence_parallel import HeadsShape
+from triton_dist.testing.opinfo.sequence_parallel import HeadsShape, ProjectedShape
 
 NAMES = sorted(OPINFOS.keys() - {"grouped_gemm"})
 DTYPE = torch.float16
@@ -58,6 +58,10 @@ class Calls:
             TokenShape: (TokenShape(6 * size, 48, 2), {}),
             MultipliedTokenShape: (MultipliedTokenShape(6 * size, 48, 2, 32), {}),
             HeadsShape: (HeadsShape(6 * size, 2 * size, size, 8), {}),
+            ProjectedShape: (
+                ProjectedShape(6 * size, 2 * size, size, 8, 40),
+                {"gemm_config": default_tiles()},
+            ),
             DecodeShape: (DecodeShape(6 * size, 2, 2 * size, 2, 16), {"block_n": 16}),
         }[self.info.shape]
         self.operands = self.info.operands(self.shape, DTYPE, size)

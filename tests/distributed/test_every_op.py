@@ -29,7 +29,9 @@ LAUNCHES = {
     "run_moe_reduce_ar": [*MAP, *PUSHED_CHUNK, "kernel_all_gather"],
     "run_moe_reduce_rs": [*MAP, *PUSHED_CHUNK],
     "sp_ag_attention": ["kernel_await_shard", "kernel_merge", "kernel_finish_epoch"],
+    "ulysses_gemm_pre_attn": ["kernel_gemm_send", "kernel_receive_heads", "kernel_finish_epoch"],
     "ulysses_post_attn": ["kernel_exchange_heads"],
+    "ulysses_post_attn_gemm": ["kernel_gemm_received", "kernel_finish_epoch"],
     "ulysses_pre_attn": ["kernel_exchange_heads"],
     "sp_decode_attn": ["kernel_decode_packets"],
 }

@@ -24,7 +24,7 @@ _OTHER_MODULES = """
     kernels.nvidia.gemm_reduce_scatter kernels.nvidia.grouped_gemm
     kernels.nvidia.allgather_group_gemm kernels.nvidia.moe_reduce kernels.nvidia.moe_reduce_ar
     kernels.nvidia.expert_parallel kernels.nvidia.ulysses kernels.nvidia.decode_attention
-    kernels.nvidia.sp_ag_attention kernels.nvidia.ep_group_gemm
+    kernels.nvidia.sp_ag_attention kernels.nvidia.ep_group_gemm kernels.nvidia.ulysses_gemm
     kernels.nvidia.moe_reduce_rs kernels.nvidia.moe_utils kernels.nvidia.allreduce
     kernels.nvidia.reduce_scatter kernels.nvidia.allgather kernels.nvidia.shard_collectives
     layers.nvidia models models.config models.kv_cache models.llama models.llm models.utils

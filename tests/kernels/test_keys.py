@@ -21,11 +21,12 @@ from triton_dist.testing.opinfo.decode_attention import DecodeShape
 from triton_dist.testing.opinfo.expert_parallel import MultipliedTokenShape, TokenShape
 from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.opinfo.moe import GroupedShape
-from triton_dist.testing.opinfo.sequence_parallel import HeadsShape
+from triton_dist.testing.opinfo.sequence_parallel import HeadsShape, ProjectedShape
 
 SHAPES = {Shape: Shape(64, 48, 32), GroupedShape: GroupedShape(64, 48, 32, 4, 2), Size: Size(4096)}
 SHAPES |= {TokenShape: TokenShape(16, 24, 2), HeadsShape: HeadsShape(16, 4, 2, 8)}
 SHAPES[MultipliedTokenShape] = MultipliedTokenShape(16, 24, 2, 32)
+SHAPES[ProjectedShape] = ProjectedShape(16, 4, 2, 8, 24)
 SHAPES[DecodeShape] = DecodeShape(32, 2, 8, 2, 16)
 SKEWS = [{"routing_skew": skew} for skew in ("even", "zipf", "same_experts")]
 REDUCE = [{"n_chunks": 2}, {"config": grouped_tiles()[0]}, *SKEWS]
@@ -49,11 +50,13 @@ OPTIONS = {
     "sp_decode_attn": [{"window": 4}, {"shard_output": True}],
     "run_moe_reduce_rs": REDUCE,
     "sp_ag_attention": [{"is_causal": False}, {"zigzag": False}, {"seq_lens": [8, 8]}],
-    "ulysses_post_attn": [{"seq_lens": [16]}],
-    "ulysses_pre_attn": [{"seq_lens": [16]}],
+    **{
+        f"ulysses_{name}": [{"seq_lens": [16]}]
+        for name in ("gemm_pre_attn", "post_attn", "post_attn_gemm", "pre_attn")
+    },
 }
 """Options of calls that a tuning depends on."""
-SAME = {"ulysses_post_attn": {"kv_heads", "dim"}}
+SAME = {name: {"kv_heads", "dim"} for name in ("ulysses_post_attn", "ulysses_post_attn_gemm")}
 """Sizes that a key ignores, or that it contains only as a factor of another size."""
 LAYOUTS = {
     "row-major": lambda B: B.contiguous(),

@@ -29,7 +29,7 @@ def test_operands_are_checked_once_a_call(name):
     # Alone, a collective copies, which is quick in every config.
     few = (
         some_configs(info.op)
-        if info.overlaps or name.startswith(("ep_", "grouped_", "sp_"))
+        if info.overlaps or name.startswith(("ep_", "grouped_", "sp_", "ulysses_"))
         else nullcontext()
     )
     with info.context(shape, torch.float16) as ctx, few:

@@ -42,6 +42,7 @@ from triton_dist.kernels.nvidia.expert_parallel.algorithms import Key as EPKey
 from triton_dist.kernels.nvidia.grouped_gemm.algorithms import GroupedKey
 from triton_dist.kernels.nvidia.sp_ag_attention.algorithms import AttentionKey
 from triton_dist.kernels.nvidia.ulysses.algorithms import HeadsKey
+from triton_dist.kernels.nvidia.ulysses_gemm.algorithms import HeadsProductKey
 from triton_dist.runtime.device import current_device, detect
 from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.runtime.peaks import device_peak
@@ -58,6 +59,7 @@ KEYS: dict[str, Any] = {
         EPProductKey,
         GroupedKey,
         HeadsKey,
+        HeadsProductKey,
         ProductKey,
         RoutedKey,
         SumKey,

@@ -35,6 +35,7 @@ _SCALES = "kernels/common/gemm/scales.py"
 _EP_KERNEL = "kernels/nvidia/expert_parallel/kernel.py"
 _EP_GROUP_GEMM = "kernels/nvidia/ep_group_gemm/kernel.py"
 _ULYSSES_KERNEL = "kernels/nvidia/ulysses/kernel.py"
+_ULYSSES_GEMM = "kernels/nvidia/ulysses_gemm/kernel.py"
 _DECODE_KERNEL = "kernels/nvidia/decode_attention/kernel.py"
 _DECODE_PACKETS = "kernels/nvidia/decode_attention/packets.py"
 
@@ -55,6 +56,7 @@ EP_GROUP_GEMM = ("tests/distributed/test_ep_group_gemm.py",)
 SP_ATTENTION = ("tests/distributed/test_sp_attention.py",)
 EP_LAYERS = ("tests/layers/test_ep_moe.py",)
 ULYSSES = ("tests/distributed/test_ulysses.py",)
+ULYSSES_GEMM = ("tests/distributed/test_ulysses_gemm.py",)
 DECODE_ATTENTION = ("tests/distributed/test_decode_attention.py",)
 STORE = ("tests/tuning/test_store.py",)
 RUNNER = ("tests/compile/test_runner.py",)
@@ -121,6 +123,13 @@ MUTANTS = (
         "value += x.to(tl.float32)",
         "value = x.to(tl.float32)",
         ULYSSES,
+    ),
+    Mutant(
+        "ulysses: a tile of the output projection waits for its last rows",
+        _ULYSSES_GEMM,
+        "range(first_row // chunk_rows, last_row // chunk_rows + 1)",
+        "range(first_row // chunk_rows, last_row // chunk_rows)",
+        ULYSSES_GEMM,
     ),
     Mutant(
         "expert parallel: positions of routes are an exclusive prefix sum",

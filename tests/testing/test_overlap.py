@@ -19,7 +19,7 @@ from triton_dist.testing.opinfo.base import RECIPES, Baseline
 from triton_dist.testing.opinfo.expert_parallel import MultipliedTokenShape, TokenShape
 from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.opinfo.moe import GroupedShape
-from triton_dist.testing.opinfo.sequence_parallel import HeadsShape
+from triton_dist.testing.opinfo.sequence_parallel import HeadsShape, ProjectedShape
 from triton_dist.testing.overlap import overlap_limit
 from triton_dist.testing.timing import Samples, captured, interleaved
 
@@ -72,6 +72,8 @@ def everything_there_is(device="cpu"):
     checked_baselines(OPINFOS["ep_dispatch_group_gemm"], shape, torch.bfloat16)
     for name in ("sp_ag_attention", "ulysses_post_attn", "ulysses_pre_attn"):
         checked_baselines(OPINFOS[name], HeadsShape(8, 4, 2, 8), torch.bfloat16)
+    for name in ("ulysses_gemm_pre_attn", "ulysses_post_attn_gemm"):
+        checked_baselines(OPINFOS[name], ProjectedShape(8, 4, 2, 8, 24), torch.bfloat16)
     return kinds
 
 

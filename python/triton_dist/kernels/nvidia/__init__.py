@@ -117,6 +117,10 @@ from triton_dist.kernels.nvidia.ulysses import (
     ulysses_post_attn,
     ulysses_pre_attn,
 )
+from triton_dist.kernels.nvidia.ulysses_gemm import (
+    ulysses_gemm_pre_attn,
+    ulysses_post_attn_gemm,
+)
 
 __all__ = [
     "AllGatherContext",
@@ -184,6 +188,8 @@ __all__ = [
     "sp_ag_attention",
     "sp_decode_attn",
     "to_allreduce_method",
+    "ulysses_gemm_pre_attn",
     "ulysses_post_attn",
+    "ulysses_post_attn_gemm",
     "ulysses_pre_attn",
 ]

@@ -1,7 +1,6 @@
 """Exchange after attention and output projection, under the names of Triton-distributed.
 
-The GEMM runs after the exchange, because there is no fused kernel yet. New programs should call
-``ulysses_post_attn``.
+New programs should call ``ulysses_post_attn_gemm``.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.nvidia.sp_ulysess_qkv_gemm_all2all import UlyssesKernel, lengths_of
 from triton_dist.kernels.nvidia.ulysses import ulysses_post_attn
+from triton_dist.kernels.nvidia.ulysses_gemm import ulysses_post_attn_gemm
 
 
 class SpUlysessOAll2AllGemmKernel(UlyssesKernel):
@@ -73,11 +73,14 @@ class SpUlysessOAll2AllGemmKernel(UlyssesKernel):
             output, a2a_output: memory for the product and its left operand.
             num_comm_sms, sm_margin: ignored.
         """
-        rows = self.post_attn_a2a(inputs, seq_lens_cpu)
-        out = rows @ (weight if transpose_weight else weight.T)
+        B, lengths = weight if transpose_weight else weight.T, lengths_of(seq_lens_cpu)
+        if a2a_output is None:
+            out = ulysses_post_attn_gemm(inputs, B, self.ctx, None, lengths)
+        else:
+            rows = self.post_attn_a2a(inputs, seq_lens_cpu)
+            out = rows @ B
+            a2a_output.copy_(rows.view(a2a_output.shape))
         if bias is not None:
             out += bias.view(out.shape) if bias.numel() == out.numel() else bias
         out = out if output is None else output.copy_(out)
-        if a2a_output is None:
-            return (out,)
-        return out, a2a_output.copy_(rows.view(a2a_output.shape))
+        return (out,) if a2a_output is None else (out, a2a_output)

@@ -1,7 +1,6 @@
 """QKV projection and exchange before attention, under the names of Triton-distributed.
 
-The exchange runs after the GEMM, because there is no fused kernel yet. New programs should call
-``ulysses_pre_attn``.
+New programs should call ``ulysses_gemm_pre_attn`` and ``ulysses_pre_attn``.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import linear
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.nvidia.ulysses import (
@@ -18,6 +16,7 @@ from triton_dist.kernels.nvidia.ulysses import (
     create_ulysses_context,
     ulysses_pre_attn,
 )
+from triton_dist.kernels.nvidia.ulysses_gemm import ulysses_gemm_pre_attn
 from triton_dist.runtime.ranks import group_for
 
 
@@ -121,10 +120,10 @@ class SpUlysessQKVGemmAll2AllKernel(UlyssesKernel):
             outputs: memory for the results.
             num_comm_sms, sm_margin: ignored.
         """
-        qkv = linear(attention_input, weight, bias).unflatten(2, (-1, self.head_dim))
-        results = self.qkv_pack_a2a(qkv, seq_lens_cpu)
+        ctx, lengths = self.context(*self.heads[:2]), lengths_of(seq_lens_cpu)
+        results = ulysses_gemm_pre_attn(attention_input, weight.T, ctx, bias, lengths)
         if outputs is None:
-            return results
+            return [*results]
         return [out.copy_(each) for out, each in zip(outputs, results, strict=True)]
 
     def qkv_pack_a2a(

@@ -19,7 +19,9 @@ from triton_dist.testing.opinfo.grouped_gemm import GROUPED_GEMM
 from triton_dist.testing.opinfo.moe_reduce import MOE_REDUCE_AR, MOE_REDUCE_RS
 from triton_dist.testing.opinfo.sequence_parallel import (
     SP_AG_ATTENTION,
+    ULYSSES_GEMM_PRE_ATTN,
     ULYSSES_POST_ATTN,
+    ULYSSES_POST_ATTN_GEMM,
     ULYSSES_PRE_ATTN,
 )
 from triton_dist.testing.opinfo.summed_gemm import GEMM_AR, GEMM_RS
@@ -31,7 +33,8 @@ OPINFOS: dict[str, OpInfo[Any]] = {
     for info in (
         AG_GEMM, AG_GROUP_GEMM, ALL_GATHER, ALL_REDUCE, EP_COMBINE, EP_DISPATCH,
         EP_DISPATCH_GROUP_GEMM, GEMM_AR, GEMM_RS, GROUPED_GEMM, REDUCE_SCATTER, MOE_REDUCE_AR,
-        MOE_REDUCE_RS, SP_AG_ATTENTION, SP_DECODE_ATTN, ULYSSES_POST_ATTN, ULYSSES_PRE_ATTN,
+        MOE_REDUCE_RS, SP_AG_ATTENTION, SP_DECODE_ATTN, ULYSSES_GEMM_PRE_ATTN,
+        ULYSSES_POST_ATTN, ULYSSES_POST_ATTN_GEMM, ULYSSES_PRE_ATTN,
     )
 }  # fmt: skip
 """OpInfos of all ops, by name."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +15,14 @@ from triton_dist.kernels.nvidia import (
     create_sp_ag_attention_context,
     create_ulysses_context,
     sp_ag_attention,
+    ulysses_gemm_pre_attn,
     ulysses_post_attn,
+    ulysses_post_attn_gemm,
     ulysses_pre_attn,
 )
 from triton_dist.kernels.nvidia.sp_ag_attention.algorithms import AttentionKey
 from triton_dist.kernels.nvidia.ulysses.algorithms import HeadsKey
+from triton_dist.kernels.nvidia.ulysses_gemm.algorithms import HeadsProductKey
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing.opinfo.base import (
@@ -27,9 +30,12 @@ from triton_dist.testing.opinfo.base import (
     Cost,
     Group,
     Operands,
+    fill,
     meta,
+    meta_with_layout,
     other_dtype,
     tolerance,
+    uniform,
 )
 from triton_dist.testing.opinfo.exchange import (
     META_DEVICE,
@@ -50,6 +56,21 @@ class HeadsShape:
 
     def __str__(self) -> str:
         return f"{self.M}x{self.q_heads}/{self.kv_heads}x{self.dim}"
+
+
+@dataclass(frozen=True)
+class ProjectedShape(HeadsShape):
+    """Heads that are projected from or to ``hidden`` elements."""
+
+    hidden: int
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}x{self.hidden}"
+
+    @property
+    def columns(self) -> int:
+        """Number of elements of q, k and v of a token."""
+        return (self.q_heads + 2 * self.kv_heads) * self.dim
 
 
 def local_part(x: torch.Tensor, lengths: Sequence[int], rank: int) -> torch.Tensor:
@@ -101,7 +122,7 @@ class HeadsOpInfo(ExchangeOpInfo[HeadsShape]):
 class UlyssesOpInfo(ExchangeOpInfo[HeadsShape]):
     """Base of the OpInfos of Ulysses; all ranks have equal numbers of tokens."""
 
-    shape = HeadsShape
+    shape: type[HeadsShape] = HeadsShape
     shapes = HeadsShape(8000, 32, 32, 128), HeadsShape(16384, 32, 8, 128)
     transfer, create = "all-to-all", staticmethod(create_ulysses_context)
 
@@ -237,6 +258,148 @@ class PostAttnOpInfo(UlyssesOpInfo):
         return (meta(key.dtype, *whole, heads, ctx.head_dims[0]), ctx, *kv), options
 
 
+class ProjectedOpInfo(UlyssesOpInfo):
+    """Base of the Ulysses ops with projections; operands: rows, and ``B``."""
+
+    shape = ProjectedShape
+    shapes = (
+        ProjectedShape(8000, 32, 32, 128, 4096), ProjectedShape(16384, 32, 8, 128, 8192),
+    )  # fmt: skip
+
+    def smaller(self, shape: Any, divisor: int, num_ranks: int) -> ProjectedShape:
+        heads = super().smaller(shape, divisor, num_ranks)
+        hidden = max(8, shape.hidden // divisor // 8 * 8)
+        return ProjectedShape(heads.M, heads.q_heads, heads.kv_heads, heads.dim, hidden)
+
+    def refill(
+        self, operands: Operands, num_ranks: int, generator: Generator | None = None
+    ) -> None:
+        (rows,) = (operands[name] for name in self.refilled_operands)
+        fill(rows, operands, operands["B"].shape[0], generator)
+
+    def arguments(self, operands: Operands, ctx: Any) -> Call:
+        return (*operands.values(), ctx), {}
+
+    def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
+        return tolerance(dtype)
+
+    def cost(self, shape: Any, dtype: torch.dtype, num_ranks: int) -> Cost:
+        of_heads, tokens = super().cost(shape, dtype, num_ranks), shape.M / num_ranks
+        columns = self.columns(shape)
+        weights, rows = columns * shape.hidden, tokens * shape.hidden
+        return replace(
+            of_heads, flops=int(2 * tokens * columns * shape.hidden),
+            read_bytes=of_heads.read_bytes + (weights + rows) * dtype.itemsize,
+        )  # fmt: skip
+
+    def columns(self, shape: ProjectedShape) -> int:
+        """Return the number of elements of a token's heads that are multiplied."""
+        return shape.q_heads * shape.dim
+
+    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
+        (rows, x), (_, B), *_ = good.items()
+        # The first operand's errors of ``ulysses_pre_attn`` that do not depend on its dimensions.
+        return {
+            **operand_errors(rows, x),
+            f"{rows}.shape": {rows: x[..., None]},
+            "seq_lens": {"seq_lens": [1] * (num_ranks + 1)},
+            f"{rows}.shape (of seq_lens)": {"seq_lens": [x.shape[1] + 1] * num_ranks},
+            **operand_errors("B", B),
+            "B.shape": {"B": B[1:]},
+            "bias.shape": {"bias": B.new_ones(1)},
+            "bias.dtype": {"bias": B.new_ones(B.shape[1], dtype=other_dtype(B.dtype))},
+            "gemm_config": {"gemm_config": None, "algorithm": "fused"},
+            "num_ctas": {"num_ctas": 0, "algorithm": "serial"},
+        }
+
+    def example_keys(self) -> Iterator[Any]:
+        for key in super().example_keys():
+            q, k, _ = key.widths
+            layout = "row-major" if k == q else "column-major"
+            widths = key.widths if self.has_kv else (q, 0, 0)
+            yield HeadsProductKey(key.M, 4096, widths, key.dtype, layout, False, *key[3:])
+
+    has_kv = False
+
+    def inputs_for(self, key: Any) -> Call:
+        ctx, (batch, tokens), heads, options = self.meta_inputs(key.exchange)
+        columns = ctx.q_heads * ctx.head_dims[0] + ctx.kv_heads * sum(ctx.head_dims)
+        if self.has_kv:
+            x, sizes = meta(key.dtype, batch, tokens // key.num_ranks, key.hidden), (
+                key.hidden, columns,
+            )  # fmt: skip
+        else:
+            x = meta(key.dtype, batch, tokens, heads[0], ctx.head_dims[0])
+            sizes = ctx.q_heads * ctx.head_dims[0], key.hidden
+        if key.has_bias:
+            options["bias"] = meta(key.dtype, sizes[1])
+        return (x, meta_with_layout(key.layout, key.dtype, *sizes), ctx), options
+
+
+class GemmPreAttnOpInfo(ProjectedOpInfo):
+    """Operands ``x`` [1, M / W, hidden] and ``B`` [hidden, columns], for W ranks. ``heads`` has the
+    numbers of heads of q and k, and of elements of a head, which the context has too."""
+
+    refilled_operands, has_kv = ("x",), True
+
+    def allocate(
+        self, shape: Any, dtype: torch.dtype, num_ranks: int, generator: Generator | None
+    ) -> Operands:
+        sizes, device = (1, shape.M // num_ranks, shape.hidden), current_device().torch_device
+        B = uniform((shape.hidden, shape.columns), dtype, generator)
+        heads = torch.tensor([shape.q_heads, shape.kv_heads, shape.dim])
+        return {"x": torch.empty(sizes, dtype=dtype, device=device), "B": B, "heads": heads}
+
+    def arguments(self, operands: Operands, ctx: Any) -> Call:
+        return (operands["x"], operands["B"], ctx), {}
+
+    def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> ProjectedShape:
+        ctx, (batch, tokens, hidden) = operands.get("ctx"), operands["x"].shape
+        if ctx is None:
+            q_heads, kv_heads, dim = operands["heads"].tolist()
+        else:
+            q_heads, kv_heads, dim = ctx.q_heads, ctx.kv_heads, ctx.head_dims[0]
+        return ProjectedShape(batch * tokens * num_ranks, q_heads, kv_heads, dim, hidden)
+
+    def columns(self, shape: ProjectedShape) -> int:
+        return shape.columns
+
+    def heads(self, shape: HeadsShape, num_ranks: int) -> int:
+        return shape.q_heads + 2 * max(shape.kv_heads, num_ranks)
+
+    def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
+        x, (q_heads, kv_heads, dim) = operands["x"], operands["heads"].tolist()
+        product = (x.float() @ operands["B"].float()).to(x.dtype).unflatten(2, (-1, dim))
+        parts = zip("qkv", product.split((q_heads, kv_heads, kv_heads), 2), strict=True)
+        return ULYSSES_PRE_ATTN.reference(dict(parts), group)
+
+
+class PostAttnGemmOpInfo(ProjectedOpInfo):
+    """Operands ``o`` [1, M, q_heads / W, dim] and ``B`` [q_heads * dim, hidden], for W ranks."""
+
+    refilled_operands = ("o",)
+
+    def allocate(
+        self, shape: Any, dtype: torch.dtype, num_ranks: int, generator: Generator | None
+    ) -> Operands:
+        B = uniform((shape.q_heads * shape.dim, shape.hidden), dtype, generator)
+        return {**ULYSSES_POST_ATTN.allocate(shape, dtype, num_ranks, generator), "B": B}
+
+    def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> ProjectedShape:
+        of_heads = ULYSSES_POST_ATTN.shape_of(operands, num_ranks)
+        return ProjectedShape(
+            of_heads.M, of_heads.q_heads, of_heads.kv_heads, of_heads.dim, operands["B"].shape[1]
+        )
+
+    def output(self, result: Any) -> torch.Tensor:
+        out: torch.Tensor = result
+        return out
+
+    def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
+        rows = ULYSSES_POST_ATTN.reference(operands, group)
+        return (rows.float() @ operands["B"].float()).to(rows.dtype)
+
+
 def tokens_of_rank(lengths: Sequence[int], rank: int, num_ranks: int, zigzag: bool) -> list[int]:
     """Return the positions of a rank's tokens among the concatenated sequences. ``lengths`` are the
     numbers of tokens of the sequences. Each rank has an equal share of each sequence: with
@@ -338,4 +501,6 @@ class SPAttentionOpInfo(HeadsOpInfo):
 
 ULYSSES_PRE_ATTN = PreAttnOpInfo(ulysses_pre_attn)
 ULYSSES_POST_ATTN = PostAttnOpInfo(ulysses_post_attn)
+ULYSSES_GEMM_PRE_ATTN = GemmPreAttnOpInfo(ulysses_gemm_pre_attn)
+ULYSSES_POST_ATTN_GEMM = PostAttnGemmOpInfo(ulysses_post_attn_gemm)
 SP_AG_ATTENTION = SPAttentionOpInfo(sp_ag_attention)

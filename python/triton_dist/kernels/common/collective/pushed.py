@@ -59,6 +59,7 @@ class PushedShards(PushedSlots):
         tensors: Any,
         receive: Callable[[], T],
         num_chunks: Callable[[], int],
+        before: Callable[[], object] = lambda: None,
     ) -> T:
         """Push ``tensors`` and return ``receive()``, which queues kernels that wait for the peers.
 
@@ -67,11 +68,14 @@ class PushedShards(PushedSlots):
             key, steps: see ``transfer``. This function adds the slot to the key.
             num_chunks: function that returns the number of flags of each peer, called only for
                 errors.
+            before: queues kernels whose end precedes the push. They may write to the slots of the
+                peers.
         """
         slots, awaited, transfer = self.slots, False, None
         slots.take(call_tag, copied=True)
         stream = self._device.current_stream()
         try:
+            before()
             transfer = self.transfer((slots.index, key), steps)
             transfer.start(tensors, stream)
             result = receive()

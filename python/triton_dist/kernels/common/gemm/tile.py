@@ -61,11 +61,13 @@ def multiply_steps(
     rows=0,
     N=0,
     SCALING: tl.constexpr = 0,
+    b_row=0,
 ):
     """Return ``accumulator`` plus the product over steps ``first_step`` to ``end`` along K.
 
-    ``end`` is excluded. ``scales`` and the arguments after it are passed to ``scaled_dot``:
-    ``scale_row`` is the tile's first row in the scales of A, ``rows`` the end of these rows.
+    ``end`` is excluded. ``b_row`` is the row of B that is multiplied by the first column of A.
+    ``scales`` and the arguments after it are passed to ``scaled_dot``: ``scale_row`` is the tile's
+    first row in the scales of A, ``rows`` the end of these rows.
     """
     with dl.mark("mma"):
         for step in range(first_step, end):
@@ -73,9 +75,9 @@ def multiply_steps(
             with dl.mark("load", pipelined=True):
                 a = a_desc.load([row, k])
                 if B_COLUMN_MAJOR:
-                    b = b_desc.load([column, k]).T
+                    b = b_desc.load([column, b_row + k]).T
                 else:
-                    b = b_desc.load([k, column])
+                    b = b_desc.load([b_row + k, column])
             accumulator = scaled_dot(
                 accumulator, a, b, k, column, scales, a_scale_ptr, scale_row, rows, N,
                 INPUT_PRECISION, SCALING,

@@ -99,10 +99,12 @@ class HeadsCall(OpCall):
     num_chunks: int | None = None
     algorithm: str | None = None
     accepted_key: Any = None
+    function: str | None = None
+    """Name of the op in errors, if another op contains this call."""
 
     def __post_init__(self) -> None:
         algorithms = PRE_ATTN if self.to_heads else POST_ATTN
-        function = algorithms.function
+        function = self.function or algorithms.function
         if self.accepted_key is None:
             checked_buffer(self.ctx, UlyssesContext, function, "create_ulysses_context")
             raise_first_error(function, self.checks())
@@ -130,14 +132,10 @@ class HeadsCall(OpCall):
             raise InvalidArgument(function, "num_ctas", self.num_ctas, f"1 to {MAX_CTAS // 2}")
 
     def checks(self) -> Iterator[Check]:
-        ctx, lengths, size, to_heads = self.ctx, self.seq_lens, self.ctx.num_ranks, self.to_heads
+        ctx, size, to_heads = self.ctx, self.ctx.num_ranks, self.to_heads
         (main, first), *others = self.tensors.items()
         given = {main: first} | {name: x for name, x in others if x is not None}
         yield from tensor_checks(**given)
-        if lengths is not None:
-            fits = isinstance(lengths, Sequence) and len(lengths) == size
-            fits = fits and all(is_int(n) and n >= 0 for n in lengths)
-            yield "seq_lens", lengths, fits, f"None, or the tokens of each of the {size} ranks"
         dims = ctx.head_dims[:1] if to_heads and len(given) > 1 else ctx.head_dims
         dims_of_parts = dims, ctx.head_dims[:1], ctx.head_dims[1:]
         for part, (name, x) in enumerate(self.tensors.items()):
@@ -155,21 +153,8 @@ class HeadsCall(OpCall):
                 yield from heads_check(name, x)
             else:
                 yield f"{name}.stride()", x.stride(), x.is_contiguous(), "a contiguous tensor"
-        name, shape, tokens = f"{main}.shape", tuple(first.shape), int(first.shape[1])
-        if lengths is not None:
-            required = lengths[ctx.rank] if to_heads else sum(lengths)
-            expected = f"{required} tokens, as seq_lens = {tuple(lengths)} require"
-            yield name, shape, tokens == required, expected
-        else:
-            expected = f"tokens that are a multiple of world_size = {size}, or seq_lens"
-            yield name, shape, to_heads or tokens % size == 0, expected
-            lengths = [tokens if to_heads else tokens // size] * size
-        expected = f"1 to {ctx.max_tokens} tokens of all ranks, the max_tokens of the context"
-        yield name, shape, 1 <= shape[0] * sum(lengths) <= ctx.max_tokens, expected
-        expected = f"at most {ctx.max_local_tokens} tokens of a rank (max_local_tokens)"
-        yield name, shape, shape[0] * max(lengths) <= ctx.max_local_tokens, expected
-        v = tuple(given["v"].shape) if "v" in given else None
-        yield "v", v, v is None or "k" in given, "None if k is None"
+        yield from token_checks(ctx, main, first.shape, self.seq_lens, to_heads)
+        yield "v", "a tensor", "v" not in given or "k" in given, "None if k is None"
 
     @property
     def agreement(self) -> str:
@@ -204,12 +189,45 @@ class HeadsCall(OpCall):
             skipped += width
 
 
+def token_checks(
+    ctx: UlyssesContext, name: str, shape: Sequence[int], lengths: Sequence[int] | None, local: bool
+) -> Iterator[Check]:
+    """Yield checks of ``seq_lens`` and of the tensor ``name``, whose ``shape`` begins with batch
+    and tokens: of this rank if ``local`` is true, else of all ranks."""
+    size, (batch, tokens, *_) = ctx.num_ranks, shape
+    if lengths is not None:
+        fits = isinstance(lengths, Sequence) and len(lengths) == size
+        fits = fits and all(is_int(n) and n >= 0 for n in lengths)
+        yield "seq_lens", lengths, fits, f"None, or the tokens of each of the {size} ranks"
+        required = lengths[ctx.rank] if local else sum(lengths)
+        fits, expected = tokens == required, f"{required} tokens, as seq_lens = {lengths} require"
+    else:
+        fits = local or tokens % size == 0
+        expected = f"tokens that are a multiple of world_size = {size}, or seq_lens"
+        lengths = [tokens if local else tokens // size] * size
+    yield f"{name}.shape", tuple(shape), fits, expected
+    expected = f"1 to {ctx.max_tokens} tokens of all ranks, the max_tokens of the context"
+    fits = 1 <= batch * sum(lengths) <= ctx.max_tokens
+    yield f"{name}.shape", tuple(shape), fits, expected
+    expected = f"at most {ctx.max_local_tokens} tokens of a rank (max_local_tokens)"
+    yield f"{name}.shape", tuple(shape), batch * max(lengths) <= ctx.max_local_tokens, expected
+
+
 def default_params() -> LaunchParams:
     """Return the launch parameters of calls that pass none.
 
     The interpreter gets few programs, because it runs them one after the other.
     """
     return _INTERPRETED if current_device().interprets else _DEFAULT
+
+
+def plan_of(call: HeadsCall) -> kernel.UlyssesPlan:
+    ctx, params, (q, k, v) = call.ctx, call.params, call.widths
+    return kernel.UlyssesPlan(
+        ctx.num_ranks, triton.next_power_of_2(ctx.num_ranks),
+        params.block_bytes // call.key.dtype.itemsize, params.num_chunks, params.num_ctas,
+        call.to_heads, q, k, v, ctx.replicas, call.batch > 1,
+    )  # fmt: skip
 
 
 def pre_attn_call(
@@ -297,13 +315,7 @@ class Push(_Algorithm):
             *self.memory(call), 0 if has_lengths else call.lengths[0], call.total, call.batch,
             call.digest, ctx.rank,
         )  # fmt: skip
-        q, k, v = call.widths
-        plan = kernel.UlyssesPlan(
-            ctx.num_ranks, triton.next_power_of_2(ctx.num_ranks),
-            params.block_bytes // call.key.dtype.itemsize, params.num_chunks, params.num_ctas,
-            call.to_heads, q, k, v, ctx.replicas, call.batch > 1,
-        )  # fmt: skip
-        options = {"plan": plan, "num_warps": params.num_warps}
+        options = {"plan": plan_of(call), "num_warps": params.num_warps}
         return Launch(self.kernel, (self.programs * params.num_ctas,), arguments, options)
 
     programs: ClassVar[int] = 2

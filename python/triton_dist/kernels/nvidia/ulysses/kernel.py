@@ -344,16 +344,20 @@ def kernel_exchange_heads(
 @jit(do_not_specialize=["length", "total", "batch", "call_tag", "rank"])
 def kernel_receive_heads(
     x, row_strides, results, sequence, pushed, length, total, batch, call_tag, rank,
-    plan: tl.constexpr,
+    plan: tl.constexpr, COPY_OWN: tl.constexpr = True,
 ):  # fmt: skip
-    """Write the blocks that copy engines push to ``results``, chunk by chunk. Grid (WORKERS,)."""
+    """Write the blocks that copy engines push to ``results``, chunk by chunk. Grid (WORKERS,).
+
+    If ``COPY_OWN`` is false, the blocks that the rank sends to itself are already in ``results``.
+    """
     value = flag_of(pushed.epoch, call_tag)
     worker = tl.program_id(0)
-    for chunk in range(plan.NUM_CHUNKS):
-        receive(
-            x, row_strides, results, sequence, pushed.shards, worker, chunk, length, total, batch,
-            rank, "own", plan,
-        )  # fmt: skip
+    if COPY_OWN:
+        for chunk in range(plan.NUM_CHUNKS):
+            receive(
+                x, row_strides, results, sequence, pushed.shards, worker, chunk, length, total,
+                batch, rank, "own", plan,
+            )  # fmt: skip
     for chunk in range(plan.NUM_CHUNKS):
         token = await_pushed(pushed, value, chunk, rank, plan.NUM_RANKS)
         slots_ptr = pushed.shards + after_wait(tl.zeros((), tl.int64), token)

@@ -1,0 +1,216 @@
+"""GEMM kernels that send tiles to the ranks of their heads, or wait for the heads of other ranks.
+
+``ulysses/kernel.py`` describes blocks and lengths, ``exchange/pushed.py`` the argument ``pushed``.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from triton_dist import language as dl
+from triton_dist._jit import jit
+from triton_dist.kernels.common.gemm.tile import (
+    make_operands,
+    multiply_operands,
+    multiply_steps,
+    multiply_tile_by_pointers,
+    store_tile,
+    tile_in_group,
+)
+from triton_dist.kernels.common.peers import flag_of, target_at, timeout_word_of
+from triton_dist.kernels.common.scatter.tiles import store_tile_by_pointers
+from triton_dist.kernels.nvidia.ulysses.kernel import block_start, length_of
+
+
+@jit
+def describe_rows(ptr, rows, N, tile: tl.constexpr):
+    """Return a descriptor for ``store_tile`` of a matrix [rows, N]."""
+    STORE_N: tl.constexpr = tile.N // 2 if tile.SUBTILE else tile.N
+    return tl.make_tensor_descriptor(
+        ptr, [1, rows, N], [rows.to(tl.int64) * N, N, 1], [1, tile.M, STORE_N]
+    )
+
+
+@jit
+def describe_blocks(
+    results, targets, start, before, M, rank, plan: tl.constexpr, tile: tl.constexpr
+):
+    """Return descriptors of this rank's blocks of q, k and v on each rank.
+
+    Blocks for other ranks are in their slots, from element ``start`` on. Blocks for this rank are
+    in ``results``. Descriptors are created before the loop over tiles, because a descriptor that
+    is created inside the loop could be overwritten while a store still reads it.
+    """
+    NUM_RANKS: tl.constexpr = plan.NUM_RANKS
+    rows = tl.cast(M, tl.int64)
+    descs = tl.tuple([])
+    for owner in tl.static_range(NUM_RANKS):
+        block = target_at(targets, owner, results.q) + start
+        q = tl.where(rank == owner, results.q + before * plan.Q, block)
+        k = tl.where(rank == owner, results.k + before * plan.K, block + rows * plan.Q)
+        v_block = block + rows * (plan.Q + plan.K)
+        v = tl.where(rank == owner, results.v + before * plan.V, v_block)
+        q, k, v = tl.multiple_of(q, 16), tl.multiple_of(k, 16), tl.multiple_of(v, 16)
+        descs = descs + (describe_rows(q, M, plan.Q, tile),)  # noqa: RUF005
+        descs = descs + (describe_rows(k, M, plan.K, tile),)  # noqa: RUF005
+        descs = descs + (describe_rows(v, M, plan.V, tile),)  # noqa: RUF005
+    return descs
+
+
+@jit
+def add_bias(accumulator, bias_ptr, column, end, tile: tl.constexpr):
+    """Return the tile plus the bias of its columns; columns from ``end`` on are not stored."""
+    if bias_ptr is not None:
+        columns = column + tl.arange(0, tile.N)
+        bias = tl.load(bias_ptr + columns, mask=columns < end, other=0.0)
+        accumulator += bias.to(tl.float32)[None, :]
+    return accumulator
+
+
+@jit(do_not_specialize=["length", "total", "batch", "rank"])
+def kernel_gemm_send(
+    x_ptr, b_ptr, bias_ptr, strides, results, sequence, targets, M, N, K, length, total, batch,
+    rank, plan: tl.constexpr, tile: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """Store each tile of ``x @ B`` on the rank of its heads: in its slot, or in ``results``.
+
+    x [M, K] has this rank's tokens. The columns of B [K, N] are those of q, k and v. Any grid.
+    ``targets`` has the address of the slot of each rank. Tiles for rank + 1 come first, tiles for
+    this rank last, so every rank receives from one rank at a time.
+    """
+    NUM_RANKS: tl.constexpr = plan.NUM_RANKS
+    SUM: tl.constexpr = plan.Q + plan.K + plan.V
+    SHARDS: tl.constexpr = NUM_RANKS // plan.REPLICAS
+    PRECISION: tl.constexpr = tile.PRECISION
+    tokens, before = length_of(sequence, length, rank, plan)
+    rows = tl.cast(M, tl.int64)
+    before = tl.cast(before, tl.int64)
+    start = block_start(rank, tokens, before, batch, plan) * SUM
+    tiles_m = tl.cdiv(M, tile.M)
+    tiles_q, tiles_k = tl.cdiv(plan.Q, tile.N), tl.cdiv(plan.K, tile.N)
+    tiles_n = tiles_q + tiles_k + tl.cdiv(plan.V, tile.N)
+    a, b = make_operands(
+        x_ptr, b_ptr, M, N, K, strides.bk, strides.bn, DESCRIPTORS, tile.B_COLUMN_MAJOR, tile.M,
+        tile.N, tile.K,
+    )  # fmt: skip
+    if DESCRIPTORS:
+        descs = describe_blocks(results, targets, start, before, M, rank, plan, tile)
+    for index in range(
+        tl.program_id(0), NUM_RANKS * tiles_m * tiles_n, tl.num_programs(0)
+    ):  # fmt: skip
+        owner = (rank + 1 + index // (tiles_m * tiles_n)) % NUM_RANKS
+        m, n = tile_in_group(index % (tiles_m * tiles_n), tiles_m, tiles_n, tile.GROUP_M)
+        shard, row = owner // plan.REPLICAS, m * tile.M
+        # First column of the tile in the block, of the block in B, and of the block in a row of the
+        # blocks for the owner.
+        part, column, first, skipped, WIDTH = 0, n * tile.N, owner * plan.Q, 0, plan.Q + 0 * n
+        if n >= tiles_q:
+            part, column, skipped, WIDTH = 1, (n - tiles_q) * tile.N, plan.Q, plan.K + 0 * n
+            first = NUM_RANKS * plan.Q + shard * plan.K
+        if n >= tiles_q + tiles_k:
+            part, column, skipped = 2, (n - tiles_q - tiles_k) * tile.N, plan.Q + plan.K
+            first, WIDTH = NUM_RANKS * plan.Q + SHARDS * plan.K + shard * plan.V, plan.V + 0 * n
+        product = multiply_operands(
+            a, b, row, first + column, M, N, K, strides.am, strides.ak, strides.bk, strides.bn,
+            DESCRIPTORS, tile.B_COLUMN_MAJOR, PRECISION, tile.M, tile.N, tile.K, tile.INT64_OFFSETS,
+        )  # fmt: skip
+        product = add_bias(product, bias_ptr, first + column, first + WIDTH, tile)
+        if DESCRIPTORS:
+            desc = descs[0]
+            for number in tl.static_range(1, 3 * NUM_RANKS):
+                if owner * 3 + part == number:
+                    desc = descs[number]
+            store_tile(desc, product, 0, row, column, tile.SUBTILE, tile.M, tile.N)
+        else:
+            local_row = row + tl.arange(0, tile.M)
+            local_column = column + tl.arange(0, tile.N)
+            mask = (local_row < M)[:, None] & (local_column < WIDTH)[None, :]
+            target = target_at(targets, owner, results.q) + start + rows * skipped
+            target_row = local_row.to(tl.int64)
+            if owner == rank:
+                target = tl.where(part == 0, results.q, tl.where(part == 1, results.k, results.v))
+                target_row += before
+                if plan.IS_BATCHED:
+                    target_row += local_row // tokens * (total - tokens)
+            block = target + target_row[:, None] * WIDTH + local_column[None, :]
+            tl.store(block, product.to(results.q.dtype.element_ty), mask=mask)
+    if DESCRIPTORS:
+        dl.publish_tile()  # The flags of other ranks are set after this kernel.
+
+
+@jit
+def wait_for_chunks(pushed, value, source, first_row, last_row, chunk_rows, NUM_RANKS):
+    """Wait for rows ``first_row`` to ``last_row`` of the block of ``source``. Return a token."""
+    token = 0
+    for chunk in range(first_row // chunk_rows, last_row // chunk_rows + 1):
+        flag = pushed.arrivals + chunk * NUM_RANKS + source
+        token += dl.wait(flag, 1, value, timeout_word_of(pushed.epoch), True)
+    return token
+
+
+@jit(do_not_specialize=["rows", "chunk_rows", "call_tag", "rank"])
+def kernel_gemm_received(
+    own_ptr, pushed, b_ptr, bias_ptr, c_ptr, strides, rows, N, chunk_rows, call_tag, rank,
+    NUM_RANKS: tl.constexpr, WIDTH: tl.constexpr, tile: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """Store ``A @ B`` in c [rows, N]; A [rows, NUM_RANKS * WIDTH] has a block of each rank.
+
+    A block [rows, WIDTH] is read from ``own_ptr`` if it is from this rank, else from the slot. A
+    tile multiplies this rank's block first, and waits for its rows of each other block. Any grid.
+    """
+    PRECISION: tl.constexpr = tile.PRECISION
+    STEPS: tl.constexpr = WIDTH // tile.K
+    BLOCK_M: tl.constexpr = tile.M
+    BLOCK_N: tl.constexpr = tile.N
+    value = flag_of(pushed.epoch, call_tag)
+    # Without rows, one row of tiles still waits for all ranks, as the protocol of slots requires.
+    tiles_m, tiles_n = tl.cdiv(max(rows, 1), tile.M), tl.cdiv(N, tile.N)
+    if DESCRIPTORS:
+        own = tl.make_tensor_descriptor(own_ptr, [rows, WIDTH], [WIDTH, 1], [tile.M, tile.K])
+        blocks = tl.make_tensor_descriptor(
+            pushed.shards, [NUM_RANKS * rows, WIDTH], [WIDTH, 1], [tile.M, tile.K]
+        )
+        _, b = make_operands(
+            b_ptr, b_ptr, tile.M, N, NUM_RANKS * WIDTH, strides.bk, strides.bn, True,
+            tile.B_COLUMN_MAJOR, tile.M, tile.N, tile.K,
+        )  # fmt: skip
+        out = describe_rows(c_ptr, rows, N, tile)
+    for index in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+        m, n = tile_in_group(index, tiles_m, tiles_n, tile.GROUP_M)
+        row, column = m * tile.M, n * tile.N
+        last_row = max(min(row + tile.M, rows) - 1, 0)
+        if DESCRIPTORS:
+            product = multiply_steps(
+                tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), own, b, row, column, 0, STEPS,
+                tile.B_COLUMN_MAJOR, PRECISION, tile.K, b_row=rank * WIDTH,
+            )  # fmt: skip
+        else:
+            product = multiply_tile_by_pointers(
+                own_ptr, b_ptr + rank.to(tl.int64) * WIDTH * strides.bk, row, rows - row, column, N,
+                WIDTH, strides.am, 1, strides.bk, strides.bn, PRECISION, tile.M, tile.N, tile.K,
+                tile.INT64_OFFSETS,
+            )  # fmt: skip
+        for step in range(1, NUM_RANKS):
+            source = (rank + step) % NUM_RANKS
+            token = wait_for_chunks(pushed, value, source, row, last_row, chunk_rows, NUM_RANKS)
+            if DESCRIPTORS:
+                first = source * rows
+                product = multiply_steps(
+                    product, dl.only_rows(blocks, first, first + last_row + 1), b,
+                    dl.consume_token(first + row, token), column, 0, STEPS,
+                    tile.B_COLUMN_MAJOR, PRECISION, tile.K, b_row=source * WIDTH,
+                )  # fmt: skip
+            else:
+                product += multiply_tile_by_pointers(
+                    pushed.shards + source.to(tl.int64) * rows * WIDTH,
+                    b_ptr + source.to(tl.int64) * WIDTH * strides.bk,
+                    dl.consume_token(row, token), rows - row, column, N, WIDTH, WIDTH, 1,
+                    strides.bk, strides.bn, PRECISION, tile.M, tile.N, tile.K, tile.INT64_OFFSETS,
+                )  # fmt: skip
+        product = add_bias(product, bias_ptr, column, N, tile)
+        if DESCRIPTORS:
+            store_tile(out, product, 0, row, column, tile.SUBTILE, tile.M, tile.N)
+        else:
+            store_tile_by_pointers(
+                c_ptr, product, row, column, rows, N, False, tile.M, tile.N, tile.INT64_OFFSETS
+            )
