@@ -76,8 +76,8 @@ def gemm_pre_attn(
     bias: torch.Tensor | None = None,
     seq_lens: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return ``ulysses_gemm_pre_attn``, differentiable. Gradients of B and bias are those of this
-    rank's tokens, so add them over ranks."""
+    """Return ``ulysses_gemm_pre_attn``, differentiable. Each rank computes the gradients of B and
+    bias for its tokens, so add them over ranks."""
     result: tuple[torch.Tensor, ...] = _GemmPreAttn.apply(x, B, bias, ctx, seq_lens)  # type: ignore[no-untyped-call]
     return result
 

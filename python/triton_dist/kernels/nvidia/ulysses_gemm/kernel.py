@@ -27,7 +27,7 @@ def describe_rows(ptr, rows, N, tile: tl.constexpr):
     """Return a descriptor for ``store_tile`` of a matrix [rows, N]."""
     STORE_N: tl.constexpr = tile.N // 2 if tile.SUBTILE else tile.N
     return tl.make_tensor_descriptor(
-        ptr, [1, rows, N], [rows.to(tl.int64) * N, N, 1], [1, tile.M, STORE_N]
+        ptr, [1, rows, N], [tl.cast(rows, tl.int64) * N, N, 1], [1, tile.M, STORE_N]
     )
 
 
@@ -67,14 +67,14 @@ def add_bias(accumulator, bias_ptr, column, end, tile: tl.constexpr):
     return accumulator
 
 
-@jit(do_not_specialize=["length", "total", "batch", "rank"])
+@jit(do_not_specialize=["M", "length", "total", "batch", "rank"])
 def kernel_gemm_send(
     x_ptr, b_ptr, bias_ptr, strides, results, sequence, targets, M, N, K, length, total, batch,
     rank, plan: tl.constexpr, tile: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
     """Store each tile of ``x @ B`` on the rank of its heads: in its slot, or in ``results``.
 
-    x [M, K] has this rank's tokens. The columns of B [K, N] are those of q, k and v. Any grid.
+    x [M, K] has this rank's tokens. B [K, N] has the columns of q, k and v. Any grid.
     ``targets`` has the address of the slot of each rank. Tiles for rank + 1 come first, tiles for
     this rank last, so every rank receives from one rank at a time.
     """
