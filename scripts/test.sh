@@ -26,9 +26,11 @@ print("Python", platform.python_version(), *(f"{name} {installed.version(name)}"
 
 if ((gpu)); then
     unset TRITON_INTERPRET
-    # Ranks of several workers wait for each other on the same GPUs, which the driver time-slices.
-    exec "$PYTHON" -m pytest -m "gpu and not stress" -n 5 --dist loadfile --no-loadscope-reorder \
-        --durations=25 "${@:-tests}"
+    # Ranks of several workers wait for each other on the same GPUs, which the driver time-slices, while
+    # other workers compile. Files with many tests come first.
+    workers=$(($(nproc) / 3))
+    workers=$((workers < 5 ? 5 : workers > 12 ? 12 : workers))
+    exec "$PYTHON" -m pytest -m "gpu and not stress" -n $workers --dist loadfile --durations=25 "${@:-tests}"
 fi
 
 # torch resolves the host names of addresses when ranks connect. An unreachable name server would delay
