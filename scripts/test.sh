@@ -70,7 +70,7 @@ finish() {
 # exec replaces the subshell by pytest, so that killing the subshell's process id kills pytest.
 compile_only() {
     unset TRITON_INTERPRET
-    exec nice -n 5 "${run[@]}" -o cache_dir=.pytest_cache/compile "${compiled[@]}" "${options[@]}"
+    exec nice -n 5 "${run[@]}" "$@" -o cache_dir=.pytest_cache/compile "${compiled[@]}" "${options[@]}"
 }
 interpret() {
     TRITON_INTERPRET=1 TRITON_DIST_DEVICE=cpu OMP_NUM_THREADS=1 \
@@ -84,10 +84,11 @@ elif ((${#compiled[@]} == 0)); then
     note $?
 else
     # Waiting ranks leave cores idle, so the compile tests run concurrently. Their output is printed at
-    # the end, and their last failures have a separate pytest cache.
+    # the end, and their last failures have a separate pytest cache. They need one process: workers
+    # would import and collect twice.
     report=$(mktemp)
     trap finish EXIT
-    compile_only >"$report" 2>&1 &
+    compile_only -n 0 >"$report" 2>&1 &
     compile_pid=$!
     interpret
     note $?

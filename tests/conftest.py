@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,18 @@ def asked_for(config: pytest.Config) -> list[Path]:
 @functools.cache
 def is_compile_only(path: Path) -> bool:
     return path.resolve().is_relative_to(COMPILE_ONLY)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Let one worker rewrite the assertions of a file, and the others read its bytecode."""
+    if not isinstance(collector, pytest.Module):
+        return (yield)
+    with collector.path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

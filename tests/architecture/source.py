@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import deque
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python" / "triton_dist"
 
 
+@cache
 def modules() -> list[Path]:
     """Every module of the package, but ``__init__`` ones that say nothing."""
     return sorted(
@@ -36,7 +38,8 @@ def uses(tree: ast.AST) -> list[tuple[int, str]]:
     """
     found: list[tuple[int, str]] = []
     aliases: dict[str, str] = {}
-    for node in _walk(tree):
+    nodes = list(_walk(tree))
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 found.append((node.lineno, alias.name))
@@ -46,7 +49,7 @@ def uses(tree: ast.AST) -> list[tuple[int, str]]:
             for alias in node.names:
                 found.append((node.lineno, f"{node.module}.{alias.name}"))
                 aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-    for node in _walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             dotted = _dotted(node)
             if dotted is not None:
@@ -58,11 +61,12 @@ def uses(tree: ast.AST) -> list[tuple[int, str]]:
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
     """Like ``ast.walk``, without the bodies of ``if TYPE_CHECKING:``."""
-    yield node
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
-            continue
-        yield from _walk(child)
+    pending = deque([node])
+    while pending:
+        node = pending.popleft()
+        if not (isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")):
+            yield node
+            pending.extend(ast.iter_child_nodes(node))
 
 
 def _dotted(node: ast.expr) -> str | None:

@@ -35,6 +35,7 @@ def resolve(pair: Path, python: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.stress
 def test_every_set_of_versions_can_be_installed(tmp_path: Path) -> None:
     """And one that cannot is noticed: torch's build of the index demands a Triton of its own."""
     impossible = tmp_path / "impossible.txt"

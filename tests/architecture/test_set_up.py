@@ -139,6 +139,7 @@ def test_set_up_says_what_is_wrong_and_installs_what_agrees(newcomer: Newcomer) 
     assert command.stdout == "arguments ['explain', 'a b']\n"
 
 
+@pytest.mark.stress  # CI itself installs by uv where it finds uv
 def test_set_up_by_uv(newcomer: Newcomer) -> None:
     uv = pytest.importorskip("uv", reason="needs uv, of the extra `pins`")
     (newcomer.programs / "uv").unlink()

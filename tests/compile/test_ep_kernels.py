@@ -109,6 +109,7 @@ def test_packets_travel_and_are_polled_in_lines(sm90, num_ranks, experts, quanti
     assert_fits(kernel, stack_bytes=16, programs=programs, has=has, lacks=lacks)
 
 
+@pytest.mark.stress
 def test_limited_capacity_and_replicas_compile(sm90):
     ctx = context(2, 8, 2, tokens=512, capacity=100)
     expert_map = matrix(6, 3, dtype=torch.int32)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar, TypeAlias
 from unittest import mock
 
@@ -30,8 +31,8 @@ Options: TypeAlias = Mapping[str, Any]
 def some_configs(op: Any, most: int = 99) -> Iterator[None]:
     """Tune ``op`` over one config of each algorithm on CPU ranks, or two if it has one algorithm.
 
-    At most ``most`` configs are tuned. Interpreting a config takes long. Tuning works alike for any
-    number of configs, and other tests call each config on its own.
+    At most ``most`` configs are tuned, with at most two samples each. Interpreting a config takes
+    long. Tuning works alike for any number of configs, and other tests call each config on its own.
     """
     if not current_device().interprets:
         yield
@@ -41,7 +42,17 @@ def some_configs(op: Any, most: int = 99) -> Iterator[None]:
         by_algorithm.setdefault(config["algorithm"], []).append(config)
     of_each = 1 if len(by_algorithm) > 1 else 2
     few = [config for configs in by_algorithm.values() for config in configs[:of_each]]
-    with mock.patch.object(op, "config_space", type(op.config_space)(few[:most])):
+    parts_for = op._parts_for
+
+    def parts_with_few_samples(*args: Any) -> Any:
+        parts = parts_for(*args)
+        policy = replace(parts.settings.policy, rounds=(1,), repeat=1)
+        return replace(parts, settings=replace(parts.settings, policy=policy))
+
+    with (
+        mock.patch.object(op, "config_space", type(op.config_space)(few[:most])),
+        mock.patch.object(op, "_parts_for", parts_with_few_samples),
+    ):
         yield
 
 

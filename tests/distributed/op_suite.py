@@ -18,7 +18,7 @@ class OpSuite:
     kind: ClassVar[type[Calls] | Any]
 
     def test_calls_need_nothing_in_between(self, on_any, rounds):
-        number = rounds(60, cpu=13)
+        number = rounds(60, cpu=9)
         calls = number - (-number // 3)
         assert set(on_any(op_ranks.back_to_back, self.kind, number)) == {calls}
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.layers import functional_ranks
+from tests.layers.conftest import FIRST_CONFIG
 from triton_dist.errors import InvalidArgument, TritonDistWarning
 from triton_dist.layers.nvidia import (
     TP_MLP,
@@ -46,8 +47,10 @@ def test_gradcheck_of_sums_over_choices(name):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own
-def test_torchs_checks_of_custom_ops():
+def test_torchs_checks_of_custom_ops(monkeypatch):
     """Schemas, shapes of tracing, and graphs with gradients, also of sizes that vary."""
+    for variable in FIRST_CONFIG.items():
+        monkeypatch.setenv(*variable)
     ranks, ops = Collectives(), torch.ops.triton_dist
 
     def leaf(*shape):

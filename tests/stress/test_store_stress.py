@@ -12,7 +12,7 @@ import pytest
 
 from tests.architecture.source import ROOT
 
-QUICK, FULL = 60, 2000
+QUICK, FULL = 20, 2000
 
 
 def run(folder: Path, kills: int) -> dict[str, object]:
