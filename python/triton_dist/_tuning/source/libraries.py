@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import re
 import sys
 import sysconfig
@@ -38,18 +37,16 @@ class Libraries:
         names = {name or "" for name in function_modules}
         if "__main__" in names:  # the module's name in ``python -m package.module``
             names.add(getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", ""))
-        self._project_packages = {_THIS_PACKAGE} | {name.partition(".")[0] for name in names}
-        self._project_files = {_file_of(name) for name in names} - {""}
+        packages = {_THIS_PACKAGE} | {name.partition(".")[0] for name in names}
+        self._project = packages | {_file_of(name) for name in names} - {""}
         self.has_module = functools.cache(self._has_module)
-        self._has_file = functools.cache(self._is_installed)
 
-    def has(self, value: types.ModuleType | type | types.FunctionType) -> bool:
+    def has(self, value: type | types.FunctionType) -> bool:
         """Return whether ``value`` is defined in a library."""
-        name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
         # A wrapper that a library made has the ``__module__`` of the wrapped function. Its file is
         # the library's.
         file = value.__code__.co_filename if isinstance(value, types.FunctionType) else ""
-        return self.has_module(name or "") or self._has_file(file)
+        return self.has_module(value.__module__ or "") or self._has_file(file)
 
     def _has_module(self, name: str) -> bool:
         top, file = name.partition(".")[0], _file_of(name)
@@ -58,41 +55,37 @@ class Libraries:
         # A module of the project may have the name of a standard module, so check its file.
         return self._has_file(file) if file else top in sys.stdlib_module_names
 
-    def imported(self, name: str) -> types.ModuleType | None:
-        """Import a module of the project; return ``None`` for libraries and missing modules."""
-        try:
-            return None if self.has_module(name) else importlib.import_module(name)
-        except (Exception, SystemExit):  # the module cannot run here
-            return None
-
-    def _is_installed(self, file: str) -> bool:
-        if file in self._project_files:
-            return False
-        installed = [_top(each) for each in _INSTALLED.split(file)[1:]]
-        for folder in () if installed else filter(None, map(str, sys.path)):
-            # ``pip install --target`` installs into any folder, which may contain programs too.
-            inside = file.removeprefix(folder.rstrip("/") + "/")
-            if inside != file and _top(inside) in _installed_in(folder):
-                installed.append(_top(inside))
-        if not installed:
-            return file.startswith(_STDLIB)
-        return installed[-1] not in self._project_packages
+    def _has_file(self, file: str) -> bool:
+        return file not in self._project and _package_of(file) not in {"", *self._project}
 
 
 @functools.cache
 def version_of(package: str) -> str:
     """Return name and version of the distribution that has a top-level package.
 
-    Return ``""`` if no distribution has it, and for the standard library, NumPy, torch and Triton.
-    The versions of torch and Triton are in every record.
+    Return ``""`` if no distribution has it, and for this package, the standard library, torch,
+    Triton and NumPy. The versions of torch and Triton are in every record.
     """
-    if package in _LIBRARIES or package in sys.stdlib_module_names:
+    if package in {_THIS_PACKAGE, *_LIBRARIES, *sys.stdlib_module_names}:
         return ""
     try:
         return f"{package} {metadata.version(package)}"
     except (metadata.PackageNotFoundError, ValueError):
         names = metadata.packages_distributions().get(package, [])
         return ", ".join(f"{name} {metadata.version(name)}" for name in sorted(set(names)))
+
+
+@functools.cache
+def _package_of(file: str) -> str:
+    """Return the top-level package of an installed file; ``""`` if the file is not installed."""
+    found = [_top(each) for each in _INSTALLED.split(file)[1:]]
+    for folder in () if found else filter(None, map(str, sys.path)):
+        # ``pip install --target`` installs into any folder, which may contain programs too.
+        inside = file.removeprefix(folder.rstrip("/") + "/")
+        if inside != file and _top(inside) in _installed_in(folder):
+            found.append(_top(inside))
+    found += ["(standard library)"] if file.startswith(_STDLIB) and not found else []
+    return found[-1] if found else ""
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import ast
 import functools
 import hashlib
 import importlib.util
+import itertools
 import linecache
 import operator
 import os
@@ -40,15 +41,14 @@ class Import(NamedTuple):
     """One name of an import statement."""
 
     module: str
-    level: int = 0
-    """Number of dots of a relative import."""
+    """Begins with dots if the import is relative."""
     attribute: str = ""
     """The imported name in the module. Empty: the module itself is imported."""
 
     def full_name(self, package: str | None) -> str:
         """Return the absolute module name; ``""`` if a relative import leaves ``package``."""
         with suppress(ImportError, ValueError):
-            return importlib.util.resolve_name("." * self.level + self.module, package)
+            return importlib.util.resolve_name(self.module, package)
         return ""
 
 
@@ -67,18 +67,13 @@ class Statement:
         imports, inner_imports: names that are imported at the top level, and in functions.
         aliases: names that may refer to one object.
         values: by bound name, the expression of its value.
+        bare: by the first line of a tuned function, the statement without tuner decorators of it.
     """
 
-    def __init__(
-        self,
-        file: File,
-        node: Any,
-        headers: Iterable[Any] = (),
-        line_without_tuner: int = 0,
-    ) -> None:
+    def __init__(self, file: File, node: Any, headers: Iterable[Any] = (), bare: int = 0) -> None:
         """Scan ``node``, which runs under the conditions ``headers``.
 
-        Tuner decorators of a function that begins at ``line_without_tuner`` are left out.
+        Tuner decorators of a function that begins at the line ``bare`` are left out.
         """
         self.line, self.end, self.shown_line = _first_line(node), node.end_lineno, node.lineno
         self.defines: str = getattr(node, "name", "")
@@ -88,28 +83,25 @@ class Statement:
         self.assigned_later, self.nonlocals, self.aliases = (set[str]() for _ in range(3))
         self.reads, self._inner_reads, tokens = set[str](), set[str](), list[object]()
         self.imports, self.inner_imports = dict[str, Import](), dict[str, Import]()
-        self.registers_subclasses, self.values = False, dict[str, ast.expr]()
+        self.registers_subclasses, tuned_lines, omitted = False, set[int](), set[ast.expr]()
         pending: list[tuple[Any, bool]] = [([*headers, node], False)]
         while pending:
             part, later = pending.pop()  # later: runs when a function is called, not at import
             if isinstance(part, list):
-                tokens.append(len(part))
-                pending += [(each, later) for each in reversed(part)]
-            elif isinstance(part, ast.AST):
+                pending += [((), later), *((each, later) for each in reversed(part))]
+            elif not isinstance(part, ast.AST):
+                tokens.append(part)
+            elif part not in omitted and not _is_text(part):
                 tokens.append(part.__class__.__name__)
                 self._scan(part, later)
-                is_function = isinstance(part, _FUNCTIONS)
                 if isinstance(part, _NAMED):
-                    if ast.get_docstring(part, clean=False) is not None:
-                        part.body = part.body[1:] or [ast.Pass()]
-                    if line_without_tuner == _first_line(part):
-                        decorators = part.decorator_list
-                        part.decorator_list = [x for x in decorators if not file.is_own(x, _TUNER)]
+                    tuner = {each for each in part.decorator_list if file.is_own(each, _TUNER)}
+                    tuned_lines |= {_first_line(part) for _ in tuner}
+                    omitted |= tuner if _first_line(part) == bare else set()
                 for field in _fields(part.__class__):  # type: ignore[arg-type]
-                    runs_later = later or (is_function and field == "body")
+                    runs_later = later or (field == "body" and isinstance(part, _FUNCTIONS))
                     pending.append((getattr(part, field, None), runs_later))
-            else:
-                tokens.append(part)
+        self.bare = {} if bare else {x: Statement(file, node, headers, x) for x in tuned_lines}
         names = {*self.inner_imports}  # and names in functions that are not local to them
         for _, code in file.codes:
             if self.line <= code.co_firstlineno <= self.end:
@@ -119,18 +111,13 @@ class Statement:
         self.binds &= file.names  # without the variables of comprehensions
         read = sorted(roots(self.reads) & file.imports.keys())
         self.digest = digest([*tokens, *((each, sorted(file.imports[each])) for each in read)])
-        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            value = getattr(node, "value", None)
-            parts: list[Any] = [*targets, value or getattr(node, "iter", None)]
-            for part in (*parts, *(x for each in parts for x in getattr(each, "elts", ()))):
-                while isinstance(part, ast.Subscript) and part not in targets:
-                    part = part.value  # after ``A = B["x"]``, ``A`` may be a part of ``B``
-                self.aliases |= {part.id} if isinstance(part, ast.Name) else set()
-            for target in targets if value else ():
-                elements, values = getattr(target, "elts", None), getattr(value, "elts", ())
-                pairs: Any = zip(elements, values, strict=False) if elements else [(target, value)]
-                self.values |= {x.id: y for x, y in pairs if isinstance(x, ast.Name)}
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        pairs = [x for each in targets for x in _pairs(each, getattr(node, "value", None))]
+        self.values = {x.id: y for x, y in pairs if y and isinstance(x, ast.Name)}
+        for part in itertools.chain(*pairs, *_pairs(getattr(node, "iter", None), None)):
+            while isinstance(part, ast.Subscript) and part not in targets:
+                part = part.value  # after ``A = B["x"]``, ``A`` may be a part of ``B``
+            self.aliases |= {part.id} if isinstance(part, ast.Name) else set()
 
     def _scan(self, node: Any, later: bool) -> None:
         kind = node.__class__
@@ -176,23 +163,30 @@ class Statement:
     def _call(self, node: Any, later: bool, reads: set[str], stores: set[str]) -> None:
         name, method = dotted(node.func), getattr(node.func, "attr", "")
         first = dotted(node.args[0]) if node.args else ""
-        if not later:
-            self.called.add(name)
-        if method in _CONTAINER_MUTATORS or (
-            method and not later and method not in _HARMLESS_METHODS
-        ):
+        self.called |= set() if later else {name}
+        if method in _CONTAINER_MUTATORS if later else method not in ("", *_HARMLESS_METHODS):
             stores.add(base_name(node.func.value))
         if name in ("getattr", "setattr") and len(node.args) > 1 and first:
-            attribute = str(getattr(node.args[1], "value", "*"))
+            attribute = getattr(node.args[1], "value", "*")
             (reads if name == "getattr" else stores).add(f"{first}.{attribute}")
         elif name in ("globals", "vars"):
             self.reads.add(f"{first}.*" if node.args else "*")
 
 
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _pairs(target: Any, value: Any) -> list[tuple[Any, Any]]:
+    """Return the target and the value of an assignment, then the pairs of their elements."""
+    elements = (getattr(each, "elts", ()) for each in (target, value))
+    return [(target, value), *itertools.zip_longest(*elements)]
+
+
 def _imports_of(node: ast.AST) -> dict[str, Import]:
     if isinstance(node, ast.ImportFrom):
-        module, level = node.module or "", node.level
-        return {x.asname or x.name: Import(module, level, x.name) for x in node.names}
+        module = "." * node.level + (node.module or "")
+        return {x.asname or x.name: Import(module, x.name) for x in node.names}
     names = node.names if isinstance(node, ast.Import) else ()
     return {x.asname or _root(x.name): Import(x.name if x.asname else _root(x.name)) for x in names}
 
@@ -249,8 +243,8 @@ class File:
         tree = ast.Module(_parse(lines), [])  # not kept: it is large
         code = compile(tree, "", "exec", dont_inherit=True)
         self.codes, self.names = [*nested_code(code)][1:], {*code.co_names}
-        self._known_codes = {each for _, each in self.codes}
-        self._matched: dict[int, types.CodeType] = {}
+        # A notebook compiles each statement separately, which yields other instructions.
+        self._known = {_location(each) if is_cell else each for _, each in self.codes}
         self.imports: dict[str, set[Import]] = {}
         leaves = [*_statement_nodes(tree.body)]
         for node, _ in leaves:
@@ -259,11 +253,7 @@ class File:
         self.stars = self.imports.pop("*", set())
         self.statements = [Statement(self, *each) for each in leaves]
         self.assigned_later = {name for each in self.statements for name in each.assigned_later}
-        changed = (
-            (x, each) for each in self.statements for x in each.changes | each.assigned_later
-        )
-        self._dotted = [(name.split("."), each) for name, each in changed if "." in name]
-        self._by_name = self._index()
+        self._dotted, self._by_name = self._index()
 
     def is_own(self, call: ast.expr, name: str) -> bool:
         """Return whether an expression is, or calls, a function of triton_dist whose name matches
@@ -272,21 +262,21 @@ class File:
         full = (".".join([x.module, x.attribute, *path]) for x in self.imports.get(root, ()))
         return any(re.fullmatch(rf"triton_dist\b.*\.{name}", each) for each in full)
 
-    def _index(self) -> dict[str, list[Statement]]:
+    def _index(self) -> tuple[list[tuple[list[str], Statement]], dict[str, list[Statement]]]:
+        """Return the statements that change dotted names, and those that bind or change a name."""
         defined = {each.defines: each for each in self.statements if each.defines}
         functions = {name for name, each in defined.items() if each.is_function}
         bound = {name for each in self.statements for name in each.binds}
         changes, by_name = defaultdict[str, list[Statement]](list), defaultdict[Any, Any](list)
         for each in self.statements:
+            callees = {name: defined[name] for name in each.called & defined.keys()}
             # A function is not changed by being called or passed to a call. A class is not changed
             # by constructing an object.
-            changed = each.call_arguments - functions - (each.called & defined.keys())
-            for name in each.called & defined.keys():
-                # ``set_up()`` changes what the function changes.
-                changed |= roots(defined[name].assigned_later)
-                if each.defines and defined[name].registers_subclasses:
-                    changed.add(name)
-            changed |= roots(each.changes) | roots(each.assigned_later) & bound - {each.defines}
+            changed = roots(each.changes) | each.call_arguments - functions - callees.keys()
+            changed |= roots(each.assigned_later) & bound - {each.defines}
+            for name, callee in callees.items():  # ``set_up()`` changes what the function changes
+                changed |= roots(callee.assigned_later)
+                changed |= {name} if each.defines and callee.registers_subclasses else set()
             for name in changed:
                 changes[name].append(each)
             for name in each.binds | changed:
@@ -295,7 +285,8 @@ class File:
             found = [each for name in group for each in changes[name]]
             for name in group:
                 by_name[name] = [*dict.fromkeys([*by_name[name], *found])]
-        return by_name
+        stored = ((x, each) for each in self.statements for x in each.changes | each.assigned_later)
+        return [(name.split("."), each) for name, each in stored if "." in name], by_name
 
     def statements_of(self, name: str) -> list[Statement]:
         """Return the statements that bind or change ``name``.
@@ -310,15 +301,7 @@ class File:
 
     def has(self, code: types.CodeType) -> bool:
         """Return whether the file compiles to ``code``, so it was not edited after the import."""
-        if self._matched.get(id(code)) is not code:  # a hash of a code object takes 60 us
-            # A notebook compiles each statement separately, which yields other instructions.
-            in_cell = self._is_cell and any(
-                _location(code) == _location(each) for _, each in self.codes
-            )
-            if not in_cell and code not in self._known_codes:
-                return False
-            self._matched[id(code)] = code
-        return True
+        return (_location(code) if self._is_cell else code) in self._known
 
     def ordinal(self, code: types.CodeType) -> int:
         """Return the number of earlier definitions with the dotted name of ``code``."""
@@ -339,24 +322,17 @@ class File:
             code: return only the definition that has this code.
         """
         end = f".{name.replace('.<locals>', '')}"
-        same = [x for path, x in self.codes if path.endswith(end)]
+        same = [each for path, each in self.codes if path.endswith(end)]
         if code is not None:
             same = [each for _, each in self.codes if _location(each) == _location(code)]
         places = {*map(_location, same)}
-        tree = ast.Module(_parse(self.lines), [])
-        nodes: list[Any] = [each for each in ast.walk(tree) if isinstance(each, _DEFINITIONS)]
+        nodes: list[Any] = [x for each in _parse(self.lines) for x in ast.walk(each)]
+        nodes = [x for x in nodes if isinstance(x, _DEFINITIONS)]
         nodes = [x for x in nodes if (_first_line(x), getattr(x, "name", "<lambda>")) in places]
         nodes.sort(key=lambda each: (each.lineno, each.col_offset))
         if code in same and len(same) == len(nodes):  # several lambdas may be in one line
             nodes = [nodes[same.index(code)]]
         return [Statement(self, node, (), _first_line(node)) for node in nodes]
-
-    @functools.cache  # noqa: B019
-    def without_tuner(self, line: int) -> dict[Statement, Statement]:
-        """Return a map from the statement that contains ``line`` to the same statement without the
-        tuner's decorators of the function that begins at ``line``."""
-        pairs = zip(self.statements, _statement_nodes(_parse(self.lines)), strict=True)
-        return {x: Statement(self, *leaf, line) for x, leaf in pairs if x.line <= line <= x.end}
 
 
 def _statement_nodes(body: Iterable[ast.stmt], headers: Any = ()) -> Iterator[tuple[Any, Any]]:

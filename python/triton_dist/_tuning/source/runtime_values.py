@@ -70,14 +70,31 @@ def text_of(value: Any) -> str | None:
 
 def _holds_code(value: Any) -> bool:
     params = getattr(type(value), "__dataclass_params__", None)
-    if isinstance(value, (tuple, list, set, frozenset, dict)) or (params and params.frozen):
-        return any(map(_holds_code, items_of(value).values()))
+    if isinstance(value, COLLECTIONS) or (params and params.frozen):
+        return any(map(_holds_code, items_of(value)))
     # A mutable dataclass may contain itself, so its fields are not searched. It is not code.
     return params is None and is_code(value)
 
 
+def describe(value: Any, depth: int = 0) -> str | None:
+    """Return the text of data, the name of code, or the texts of the items of a collection or
+    dataclass. An item without a text is replaced by the name of its type. Return ``None`` for
+    other objects, and for modules."""
+    if isinstance(value, COLLECTIONS) and len(value) > _MAX_ITEMS:
+        return None
+    items, name = items_of(value), type(value).__name__
+    if (text := text_of(value)) is not None or isinstance(value, types.ModuleType):
+        return text
+    if items and depth <= _MAX_DEPTH:
+        texts = [describe(each, depth + 1) or type(each).__name__ for each in items]
+        return f"{name} {sorted(texts) if isinstance(value, (set, frozenset)) else texts}"
+    if is_code(value):
+        return str(getattr(function_in(value) or value, "__qualname__", name))
+    return name if items else None
+
+
 class Snapshot:
-    """Texts of the containers that the callables ``roots`` store (see ``bound_values``).
+    """Texts of the values that the callables ``roots`` store (see ``bound_values``).
 
     The texts are read when this object is created. For callable objects, and for methods, the
     attributes of the object are also stored.
@@ -86,13 +103,13 @@ class Snapshot:
     def __init__(self, roots: Iterable[Any]) -> None:
         # By id of an object. The objects are stored too, because the id of a deleted object may be
         # used again.
-        self._texts: dict[int, tuple[Any, str]] = {}
+        self._texts: dict[int, tuple[Any, str | None]] = {}
         self._states: dict[int, tuple[Any, dict[str, Any]]] = {}
         for root in roots:
             self._take(root)
 
     def text(self, value: Any) -> str | None:
-        """Return the stored text of a container or mutable dataclass, or ``None``."""
+        """Return the stored text of a value, or ``None``."""
         return self._texts.get(id(value), (None, None))[1]
 
     def state(self, root: Any) -> dict[str, Any]:
@@ -101,27 +118,12 @@ class Snapshot:
 
     def _take(self, root: Any) -> None:
         bound = bound_values(root)
-        for value in bound.values():
-            if isinstance(value, (*CONTAINERS, tuple)) and len(value) <= _MAX_ITEMS:
-                self._texts[id(value)] = value, _container_text(value)
-            elif getattr(getattr(value, "__dataclass_params__", None), "frozen", True) is False:
-                self._texts[id(value)] = value, _container_text(items_of(value))
+        self._texts |= {id(each): (each, describe(each)) for each in bound.values()}
         if isinstance(root, functools.partial):
             self._take(root.func)
             bound = self.state(root.func)
         if not isinstance(root, types.FunctionType):
             self._states[id(root)] = root, bound
-
-
-def _container_text(value: Any, depth: int = 0) -> str:
-    """Return the text of a container. A part without a text is replaced by the name of its function
-    or type."""
-    text, name = text_of(value), getattr(function_in(value), "__qualname__", type(value).__name__)
-    items = value.items() if isinstance(value, dict) else items_of(value).values()
-    if text is not None or depth > _MAX_DEPTH or not items:
-        return text or name
-    texts = [_container_text(item, depth + 1) for item in items]
-    return f"{name} {sorted(texts) if isinstance(value, (set, frozenset)) else texts}"
 
 
 def bound_values(value: Any) -> dict[str, Any]:
@@ -134,8 +136,8 @@ def bound_values(value: Any) -> dict[str, Any]:
     if isinstance(value, types.FunctionType):
         full = getattr(value.__code__, "co_qualname", value.__qualname__)
         label, code, defaults = full.rpartition("<locals>.")[2], value.__code__, value.__defaults__
-        names = code.co_varnames[: code.co_argcount][code.co_argcount - len(defaults or ()) :]
-        values = cells_of(value) | dict(zip(names, defaults or (), strict=True))
+        names = code.co_varnames[code.co_argcount - len(defaults or ()) :]
+        values = cells_of(value) | dict(zip(names, defaults or (), strict=False))
         values |= value.__kwdefaults__ or {}
     elif isinstance(value, functools.partial):
         label = qualified_name(value).rpartition(".")[2]
@@ -172,20 +174,18 @@ def attributes(value: Any) -> dict[str, Any]:
     return dict(sorted({**values, **getattr(value, "__dict__", {})}.items()))
 
 
-def items_of(value: Any) -> dict[Any, Any]:
-    """Return the values in a collection by key or index, or the fields of a dataclass by name.
+def items_of(value: Any) -> list[Any]:
+    """Return the items of a collection (pairs for a dict), or the fields of a dataclass.
 
-    Values in a set are sorted by qualified name, because their order differs between processes.
+    Items of a set are sorted by qualified name, because their order differs between processes.
     """
     if isinstance(value, (dict, types.MappingProxyType)):
-        return dict(value)
+        return [*value.items()]
     if isinstance(value, (set, frozenset)):
-        value = sorted(value, key=lambda each: str(attribute(each, "__qualname__", "")))
-    if isinstance(value, COLLECTIONS):
-        return dict(enumerate(value))
+        return sorted(value, key=lambda each: str(attribute(each, "__qualname__", "")))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {each.name: attribute(value, each.name) for each in dataclasses.fields(value)}
-    return {}
+        return [attribute(value, each.name) for each in dataclasses.fields(value)]
+    return [*value] if isinstance(value, COLLECTIONS) else []
 
 
 def is_code(value: Any) -> bool:

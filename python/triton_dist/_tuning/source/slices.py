@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import sys
 import types
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from triton_dist._tuning.source import libraries, modules, runtime_values
@@ -22,6 +24,7 @@ from triton_dist._tuning.source.runtime_values import (
     CONTAINERS,
     attribute,
     cells_of,
+    describe,
     function_in,
     text_of,
 )
@@ -75,12 +78,11 @@ class Slice:
     ) -> None:
         self._library, self._snapshot = library, snapshot
         self._home, self._ignore = home, frozenset(ignore)
-        self._visited: set[Any] = set()
         self._followed: dict[tuple[object, int], object] = {}  # keeps objects, and thus their ids
         self._holders: dict[str, int] = {}
         self._files: dict[int, File] = {}
         self._undecorated: dict[Statement, Statement] = {}
-        self._set_at_run_time: set[tuple[int, str]] = set()
+        self._set_at_run_time = set[str]()  # by other modules: ``module.step += 1``
         self.source = Source({}, {}, {}, {})
 
     def follow_root(self, value: Any) -> None:
@@ -89,21 +91,23 @@ class Slice:
             # Omit the tuner's decorators of the function, because their arguments are compared by
             # value. The first root of a statement is the tuned function; later roots are hooks.
             code = function.__code__
-            bare = self._file(function.__globals__, code).without_tuner(code.co_firstlineno)
+            file, line = self._file(function.__globals__, code), code.co_firstlineno
+            bare = {each: each.bare[line] for each in file.statements if line in each.bare}
             self._undecorated = bare | self._undecorated
         self.follow(value)
         for name, item in self._snapshot.state(value).items():
             self._bind(name, item, value)
 
-    def follow_code(self, value: types.FunctionType | type) -> None:
-        """Follow a function or a class by its definition."""
+    def follow_code(self, value: types.FunctionType | type, by_name: bool) -> None:
+        """Follow a function or a class by its definition. With ``by_name``, or if a statement of
+        the module defines it, follow the global that contains it."""
         function = value if isinstance(value, types.FunctionType) else None
         code, scope = attribute(function, "__code__"), runtime_values.globals_of(value)
         name = attribute(code, "co_qualname", value.__qualname__)
         label, top = self.label(scope, name), name.partition(".")[0]
         file, module_file = self._file(scope, code), self._file(scope)
         in_module = file is module_file and file.statements_of(top)
-        if in_module and "<locals>" not in name:
+        if by_name or (in_module and "<locals>" not in name):
             self.follow_global(scope, top)
             return
         functions = [function] if function else [*map(function_in, vars(value).values())]
@@ -125,9 +129,8 @@ class Slice:
     def follow_global(self, scope: Globals, name: str) -> None:
         """Follow a global: the statements that bind or change it, and functions and classes of
         other modules in its value."""
-        if (id(scope), name) in self._visited or self._library.has_module(_module_name(scope)):
+        if not self._is_new(name, scope) or self._library.has_module(_module_name(scope)):
             return
-        self._visited.add((id(scope), name))
         file, value = self._file(scope), scope.get(name)
         if isinstance(value, types.ModuleType) or self._ignores(name):
             return
@@ -143,62 +146,47 @@ class Slice:
             if not imports:
                 self._constant(scope, file, name, found)
         if found or imports:
-            function = function_in(value)
-            if (
-                function is not None
-                and function.__globals__ is scope
-                and "." not in function.__qualname__
-            ):
-                # Another module may have bound this name to another function of this module.
-                self.follow_global(scope, function.__name__)
-            self.follow(value, scope)
+            self.follow(value, by_name=True)
         elif name in scope and not name.startswith("__") and (text := text_of(value)) is not None:
             self.source.bound[self._unique(name, scope)] = text
         elif not isinstance(value, CONTAINERS):
             self.follow(value)
 
-    def follow(self, value: Any, home: Globals | None = None) -> None:
+    def follow(self, value: Any, by_name: bool = False) -> None:
         """Follow the functions and classes in ``value``, and the classes of the data in it.
 
         Args:
-            home: globals of the module whose statements create ``value`` and are followed already.
-                Only functions and classes of other modules are then followed.
+            by_name: follow the globals that have the names of the functions and classes, without
+                closures. A global may hold closures that differ by rank, and other modules may have
+                put functions into it.
         """
         pending = [value]
         for _ in range(_MAX_VISITS):
             if not pending:
                 break
             item = pending.pop()
-            if isinstance(item, runtime_values.PLAIN) or not self._is_new(id(home), item):
+            if isinstance(item, runtime_values.PLAIN) or not self._is_new(by_name, item):
                 continue
             if isinstance(item, types.FunctionType):
                 inner = [attribute(item, "__wrapped__"), attribute(item, "registry")]
                 if self._library.has(item):
                     self._is_library(item.__module__ or "")
                     inner += cells_of(item).values()
-                elif home is None:
-                    self.follow_code(item)
-                elif item.__globals__ is not home:
-                    # Follow the name of the function. Do not follow its closure, which may differ
-                    # by rank.
-                    full = getattr(item.__code__, "co_qualname", item.__qualname__)
-                    self.follow_global(item.__globals__, full.partition(".")[0])
+                else:
+                    self.follow_code(item, by_name)
                 pending += [x for x in inner if function_in(x) or isinstance(x, _REGISTRY)]
             elif isinstance(item, type):
-                if self._library.has(item) or item.__module__ not in sys.modules:
-                    continue
-                if home is None or item.__module__ != home.get("__name__"):
-                    self.follow_code(item)
-                if home is not None:
+                if not self._library.has(item) and item.__module__ in sys.modules:
+                    self.follow_code(item, by_name)
                     pending += [x for x in vars(item).values() if isinstance(x, COLLECTIONS)]
             elif wrapped := [*runtime_values.wrapped_objects(item)]:
                 pending += wrapped
-                if home is None:
+                if not by_name:
                     self._configs(item)
             else:
                 pending.append(type(item))
-                if home is None or isinstance(item, COLLECTIONS):
-                    pending += reversed(runtime_values.items_of(item).values())
+                if not by_name or isinstance(item, COLLECTIONS):
+                    pending += reversed(runtime_values.items_of(item))
                 elif not self._library.has(type(item)):
                     pending += runtime_values.attributes(item).values()
 
@@ -241,20 +229,13 @@ class Slice:
             return
         name, kind = self._unique(name, holder), type(value).__name__
         value = value.value if kind == "constexpr" else value
-        text, items = self._snapshot.text(value), runtime_values.items_of(value)
+        text = self._snapshot.text(value)
         if text is None and not isinstance(value, CONTAINERS):
-            text = text_of(value)
+            text = describe(value)
         if text is not None:
             self.source.bound[name] = text
         elif isinstance(value, CONTAINERS):
             self.source.uncounted[name] = f"a {kind}, which may change"
-        elif items:
-            for each, item in items.items() if self._is_new("items", value) else ():
-                self._bind(f"{name}.{each}", item, value)
-        elif runtime_values.is_code(value):
-            inner = function_in(value) or value
-            code = inner if hasattr(inner, "__qualname__") else type(inner)
-            self.source.bound[name] = self.label(runtime_values.globals_of(code), code.__qualname__)
         elif not isinstance(value, types.ModuleType):  # names read from a module are followed
             self.source.uncounted[name] = f"a {kind}, compared by its class"
         self.follow(value)
@@ -284,8 +265,7 @@ class Slice:
         self.source.digests[label] = " ".join(digests)
         for each in found:
             # Several functions may be created by one statement, with different cells.
-            if cells or each not in self._visited:
-                self._visited.add(each)
+            if self._is_new("statement", each) or cells:
                 self._follow(each.reads, scope, cells, each.inner_imports)
 
     def _follow(
@@ -312,9 +292,7 @@ class Slice:
                 if path and (found := file.statements_of(chain)):
                     # This module sets ``module.name`` of another module.
                     self._add_statements(self.label(scope, chain), found, scope)
-                    if chain in file.assigned_later:
-                        holder = functools.reduce(attribute, path[:-1], value)
-                        self._set_at_run_time.add((id(attribute(holder, "__dict__")), path[-1]))
+                    self._set_at_run_time |= {path[-1]} if chain in file.assigned_later else set()
                 self._attribute(value, path)
             elif path == ["__subclasses__"] and isinstance(value, type):
                 self.follow(sorted(value.__subclasses__(), key=qualified_name))
@@ -329,11 +307,7 @@ class Slice:
             # torch has no public function that returns a custom op's function. This table exists
             # since torch 2.4.
             known = attribute(sys.modules.get("torch._library.custom_ops"), "OPDEFS", {})
-            function = attribute(known.get("::".join(names[2:4])), "_init_fn")
-            if isinstance(function, types.FunctionType):
-                self.follow(function)
-                # The global has the registered kernels.
-                self.follow_global(function.__globals__, function.__name__)
+            self.follow(known.get("::".join(names[2:4])))
         elif not self._is_library(module.__name__) and path:
             value = attribute(module, path[0])
             if isinstance(value, types.ModuleType):
@@ -350,12 +324,13 @@ class Slice:
         full = found.full_name(scope.get("__package__"))
         if self._is_library(full):
             return
-        name = [found.attribute] if found.attribute else []
-        module = self._library.imported(full) if load else sys.modules.get(full)
-        if load and name and not hasattr(module, name[0]):
-            self._library.imported(f"{full}.{name[0]}")
-        if module is not None:
-            self._attribute(module, [*name, *path])
+        names = [found.attribute] if found.attribute else []
+        for each in (full, *(f"{full}.{name}" for name in names)) if load else ():
+            if not hasattr(sys.modules.get(full), found.attribute or "__name__"):
+                with suppress(Exception, SystemExit):  # the module cannot run here
+                    importlib.import_module(each)
+        if full in sys.modules:
+            self._attribute(sys.modules[full], [*names, *path])
 
     def _is_library(self, module: str) -> bool:
         """Return whether a module belongs to a library. If so, record the version of the library,
@@ -379,11 +354,10 @@ class Slice:
             return
         source, unique = self.source, self._unique(name, scope)
         kinds = {type(part) for node in nodes for part in ast.walk(node)}
-        if (id(scope), name) in self._set_at_run_time:
-            source.uncounted[unique] = "it changes as the program runs"
-        elif is_marked:
+        later = self._set_at_run_time | modules.roots(file.assigned_later)
+        if is_marked:
             source.literal[unique] = text
-        elif name in modules.roots(file.assigned_later) or kinds & _RUN_TIME_EXPRESSIONS:
+        elif name in later or kinds & _RUN_TIME_EXPRESSIONS:
             source.uncounted[unique] = "it is computed when the program runs"
         elif ast.Name not in kinds:  # otherwise the constants in the expression are recorded
             is_fixed = len(binding) == 1 and not binding[0].is_conditional
@@ -392,17 +366,17 @@ class Slice:
     def _file(self, scope: Globals, code: types.CodeType | None = None) -> File:
         """Return the file of ``code``, or of the module ``scope``; empty if edited after the
         import."""
-        if id(code or scope) not in self._files:
+        key = id(code or scope)
+        if key not in self._files:
             path = code.co_filename if code else scope.get("__file__") or ""
-            functions = () if code else filter(None, map(function_in, [*scope.values()]))
-            codes = [code] if code else [x.__code__ for x in functions]
-            file = file_at(path, scope)
+            functions = filter(None, map(function_in, [*scope.values()]))
+            codes = [code] if code else [each.__code__ for each in functions]
+            file, loader = file_at(path, scope), type(scope.get("__loader__"))
             # pytest rewrites the asserts of test modules, so their bytecode differs from the file.
-            is_rewritten = type(scope.get("__loader__")).__module__.startswith("_pytest.")
-            is_equal = not code and is_rewritten
-            is_equal = is_equal or all(file.has(x) for x in codes if x.co_filename == path)
-            self._files[id(code or scope)] = file if is_equal else modules.EMPTY
-        return self._files[id(code or scope)]
+            is_rewritten = not code and loader.__module__.startswith("_pytest.")
+            is_equal = is_rewritten or all(file.has(x) for x in codes if x.co_filename == path)
+            self._files[key] = file if is_equal else modules.EMPTY
+        return self._files[key]
 
     def label(self, scope: Globals, name: str) -> str:
         """Return ``module:name``, or ``name`` alone for the module of the tuned function.

@@ -25,17 +25,31 @@ def changes(recorded: Mapping[str, str], module: str, function: str) -> tuple[li
     """
     files, unknown, sentences = _Files(module, function), list[str](), dict[str, None]()
     for label, value in recorded.items():
-        module_part, _, name = label.rpartition(":")
-        file = EMPTY if value.startswith("bytecode ") else files.file_of(module_part)
+        part, _, name = label.rpartition(":")
+        full = files.full_name(part)
+        file = EMPTY if value.startswith("bytecode ") else files.find(full) if part else files.home
         if label.startswith("library "):
             version = version_of(label.removeprefix("library "))
             if version and version != value:
                 sentences[f"source: {label} was {value}, is {version}"] = None
         elif file.lines:
-            sentences |= dict.fromkeys(files.changes(file, module_part, name, value.split()))
+            sentences |= dict.fromkeys(_changes(file, full, name, value.split()))
         else:
             unknown.append(label)
     return list(sentences), unknown
+
+
+def _changes(file: File, module: str, name: str, recorded: list[str]) -> Iterator[str]:
+    """Yield a sentence for each changed statement of one label."""
+    is_inner = "<" in name  # an inner function or lambda; several may have this name
+    found = file.definitions(name) if is_inner else file.statements_of(name)
+    now = [each for each in found if name not in each.imports]
+    # The recorded digest of the tuned function is without the tuner's decorators.
+    new = [x for x in now if not {x.digest, *(y.digest for y in x.bare.values())} & {*recorded}]
+    if not now or (not new and len(now) < len(recorded)):
+        yield f"source: {module}: a statement that sets {name} is gone"
+    for line in [x.shown_line for x in new] if not is_inner or len(new) == len(now) else ():
+        yield f"source: {module}:{line} changed: {file.lines[line - 1].strip()}"
 
 
 def package_path(path: Path) -> tuple[list[str], Path]:
@@ -47,32 +61,35 @@ def package_path(path: Path) -> tuple[list[str], Path]:
 
 
 class _Files:
-    """Source files of modules, found without importing the modules."""
+    """Source files of modules, found without importing the modules. ``home`` defines ``function``,
+    and has the name ``module``."""
 
     def __init__(self, module: str, function: str) -> None:
-        self._function, path = function, Path(module).absolute()
         self._folders = [os.getcwd(), *(each or os.getcwd() for each in sys.path)]
-        file, name = file_at(str(path)), function.partition(".")[0]
+        self.module, self.home = module, file_at(os.path.abspath(module))
         if module.endswith(".py"):
-            parts, root = package_path(path)
+            parts, root = package_path(Path(module).absolute())
             self._folders.insert(0, str(root))
-            self._function_module = ".".join(parts) if len(parts) > 1 else module
+            self.module = ".".join(parts) if len(parts) > 1 else module
         else:
-            self._function_module, file = module, self._file(module)
+            self.home = self.find(module)
+        name = function.partition(".")[0]
         # A package may import the function from the module that defines it.
-        while file.imports.get(name):
-            found, spec = min(file.imports[name]), self._spec(self._function_module)
-            self._function_module = found.full_name(spec.parent if spec else "")
-            file, name = self._file(self._function_module), found.attribute
-        self._function_file = file
+        while found := min(self.home.imports.get(name, ()), default=None):
+            spec, name = self._spec(self.module), found.attribute
+            self.module = found.full_name(spec.parent if spec else "")
+            self.home = self.find(self.module)
 
-    def file_of(self, module_part: str) -> File:
-        """Return the file of the module in a label. ``""`` is the module of the function."""
-        return self._file(self._full(module_part)) if module_part else self._function_file
+    def full_name(self, part: str) -> str:
+        """Return the full name of a module in a label."""
+        top = self.module.partition(".")[0] if part.startswith(".") else ""
+        return f"{top}{part.rstrip('.')}" or self.module
 
-    def _full(self, module_part: str) -> str:
-        top = self._function_module.partition(".")[0] if module_part.startswith(".") else ""
-        return f"{top}{module_part.rstrip('.')}" or self._function_module
+    def find(self, module: str) -> File:
+        """Return the file of a module; an empty file if it does not exist."""
+        spec = self._spec(module)
+        scope = {"__name__": module, "__loader__": spec and spec.loader}
+        return file_at((spec and spec.origin) or "", scope)
 
     @functools.cache  # noqa: B019
     def _spec(self, module: str) -> importlib.machinery.ModuleSpec | None:
@@ -81,26 +98,3 @@ class _Files:
             above = self._spec(parent)
             folders = list((above and above.submodule_search_locations) or ())
         return next(filter(None, (each.find_spec(module, folders) for each in sys.meta_path)), None)
-
-    def _file(self, module: str) -> File:
-        spec = self._spec(module)
-        scope = {"__name__": module, "__loader__": spec and spec.loader}
-        return file_at((spec and spec.origin) or "", scope)
-
-    def changes(
-        self, file: File, module_part: str, name: str, recorded: list[str]
-    ) -> Iterator[str]:
-        """Yield a sentence for each changed statement of one label."""
-        is_inner = "<" in name  # an inner function or lambda; several may have this name
-        found = file.definitions(name) if is_inner else file.statements_of(name)
-        now = [each for each in found if name not in each.imports]
-        new = [each for each in now if each.digest not in recorded]
-        for tuned in file.definitions(self._function) if new else ():
-            # The recorded digest of the tuned function is without the tuner's decorators.
-            bare = file.without_tuner(tuned.line)
-            new = [x for x in new if x not in bare or bare[x].digest not in recorded]
-        if not now or (not new and len(now) < len(recorded)):
-            yield f"source: {self._full(module_part)}: a statement that sets {name} is gone"
-        for line in [x.shown_line for x in new] if not is_inner or len(new) == len(now) else ():
-            text = file.lines[line - 1].strip()
-            yield f"source: {self._full(module_part)}:{line} changed: {text}"
