@@ -621,6 +621,15 @@ def helper(x): return 0
 def fast(x): return VALUE
 return helper(x)
 import elsewhere
+=== a function of this module that another module puts into a table
+import program
+program.STEPS.append(program.fast)
+---
+import sys; sys.modules.setdefault("program", sys.modules[__name__])
+STEPS = []
+def fast(x): return VALUE
+return STEPS[0](x)
+import elsewhere
 === an expression of literals
 A = VALUE
 SIZE = 2 * A

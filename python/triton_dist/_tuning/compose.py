@@ -10,7 +10,6 @@ import numbers
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +20,7 @@ from triton_dist._tuning.arguments import check_choice, check_tunable, names_of,
 from triton_dist._tuning.engine.decorator import Decorator
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.engine.parts import Hooks, NoWorld, Parts, ProcessFunctions
-from triton_dist._tuning.protocols import RankGroup, Search
+from triton_dist._tuning.protocols import RankGroup
 from triton_dist._tuning.search import Factory, ShortRace, check_search, search_for
 from triton_dist._tuning.shared import common_parts, file_store, fingerprint_of, is_off, pack_store
 from triton_dist._tuning.source import Snapshot, origin_of, source_of, sources_of
@@ -192,8 +191,10 @@ def autotune(
         "waves_fn": waves_fn,
         "prior_fn": prior_fn,
         "input_variants_fn": input_variants_fn,
+        "reset_fn": reset_fn,
+        "check_fn": check_fn,
     }
-    for name, function in {**functions, "reset_fn": reset_fn, "check_fn": check_fn}.items():
+    for name, function in functions.items():
         if not callable(function) and (function is not None or name == "key_fn"):
             raise InvalidArgument("autotune", name, function, "a function")
     restore, ignore = names_of("restore", restore), names_of("ignore", ignore)
@@ -206,12 +207,14 @@ def autotune(
     if isinstance(config_space, Product) and sizes:
         wanted = "a list of configs, such as list(product): sizes= reads every config"
         raise InvalidArgument("autotune", "config_space", config_space, wanted)
-    if isinstance(config_space, Product) and not config_space.is_listed and search in FULL_SEARCHES:
-        wanted = f'"surrogate", "optuna" or "auto" for {len(config_space)} combinations'
-        raise InvalidArgument("autotune", "search", search, wanted)
-    if isinstance(config_space, Product) and not config_space.is_listed and prior_fn is not None:
-        wanted = f"None: it would be called for {len(config_space)} combinations"
-        raise InvalidArgument("autotune", "prior_fn", prior_fn, wanted)
+    if isinstance(config_space, Product) and not config_space.is_listed:
+        number = f"{len(config_space)} combinations"
+        if search in FULL_SEARCHES:
+            wanted = f'"surrogate", "optuna" or "auto" for {number}'
+            raise InvalidArgument("autotune", "search", search, wanted)
+        if prior_fn is not None:
+            wanted = f"None: it would be called for {number}"
+            raise InvalidArgument("autotune", "prior_fn", prior_fn, wanted)
     if not callable(config_space) and not isinstance(config_space, Product):
         try:
             configs = iter(config_space)
@@ -221,14 +224,6 @@ def autotune(
         config_space = list(configs)  # an iterator can be read only once
     own_search = search if callable(search) else None
     named_search = search if isinstance(search, str) else f"own {qualified_name(search)}"
-    policy = functools.partial(
-        Policy.on,
-        timing=timing,
-        search=named_search,
-        max_seconds=max_seconds,
-        max_trials=max_trials,
-        effort=effort,
-    )
     space = config_space if isinstance(config_space, Product) else ConfigSpace(config_space)
 
     hooks = Hooks(
@@ -259,29 +254,59 @@ def autotune(
         deciding = [prune_fn, check_fn, input_variants_fn, reset_fn]
         deciding += [prior_fn] if search == "prior" else []
         validators = tuple(each for each in deciding if each is not None)
-        composer = _Composer(
-            scope,
-            policy,
-            functools.partial(
-                search_for, user_search=own_search, compiles_ahead=prepare_fn is not None
-            ),
-            validators,
-            version or "",
-            tuple(restore),
-            worst_input,
-            ignore,
-            # Records depend on the values that constants have at decoration, now.
-            Snapshot([fn, *validators]),
-            MemoryStore(),
-        )
+        # Records depend on the values that constants have at decoration, now.
+        snapshot, memory_store = Snapshot([fn, *validators]), MemoryStore()
+
+        def parts_for(process_group: Any, verbose: bool) -> Parts:
+            """Return the parts for a first call over ``process_group``, for the current
+            environment."""
+            ranks: RankGroup = group_for(process_group, scope)
+            gpu_is_shared = current_device().name == "cuda" and ranks_per_gpu() > 1
+            policy = Policy.on(
+                current_device().name,
+                gpu_is_shared=gpu_is_shared,
+                timing=timing,
+                search=named_search,
+                max_seconds=max_seconds,
+                max_trials=max_trials,
+                effort=effort,
+            )
+
+            def fingerprint(function: Callable[..., Any], space: ConfigSpace) -> Fingerprint:
+                roots = [function, *space.functions]
+                source, hooks_source = sources_of(
+                    roots, validators, ignore, snapshot, space.classes
+                )
+                # If both are unset, the digest equals the digest of versions without them.
+                others: list[object] = [list(restore)] if restore else []
+                others += ["worst_input"] if worst_input else []
+                digest = codec.digest(space.digest, hooks_source.digests, *others)
+                return fingerprint_of(ranks, policy, source, hooks_source, digest, version or "")
+
+            packs = map(pack_store, pack_locations())
+            common = common_parts(policy, ranks, verbose, memory_store, *packs)
+            files = file_store(knobs.cache_dir.get())
+            trial_context = functools.partial(_without_gradients, common.trial_context)
+            return Parts(
+                **{**vars(common), "trial_context": trial_context},
+                memory_store=memory_store,
+                search=functools.partial(
+                    search_for, user_search=own_search, compiles_ahead=prepare_fn is not None
+                ),
+                check_search=functools.partial(check_search, policy),
+                warm_start_search=ShortRace,
+                fingerprint=fingerprint,
+                log=lambda key: FileLog(files.path(key), int(ranks.global_rank(ranks.rank))),
+            )
+
         tuned: AutoTuner[..., Any] = AutoTuner(
             fn,
             space,
             keys,
             prune_fn,
             hooks,
-            composer.parts_for,
-            composer.memory_store.clear,
+            parts_for,
+            memory_store.clear,
             process,
             origin_of,
             key_sizes,
@@ -313,57 +338,6 @@ shipped.background_jobs.append(_read_sources)
 
 def _is_positive(value: Any) -> bool:
     return isinstance(value, numbers.Real) and value is not True and bool(value > 0)  # type: ignore[operator]
-
-
-@dataclass(frozen=True)
-class _Composer:
-    """Builder of the parts for the calls of one tuned function."""
-
-    scope: str
-    policy: Callable[..., Policy]
-    """Returns the policy. The arguments are the device name and whether ranks share the device."""
-    search: Callable[..., Search]
-    validators: tuple[Callable[..., object], ...]
-    """User functions that decide which configs can win and what is timed."""
-    version: str
-    restore: tuple[str, ...]
-    worst_input: bool
-    ignore: tuple[str, ...]
-    snapshot: Snapshot
-    memory_store: MemoryStore
-
-    def parts_for(self, process_group: Any, verbose: bool) -> Parts:
-        """Return the parts for a first call over ``process_group``, for the current environment."""
-        ranks: RankGroup = group_for(process_group, self.scope)
-        gpu_is_shared = current_device().name == "cuda" and ranks_per_gpu() > 1
-        policy = self.policy(current_device().name, gpu_is_shared=gpu_is_shared)
-        packs = map(pack_store, pack_locations())
-        common = common_parts(policy, ranks, verbose, self.memory_store, *packs)
-        files = file_store(knobs.cache_dir.get())
-        return Parts(
-            **{
-                **vars(common),
-                "trial_context": functools.partial(_without_gradients, common.trial_context),
-            },
-            memory_store=self.memory_store,
-            search=self.search,
-            check_search=functools.partial(check_search, policy),
-            warm_start_search=ShortRace,
-            fingerprint=functools.partial(self._fingerprint, ranks, policy),
-            log=lambda key: FileLog(files.path(key), int(ranks.global_rank(ranks.rank))),
-        )
-
-    def _fingerprint(
-        self, ranks: RankGroup, policy: Policy, function: Callable[..., Any], space: ConfigSpace
-    ) -> Fingerprint:
-        source, validators = sources_of(
-            [function, *space.functions], self.validators, self.ignore, self.snapshot, space.classes
-        )
-        # If both are unset, the digest equals the digest in records of versions without them.
-        others: list[object] = [list(self.restore)] if self.restore else []
-        others += ["worst_input"] if self.worst_input else []
-        digest = codec.digest(space.digest, validators.digests, *others)
-        return fingerprint_of(ranks, policy, source, validators, digest, self.version)
 
 
 @contextmanager

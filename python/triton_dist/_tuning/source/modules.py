@@ -245,6 +245,7 @@ class File:
         self.codes, self.names = [*nested_code(code)][1:], {*code.co_names}
         # A notebook compiles each statement separately, which yields other instructions.
         self._known = {_location(each) if is_cell else each for _, each in self.codes}
+        self._matched: dict[int, types.CodeType] = {}
         self.imports: dict[str, set[Import]] = {}
         leaves = [*_statement_nodes(tree.body)]
         for node, _ in leaves:
@@ -301,7 +302,11 @@ class File:
 
     def has(self, code: types.CodeType) -> bool:
         """Return whether the file compiles to ``code``, so it was not edited after the import."""
-        return (_location(code) if self._is_cell else code) in self._known
+        if self._matched.get(id(code)) is not code:  # a hash of a code object is slow
+            if (_location(code) if self._is_cell else code) not in self._known:
+                return False
+            self._matched[id(code)] = code
+        return True
 
     def ordinal(self, code: types.CodeType) -> int:
         """Return the number of earlier definitions with the dotted name of ``code``."""

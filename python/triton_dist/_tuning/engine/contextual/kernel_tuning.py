@@ -432,7 +432,8 @@ def begin_kernel_tuning(
     name = kernel_name(tuner)
     _check_names(name, tuner)
     local = _LocalConfigs(tuner, prune)
-    key = Key.of(name, tuple(map(_with_text, triton_key)), parts.hardware)
+    values = (value if codec.is_exact(value) else repr(value) for value in triton_key)
+    key = Key.of(name, tuple(values), parts.hardware)
     fingerprint = parts.fingerprint(tuner, local.space)
     tuning = KernelTuning(tuner, triton_key, key, local.triton_configs)
     found = LocalRecord(None, "its key has no text that is stable across processes")
@@ -575,15 +576,6 @@ class _LocalConfigs:
             return None
         digest = as_config(tuner.cache.pop(triton_key)).digest
         return digest if digest in self.triton_configs else None
-
-
-def _with_text(value: object) -> object:
-    """Return ``value``, or its ``repr`` if :mod:`codec` does not support its type."""
-    try:
-        codec.encode(value)
-    except TypeError:
-        return repr(value)
-    return value
 
 
 def _check_names(name: str, tuner: Any) -> None:
