@@ -44,7 +44,7 @@ def random_calls(seed: int, rounds: int) -> int:
         dtype = shared.choice([torch.float32, torch.bfloat16, torch.float16])
         kv = shared.choice([n for n in range(1, 2 * size + 1) if n % size == 0 or size % n == 0])
         heads = shared.choice([n for n in range(1, 4 * size + 1) if n % size == 0 and n % kv == 0])
-        dim, v_dim, most = *shared.choice([(8, 8), (24, 8), (64, 64)]), shared.choice([1, 5, 40])
+        dim, v_dim, most = *shared.choice([(8, 8), (24, 8), (64, 64)]), shared.choice([1, 5, 20])
         with create_ulysses_context(
             rank, size, size, 2 * most * size, heads, kv, dim, dtype, v_head_dim=v_dim,
             max_local_tokens=2 * most * size,
