@@ -78,13 +78,13 @@ def test_programs_are_resident(gpu, name):
     call = decode_call(**CASES[name])
     spec, per_sm = call.spec(), call.params()[0]
     out, lse = call.outputs()
-    kernel = compile_launch(ALGORITHMS["packets"].launch(call, out, lse, call.q))
+    kernel = compile_launch(ALGORITHMS["packets"].launch(call, out, lse, call.queries(False)))
     sends = [SEND] if name == "paged, masked" else []  # rows of few lines are sent in single words
     assert_fits(kernel, stack_bytes=128, programs=per_sm, has=[RELEASE, POLL, *sends])
     if name == "paged, masked":
         return
     for launch in (
-        call.attend(spec, call.new_parts(spec), call.q),
+        call.attend(spec, call.new_parts(spec), call.queries(False)),
         call.combine(spec, call.new_parts(spec), call.packed_target(call.new_packed()), False),
     ):
         kernel = compile_launch(launch)

@@ -20,7 +20,7 @@ def test_kinds_of_caches(on_few, name):
 
 
 def test_replays_serve_any_lengths_and_late_ranks(on_gpus, rounds):
-    number = rounds(300)
+    number = rounds(1000)
     assert set(on_gpus(decode_ranks.replayed, number)) == {number}
 
 

@@ -14,6 +14,9 @@ consecutive.
 *Items.* An item is ROWS rows and COLUMNS columns of a tile. After all parts are stored, one program
 combines the parts of each item.
 
+*Rejected.* Transposed products, with keys as rows, compile to WGMMA, but calls take longer on an
+H200: 102 instead of 90 us for 8 sequences of 32,768 latents, and the same for head dimension 128.
+
 ======================  ==========  ===================================================
 argument                dtype       shape
 ======================  ==========  ===================================================
