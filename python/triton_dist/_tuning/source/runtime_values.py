@@ -94,7 +94,8 @@ def describe(value: Any, depth: int = 0) -> str | None:
 
 
 class Snapshot:
-    """Texts of the values that the callables ``roots`` store (see ``bound_values``).
+    """Texts of the collections and dataclasses that the callables ``roots`` store (see
+    ``bound_values``).
 
     The texts are read when this object is created. For callable objects, and for methods, the
     attributes of the object are also stored.
@@ -109,7 +110,7 @@ class Snapshot:
             self._take(root)
 
     def text(self, value: Any) -> str | None:
-        """Return the stored text of a value, or ``None``."""
+        """Return the stored text of a collection or dataclass, or ``None``."""
         return self._texts.get(id(value), (None, None))[1]
 
     def state(self, root: Any) -> dict[str, Any]:
@@ -118,7 +119,9 @@ class Snapshot:
 
     def _take(self, root: Any) -> None:
         bound = bound_values(root)
-        self._texts |= {id(each): (each, describe(each)) for each in bound.values()}
+        for each in bound.values():
+            if isinstance(each, COLLECTIONS) or dataclasses.is_dataclass(each):
+                self._texts[id(each)] = each, describe(each)
         if isinstance(root, functools.partial):
             self._take(root.func)
             bound = self.state(root.func)
