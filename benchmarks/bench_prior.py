@@ -38,7 +38,7 @@ import triton
 
 from triton_dist._archive import PACKAGE_RECORDS
 from triton_dist._tuning.values import unpack
-from triton_dist.kernels.common.gemm import prior, spaces
+from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.nvidia.gemm import matmul
 from triton_dist.runtime import peaks
 from triton_dist.runtime.device import detect
@@ -85,7 +85,7 @@ def on_gpu(gpu: str) -> Iterator[None]:
 def _clear_caches() -> None:
     """Drop cached values that depend on the device."""
     peaks.device_peak.cache_clear()
-    prior.gemm_ms.cache_clear()
+    spaces.gemm_ms.cache_clear()
     for info in OPINFOS.values():
         space = info.op.config_space
         for name in list(vars(space)):

@@ -30,8 +30,8 @@ from tests.compile.scattered import (
 from triton_dist import language as dl
 from triton_dist.errors import CandidateFailed
 from triton_dist.kernels.common.gemm.launch import FUSED_TILES, SPLIT_K_TILES, sharded_gemm
+from triton_dist.kernels.common.gemm.sharded import SplitWorkspace
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TILES
-from triton_dist.kernels.common.gemm.work_items import SplitWorkspace
 from triton_dist.kernels.common.peers import GatheredShards, ShardPush
 from triton_dist.kernels.common.slots.epochs import kernel_await_consumption, kernel_finish_epoch
 from triton_dist.kernels.common.slots.gathered import kernel_release_copies

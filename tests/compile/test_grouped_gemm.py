@@ -25,8 +25,10 @@ from triton_dist.kernels.common.moe.product import grouped_product
 from triton_dist.kernels.common.moe.routing import block_map
 from triton_dist.kernels.common.moe.rows import gather_rows
 from triton_dist.kernels.common.moe.spaces import GROUPED_TILES
-from triton_dist.kernels.common.moe.topk_exchange import kernel_topk_exchange
-from triton_dist.kernels.common.moe.topk_sum import topk_sum
+from triton_dist.kernels.common.moe.topk_sum import (
+    kernel_topk_exchange,
+    topk_sum,
+)
 from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.kernels.common.slots.gathered import MAX_CHUNKS
 from triton_dist.runtime.launch import Launch

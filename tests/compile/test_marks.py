@@ -14,7 +14,7 @@ from tests.compile.scattered import TMA_LOAD, compile_launch
 from tests.compile.test_gemm_kernels import prepared
 from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.kernels.common.gemm import sharded, tile, work_items
+from triton_dist.kernels.common.gemm import sharded, tile
 from triton_dist.language import signals
 from triton_dist.runtime import marking
 from triton_dist.testing.compile_only import compile_kernel
@@ -25,7 +25,7 @@ TILE = triton.Config(
     num_warps=4,
     num_stages=3,
 )
-SELF_DESCRIBING = (tile, sharded, work_items, signals)
+SELF_DESCRIBING = (tile, sharded, signals)
 
 
 @pytest.fixture

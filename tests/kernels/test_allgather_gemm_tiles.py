@@ -15,8 +15,8 @@ from triton_dist.kernels.common.gemm.launch import (
     split_k_tiles,
     split_workspace_size,
 )
+from triton_dist.kernels.common.gemm.sharded import workspace_size
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, max_rows_of_key
-from triton_dist.kernels.common.gemm.work_items import workspace_size
 from triton_dist.kernels.nvidia import ag_gemm
 
 

@@ -9,11 +9,12 @@ import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triton_dist.kernels.common.moe import rows, spaces, sum_algorithms
+from triton_dist.kernels.common.moe import rows, spaces
 from triton_dist.kernels.common.moe.columns import column_chunks
 from triton_dist.kernels.common.moe.spaces import GROUPED_TILES, grouped_tiles
 from triton_dist.kernels.common.moe.summing import SumSizes
 from triton_dist.kernels.common.moe.topk_sum import topk_sum
+from triton_dist.kernels.nvidia.moe_reduce import algorithms
 from triton_dist.kernels.nvidia.moe_reduce.algorithms import AllReduceCall, ReduceScatterCall
 from triton_dist.runtime.device import current_device
 from triton_dist.testing import assert_allclose, poisoned_empty
@@ -114,7 +115,7 @@ class Gpu:
 
 def tried(monkeypatch, info, shape, dtype=BF16, num_ranks=4, **fixed):
     """Configs that a tuning on GPUs tries for a shape, by way."""
-    for module in (rows, spaces, sum_algorithms):
+    for module in (rows, spaces, algorithms):
         monkeypatch.setattr(module, "current_device", Gpu)
     key = next(info.example_keys())._replace(
         M=shape.M, N=shape.N, K=shape.K // num_ranks, E=shape.E, topk=shape.topk, dtype=dtype,

@@ -14,10 +14,9 @@ from tests.distributed.calls import NAN
 from tests.distributed.gemm_calls import LAYOUTS, uniform
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
-from triton_dist.kernels.common.gemm.sharded import gathered_tile
-from triton_dist.kernels.common.gemm.work_items import (
-    Partials,
+from triton_dist.kernels.common.gemm.sharded import (
     SplitWorkspace,
+    gathered_tile,
     publish_partial,
     split_of_work_item,
     sum_of_partials,
@@ -110,8 +109,7 @@ def test_the_sum_does_not_depend_on_who_is_last(m, n, warps, parts):
         split = workspace((tile + 1) * parts * m * n, tile + 1)
         out = torch.zeros(m, n)
         kernel_publish[(1,)](
-            values, torch.tensor(order, dtype=torch.int32),
-            Partials(split.partials, split.counters), out, tile,
+            values, torch.tensor(order, dtype=torch.int32), split, out, tile,
             SPLIT_K=parts, NUM_WARPS=warps, M=m, N=n,
         )  # fmt: skip
         assert torch.equal(out.flatten(), expected)

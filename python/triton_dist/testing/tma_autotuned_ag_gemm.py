@@ -8,7 +8,7 @@ import torch
 import triton
 
 from triton_dist.autotuner import contextual_autotune
-from triton_dist.kernels.common.gemm.work_items import GEMMPlan, Shards
+from triton_dist.kernels.common.gemm.sharded import GEMMPlan, Shards
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer, AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_gemm import kernel_consumer_gemm_persistent
 from triton_dist.kernels.nvidia.gemm import get_config_space

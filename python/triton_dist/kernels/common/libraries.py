@@ -56,6 +56,11 @@ def candidate_library_algorithms(operator: str) -> list[LibraryAlgorithm]:
     return supported_library_algorithms(operator) if current_device().has_nccl else []
 
 
+def library_configs(method: LibraryAlgorithm, operator: str) -> list[tuple[()]]:
+    """Return the candidates of ``method``: one without tunables, or none."""
+    return [()] if method in candidate_library_algorithms(operator) else []
+
+
 def check_async_tp(function: str, operator: str, num_ranks: int) -> None:
     """Raise ``InvalidArgument`` if async tensor parallelism is not available."""
     if num_ranks > 1 and LibraryAlgorithm.ASYNC_TP not in supported_library_algorithms(operator):

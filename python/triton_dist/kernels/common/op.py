@@ -13,8 +13,9 @@ from __future__ import annotations
 import enum
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, ParamSpec, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
 import torch
 import triton
@@ -62,26 +63,17 @@ class Algorithm(ABC, Generic[C, S]):
         """Launch the call and return its result."""
 
 
-class SelectableSizes(Protocol):
-    """Type of the sizes of a key, for ops whose deprecated keywords can select an algorithm."""
+class SelectableAlgorithm(Algorithm[C, S]):
+    """An algorithm that a deprecated keyword can select. Only the selected algorithm is then tried.
 
-    @property
-    def requested(self) -> str | None:
-        """Algorithm that a deprecated keyword of the call selects, or ``None``."""
+    Sizes have the attribute ``requested``: the name of the selected algorithm, or ``None``.
+    """
 
-
-A = TypeVar("A", bound=SelectableSizes)
-
-
-class SelectableAlgorithm(Algorithm[C, A]):
-    """An algorithm that a deprecated keyword can select. Only the selected algorithm is then
-    tried."""
-
-    def fits(self, config: Mapping[str, Any], sizes: A) -> bool:
+    def fits(self, config: Mapping[str, Any], sizes: Any) -> bool:
         return sizes.requested in (None, self.name) and self.fits_sizes(config, sizes)
 
     @abstractmethod
-    def fits_sizes(self, config: Mapping[str, Any], sizes: A) -> bool:
+    def fits_sizes(self, config: Mapping[str, Any], sizes: S) -> bool:
         """Return whether a config is worth trying if the caller allows this algorithm.
 
         The result must not depend on the context, because calls with different contexts share keys.
@@ -115,19 +107,19 @@ class Algorithms(dict[str, Algorithm[C, S]]):
 
     def has_candidates(self, name: str, sizes: S) -> bool:
         """Return whether any config of algorithm ``name`` fits a key's sizes."""
-        algorithm = self[name]
-        configs = (
-            dict(zip(algorithm.tunables, each, strict=True)) for each in algorithm.candidates()
-        )
-        return any(algorithm.fits({"algorithm": name, **config}, sizes) for config in configs)
+        return any(self[name].fits(config, sizes) for config in self._configs(self[name]))
 
     def config_space(self) -> list[dict[str, Any]]:
         """Return the configs of all algorithms; the first is the default."""
-        return [
-            {"algorithm": algorithm.name, **dict(zip(algorithm.tunables, values, strict=True))}
-            for algorithm in self.values()
-            for values in algorithm.candidates()
-        ]
+        return [config for algorithm in self.values() for config in self._configs(algorithm)]
+
+    @staticmethod
+    def _configs(algorithm: Algorithm[C, S]) -> Iterator[dict[str, Any]]:
+        for values in algorithm.candidates():
+            yield {
+                "algorithm": algorithm.name,
+                **dict(zip(algorithm.tunables, values, strict=True)),
+            }
 
 
 def check_straggler(function: str, option: object) -> None:
@@ -144,11 +136,7 @@ def check_tiles(function: str, config: Any, algorithm: str | None = None) -> Non
     try:
         config.kwargs["BLOCK_SIZE_K"]
     except (AttributeError, KeyError) as error:
-        expected = (
-            "a triton.Config"
-            if algorithm is None
-            else f"a triton.Config for algorithm={algorithm!r}"
-        )
+        expected = "a triton.Config" + (f" for algorithm={algorithm!r}" if algorithm else "")
         if isinstance(config, triton.Config):
             missing = {f"BLOCK_SIZE_{axis}" for axis in "MNK"} - set(config.kwargs)
             config, expected = str(config), f"a config that sets {', '.join(sorted(missing))}"
@@ -170,6 +158,18 @@ class OpCall:
     def compile(self) -> None:
         """Compile and load what ``run`` launches."""
         self.chosen.compile(self)
+
+
+@dataclass(eq=False, repr=False)  # not frozen, because that would take 1 us more per call
+class GEMMCall(OpCall):
+    """Base class of calls of GEMM ops, with the parameters that all these ops have."""
+
+    gemm_config: triton.Config | None
+    algorithm: str | None
+    A_scale: torch.Tensor | None
+    B_scale: torch.Tensor | None
+    use_fast_accum: bool
+    accepted_key: Any
 
 
 def op(
@@ -230,10 +230,9 @@ def op(
                 keyword = next(
                     name for name in _ALGORITHM_KEYWORDS if arguments.get(name) is not None
                 )
+                call_of_fn = f"{algorithms.function}.fn(…, algorithm={requested!r})"
                 expected = "an algorithm that fits these sizes. To run it anyway, pass "
-                expected += (
-                    f"autotune=False or call {algorithms.function}.fn(…, algorithm={requested!r})"
-                )
+                expected += f"autotune=False or call {call_of_fn}"
                 raise InvalidArgument(algorithms.function, keyword, arguments[keyword], expected)
             return agree_fn(*args, **kwargs)
 
@@ -253,9 +252,7 @@ def op(
             timing="graph",
             version=version,
             sizes=key_sizes,
-            fallback_fn=lambda config: (
-                algorithms[config["algorithm"]].is_fallback and config["algorithm"]
-            ),
+            fallback_fn=lambda c: algorithms[c["algorithm"]].is_fallback and c["algorithm"],
             **settings,
         )(fn)
         tuner.overwritten = ("output", "gathered")

@@ -107,7 +107,7 @@ def digest_of(*arguments: Hashable) -> int:
 
 @dataclass(frozen=True)
 class ShardPush:
-    """Memory of a GEMM kernel that sends this rank's shard of A itself (``gemm/work_items.py``).
+    """Memory of a GEMM kernel that sends this rank's shard of A itself (``gemm/sharded.py``).
 
     Attributes:
         shards, arrivals: int64 [num_ranks], addresses of the gathered rows and flags on each rank.

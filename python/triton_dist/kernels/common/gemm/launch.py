@@ -1,6 +1,6 @@
 """Launches of the sharded GEMM: configs for split-K and fused push, and the choice of the kernel.
 
-The sharded GEMM multiplies shards of A, gathered from all ranks, by B. ``gemm/work_items.py``
+The sharded GEMM multiplies shards of A, gathered from all ranks, by B. ``gemm/sharded.py``
 describes split-K and fused push. With split-K, two programs share a tile of the last wave if this
 wave does not fill the GPU: each program multiplies one half of K. With fused push, programs of the
 GEMM kernel send this rank's shard to the other ranks.
@@ -21,18 +21,20 @@ import triton
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.gemm.scales import NO_SCALES, Scales
 from triton_dist.kernels.common.gemm.sharded import (
-    kernel_gemm_non_persistent,
-    kernel_gemm_persistent,
-)
-from triton_dist.kernels.common.gemm.spaces import can_specialize_warps, config_for, max_rows_of_key
-from triton_dist.kernels.common.gemm.tile import Strides
-from triton_dist.kernels.common.gemm.work_items import (
     GEMMPlan,
-    Partials,
     Shards,
     SplitWorkspace,
+    kernel_gemm_non_persistent,
+    kernel_gemm_persistent,
     workspace_size,
 )
+from triton_dist.kernels.common.gemm.spaces import (
+    can_specialize_warps,
+    config_for,
+    max_rows_of_key,
+    tiles,
+)
+from triton_dist.kernels.common.gemm.tile import Strides
 from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch, dot_precision, fits_descriptor
@@ -49,70 +51,38 @@ _MAX_FUSED_BYTES = 16 << 20
 _DESCRIPTOR_ONLY = ("EPILOGUE_SUBTILE", "GROUP_SIZE_SHARDS", "SPLIT_K")
 
 
-def _split_k_configs(*rows: tuple[int, ...]) -> tuple[triton.Config, ...]:
-    """Build configs from tuples, whose order the loop in this function shows."""
-    names = (
-        "BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "SPLIT_K",
-        "GROUP_SIZE_SHARDS",
-    )  # fmt: skip
-    return tuple(
-        triton.Config(
-            dict(zip(names, (m, n, k, group, splits, shards), strict=True)),
-            num_warps=warps,
-            num_stages=stages,
-        )
-        for m, n, k, warps, stages, group, splits, shards in rows
-    )
-
-
-SPLIT_K_TILES = _split_k_configs((128, 256, 64, 8, 3, 8, 2, 1), (128, 256, 64, 8, 3, 16, 2, 1))
-WARP_SPECIALIZED_SPLIT_K_TILES = tuple(
-    triton.Config(
-        config.kwargs | {"EPILOGUE_SUBTILE": config.num_stages > 3, "WARP_SPECIALIZED": True},
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
-    for config in _split_k_configs(
-        (128, 256, 64, 8, 3, 8, 2, 1), (128, 256, 64, 8, 3, 16, 2, 1), (128, 256, 64, 8, 4, 8, 2, 1)
-    )
+_SPLIT_NAMES = ("GROUP_SIZE_M", "SPLIT_K", "GROUP_SIZE_SHARDS", "EPILOGUE_SUBTILE")
+SPLIT_K_TILES = tiles(
+    (128, 256, 64, 8, 3, 8, 2, 1), (128, 256, 64, 8, 3, 16, 2, 1), names=_SPLIT_NAMES
+)
+WARP_SPECIALIZED_SPLIT_K_TILES = tiles(
+    (128, 256, 64, 8, 3, 8, 2, 1, False),
+    (128, 256, 64, 8, 3, 16, 2, 1, False),
+    (128, 256, 64, 8, 4, 8, 2, 1, True),
+    names=_SPLIT_NAMES,
+    WARP_SPECIALIZED=True,
 )
 # For tests in the interpreter: SPLIT_K equal to and above the number of blocks along K, and groups
 # of one, two and all shards.
-INTERPRETED_SPLIT_K_TILES = _split_k_configs(
+INTERPRETED_SPLIT_K_TILES = tiles(
     (32, 64, 64, 4, 2, 2, 2, 1),
     (16, 32, 64, 4, 2, 4, 5, GROUP_ALL_SHARDS),
     (16, 32, 32, 8, 2, 4, 3, 2),
+    names=_SPLIT_NAMES,
 )
-
-
-def _fused_push_configs(*rows: tuple[int, ...]) -> tuple[tuple[triton.Config, int, int], ...]:
-    """Build (config, num_comm_sms, num_chunks) from tuples, whose order the loop below shows."""
-    names = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "GROUP_SIZE_SHARDS")
-    return tuple(
-        (
-            triton.Config(
-                dict(zip(names, (m, n, k, group, shards), strict=True)),
-                num_warps=warps,
-                num_stages=stages,
-            ),
-            num_comm_sms,
-            num_chunks,
-        )
-        for m, n, k, warps, stages, group, shards, num_comm_sms, num_chunks in rows
-    )
-
-
-FUSED_TILES = _fused_push_configs(
-    (128, 256, 64, 8, 3, 8, GROUP_ALL_SHARDS, 16, 4),
-    (128, 256, 64, 8, 3, 8, GROUP_ALL_SHARDS, 16, 2),
-    (128, 256, 64, 8, 3, 8, GROUP_ALL_SHARDS, 16, 8),
-    (128, 256, 64, 8, 3, 8, GROUP_ALL_SHARDS, 8, 4),
-    (128, 256, 64, 8, 3, 8, GROUP_ALL_SHARDS, 20, 4),
-    (64, 256, 64, 4, 4, 8, GROUP_ALL_SHARDS, 16, 4),
+# The configs, numbers of sending programs and numbers of chunks of a fused push.
+_HIGH, _LOW, *_INTERPRETED = tiles(
+    (128, 256, 64, 8, 3, 8, GROUP_ALL_SHARDS),
+    (64, 256, 64, 4, 4, 8, GROUP_ALL_SHARDS),
+    (32, 64, 64, 4, 2, 2, GROUP_ALL_SHARDS),
+    (16, 32, 32, 4, 2, 4, 1),
+    names=("GROUP_SIZE_M", "GROUP_SIZE_SHARDS"),
 )
-INTERPRETED_FUSED_TILES = _fused_push_configs(
-    (32, 64, 64, 4, 2, 2, GROUP_ALL_SHARDS, 1, 2), (16, 32, 32, 4, 2, 4, 1, 2, 3)
+FUSED_TILES = (
+    *((_HIGH, *numbers) for numbers in ((16, 4), (16, 2), (16, 8), (8, 4), (20, 4))),
+    (_LOW, 16, 4),
 )
+INTERPRETED_FUSED_TILES = ((_INTERPRETED[0], 1, 2), (_INTERPRETED[1], 2, 3))
 
 
 def split_k_tiles() -> list[triton.Config]:
@@ -249,7 +219,7 @@ def sharded_gemm(
     M, N = C.shape
     K = local_shard.shape[1]
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
-    tiles = num_ranks * triton.cdiv(local_shard.shape[0], block_m) * triton.cdiv(N, block_n)
+    num_tiles = num_ranks * triton.cdiv(local_shard.shape[0], block_m) * triton.cdiv(N, block_n)
     source = gathered or GatheredShards(local_shard, local_shard, local_shard, 1, 1)
     push = source.push
     senders = 0 if push is None else push.num_comm_sms
@@ -275,11 +245,25 @@ def sharded_gemm(
         options.setdefault("EPILOGUE_SUBTILE", False)
         splits = options.get("SPLIT_K", 1)
         if splits > 1:
-            options["partials"] = _partials(config, tiles, num_sms, split)
+            needed = workspace_size(config, num_tiles, num_sms)
+            sizes = split and (split.partials.numel(), split.counters.numel())
+            if sizes is None or needed[0] > sizes[0] or needed[1] > sizes[1]:
+                expected = f"a workspace of {needed[0]} fp32 and {needed[1]} counters"
+                raise InvalidArgument("sharded_gemm", "split", sizes, expected)
+            options["partials"] = split
         kernel: Any = kernel_gemm_persistent
         if specialized:
-            kernel, plan, options = _specialized(plan, options)
-        grid = (min(num_sms, tiles * splits + senders),)
+            # Imported late, because not every Triton has Gluon.
+            from triton_dist.kernels.common.gemm.warp_specialized import (
+                WARPS_PER_GROUP,
+            )
+            from triton_dist.kernels.common.gemm.warp_specialized import (
+                kernel_gemm_warp_specialized as kernel,
+            )
+
+            plan = plan._replace(NUM_STAGES=options["num_stages"], NUM_WARPS=0)
+            options["num_warps"] = WARPS_PER_GROUP
+        grid = (min(num_sms, num_tiles * splits + senders),)
         return Launch(
             kernel, grid, (*operands, max(B.stride()), *sharding), {**options, "gemm_plan": plan}
         )
@@ -292,32 +276,8 @@ def sharded_gemm(
     )
     return Launch(
         kernel_gemm_non_persistent,
-        (tiles + senders,),
+        (num_tiles + senders,),
         # The row stride of a one-row ``local_shard`` is arbitrary: use the gathered rows' strides.
         (*operands, Strides(*source.rows.stride(), *B.stride()), *sharding),
         {**options, "gemm_plan": plan},
     )
-
-
-def _specialized(plan: GEMMPlan, options: dict[str, Any]) -> tuple[Any, GEMMPlan, dict[str, Any]]:
-    """Return the warp-specialized kernel with its plan and options."""
-    # Imported late, because not every Triton has Gluon.
-    from triton_dist.kernels.common.gemm.warp_specialized import (
-        WARPS_PER_GROUP,
-        kernel_gemm_warp_specialized,
-    )
-
-    plan = plan._replace(NUM_STAGES=options["num_stages"], NUM_WARPS=0)
-    return kernel_gemm_warp_specialized, plan, {**options, "num_warps": WARPS_PER_GROUP}
-
-
-def _partials(
-    config: triton.Config, tiles: int, num_sms: int, split: SplitWorkspace | None
-) -> Partials:
-    needed, counted = workspace_size(config, tiles, num_sms)
-    if split is None or needed > split.partials.numel() or counted > split.counters.numel():
-        sizes = split and (split.partials.numel(), split.counters.numel())
-        raise InvalidArgument(
-            "sharded_gemm", "split", sizes, f"a workspace of {needed} fp32 and {counted} counters"
-        )
-    return Partials(split.partials, split.counters)

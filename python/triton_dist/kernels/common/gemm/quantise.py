@@ -92,19 +92,7 @@ def quantisation(
     return Launch(
         kernel_quantise,
         (triton.cdiv(rows, block_m), triton.cdiv(K, block_k)),
-        (
-            x,
-            out,
-            scale,
-            rows,
-            K,
-            x.stride(0),
-            1,
-            rows,
-            static_scale,
-            num_static_scales,
-            used_rows,
-        ),
+        (x, out, scale, rows, K, x.stride(0), 1, rows, static_scale, num_static_scales, used_rows),
         {
             "SILU_MUL": silu_mul,
             "BLOCK_SIZE_M": block_m,

@@ -428,6 +428,12 @@ def fits_async_tp(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool:
     return A.dtype is torch.float8_e4m3fn and scaling.recipe(A, B) is not Recipe.BLOCK
 
 
+def async_tp_check(algorithm: str, A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> Check:
+    """Return the check that async tensor parallelism supports A and B, for ``algorithm``."""
+    expected = "another algorithm for block scales and for e5m2"
+    return "algorithm", algorithm, fits_async_tp(A, B, scaling), expected
+
+
 def library_matmul(
     A: torch.Tensor, B: torch.Tensor, scaling: Scaling, out: torch.Tensor | None = None
 ) -> torch.Tensor:

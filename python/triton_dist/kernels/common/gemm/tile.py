@@ -11,7 +11,7 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.kernels.common.gemm.scales import finish_scales, scaled_dot, scales_of_shard
+from triton_dist.kernels.common.gemm.scales import finish_scales, scaled_dot
 
 
 class Strides(NamedTuple):
@@ -176,75 +176,6 @@ def multiply_tile_by_pointers(
     return finish_scales(
         accumulator, scales, a_scale_ptr, scale_row, scale_row + rows_left, column, N, SCALING
     )
-
-
-@jit
-def make_operands(
-    a_ptr,
-    b_ptr,
-    M,
-    N,
-    K,
-    stride_bk,
-    stride_bn,
-    DESCRIPTORS: tl.constexpr,
-    B_COLUMN_MAJOR: tl.constexpr,
-    BLOCK_SIZE_M: tl.constexpr,
-    BLOCK_SIZE_N: tl.constexpr,
-    BLOCK_SIZE_K: tl.constexpr,
-):
-    """Return A [M, K] and B [K, N] for ``multiply_operands``, as descriptors or pointers."""
-    a, b = a_ptr, b_ptr
-    if DESCRIPTORS:
-        a = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K])
-        if B_COLUMN_MAJOR:
-            b = tl.make_tensor_descriptor(
-                b_ptr, [N, K], [stride_bn, 1], [BLOCK_SIZE_N, BLOCK_SIZE_K]
-            )
-        else:
-            b = tl.make_tensor_descriptor(
-                b_ptr, [K, N], [stride_bk, 1], [BLOCK_SIZE_K, BLOCK_SIZE_N]
-            )
-    return a, b
-
-
-@jit
-def multiply_operands(
-    a,
-    b,
-    row,
-    column,
-    M,
-    N,
-    K,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
-    DESCRIPTORS: tl.constexpr,
-    B_COLUMN_MAJOR: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    BLOCK_SIZE_M: tl.constexpr,
-    BLOCK_SIZE_N: tl.constexpr,
-    BLOCK_SIZE_K: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
-    scales=None,
-    SCALING: tl.constexpr = 0,
-):
-    """Return the scaled fp32 tile at ``row`` and ``column``. a and b are from ``make_operands``."""
-    if DESCRIPTORS:
-        product = multiply_tile(
-            a, b, row, column, K, 0, 1,
-            B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
-            scales, scales_of_shard(scales, None, SCALING), row, M, N, SCALING,
-        )  # fmt: skip
-    else:
-        product = multiply_tile_by_pointers(
-            a, b, row, M - row, column, N, K, stride_am, stride_ak, stride_bk, stride_bn,
-            INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, INT64_OFFSETS,
-            scales, scales_of_shard(scales, None, SCALING), row, SCALING,
-        )  # fmt: skip
-    return product
 
 
 @jit

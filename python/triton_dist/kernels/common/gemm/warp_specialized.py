@@ -42,9 +42,13 @@ from triton_dist.kernels.common.gemm.scales import (
     UNSCALED,
     scales_of_shard,
 )
-from triton_dist.kernels.common.gemm.sharded import gathered_tile, wait_for_rows
+from triton_dist.kernels.common.gemm.sharded import (
+    gathered_tile,
+    split_of_work_item,
+    wait_for_rows,
+    work_items_of_tiles,
+)
 from triton_dist.kernels.common.gemm.tile import shard_in_arrival_order, tile_in_group
-from triton_dist.kernels.common.gemm.work_items import split_of_work_item, work_items_of_tiles
 from triton_dist.runtime.triton_compat import gluon_tma_copies
 
 WARPS_PER_GROUP = 4
@@ -233,7 +237,7 @@ def _finish_scales(accumulator, scales, a_scale_ptr, row, rows, column, N, SCALI
 
 @gluon.jit
 def _finish_split(GROUP: gl.constexpr, accumulator, partials, tile, split, SPLIT_K: gl.constexpr):
-    """Publish this group's half of a partial product, like ``work_items.publish_partial``.
+    """Publish this group's half of a partial product, like ``sharded.publish_partial``.
 
     Return (whether this split is the last, sum). The sum of all splits is valid only if this split
     is the last. The two groups count in separate 16-bit halves of the tile's counter.
@@ -246,7 +250,7 @@ def _finish_split(GROUP: gl.constexpr, accumulator, partials, tile, split, SPLIT
     rows = gl.arange(0, HALF_M, layout=gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, BLOCK_SIZE_N, layout=gl.SliceLayout(0, LAYOUT))
     offsets = rows[:, None] * BLOCK_SIZE_N + columns[None, :]
-    first_ptr = partials.data + (tile.to(gl.int64) * (2 * SPLIT_K) + GROUP) * SIZE
+    first_ptr = partials.partials + (tile.to(gl.int64) * (2 * SPLIT_K) + GROUP) * SIZE
     gl.store(first_ptr + split * (2 * SIZE) + offsets, accumulator)
     # Synchronise the group, because one thread issues the release for the stores of all threads.
     tl.debug_barrier()

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from triton_dist._jit import jit
+from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.gemm.scales import Recipe, ScaledKey
 from triton_dist.kernels.common.moe.routing import BlockMap
 from triton_dist.kernels.common.moe.scales import OperandScales
@@ -90,6 +91,14 @@ def fits_library(key: Any) -> bool:
             return False
     sizes = (key.N, key.K)
     return all(size * key.dtype.itemsize % 16 == 0 for size in sizes) and key.layout != "strided"
+
+
+def check_library(function: str, algorithm: str, key: Any) -> None:
+    """Raise ``InvalidArgument`` unless ``fits_library(key)``, which ``algorithm`` requires."""
+    if not fits_library(key):
+        expected = "another algorithm: K, N and the strides of the weights must be multiples of 16 "
+        expected += "bytes, fp8 operands e4m3 without block scales, and their output bf16"
+        raise InvalidArgument(function, "algorithm", algorithm, expected)
 
 
 @jit(do_not_specialize=["routes_of_row"])
@@ -191,9 +200,5 @@ def _copy(
         kernel_copy_rows,
         (rows, triton.cdiv(columns, block)),
         (source, out, index, end, source.stride(0), columns, routes_of_row),
-        {
-            "ALIGNED": aligned and source.data_ptr() % 16 == 0,
-            "BLOCK": block,
-            "num_warps": 4,
-        },
+        {"ALIGNED": aligned and source.data_ptr() % 16 == 0, "BLOCK": block, "num_warps": 4},
     )

@@ -21,6 +21,7 @@ from triton_dist.kernels.common.gemm.spaces import (
     fits_registers,
     max_rows_of_key,
     prune_fn_by_shared_memory,
+    tiles,
 )
 from triton_dist.kernels.common.moe.skew import skewed_ids
 from triton_dist.runtime.device import current_device
@@ -33,20 +34,8 @@ _OTHER_BATCHES = 3
 _MIN_ROWS_PER_EXPERT, _MAX_ROUTES = 16, 1 << 16
 
 
-def _tiles(*rows: tuple[int, ...], **constants: bool) -> tuple[triton.Config, ...]:
-    """Build configs from (BLOCK_SIZE_M, N, K, warps, stages, GROUP_SIZE_M, PROGRAMS)."""
-    names = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "PROGRAMS")
-    return tuple(
-        triton.Config(
-            dict(zip(names, (m, n, k, group, programs), strict=True)) | constants,
-            num_warps=warps,
-            num_stages=stages,
-        )
-        for m, n, k, warps, stages, group, programs in rows
-    )
-
-
-GROUPED_TILES = _tiles(
+_NAMES = ("GROUP_SIZE_M", "PROGRAMS")
+GROUPED_TILES = tiles(
     (128, 256, 64, 8, 3, 8, 1),
     (128, 256, 64, 8, 4, 8, 1),
     (128, 256, 64, 8, 3, 16, 1),
@@ -68,17 +57,22 @@ GROUPED_TILES = _tiles(
     (16, 64, 128, 4, 5, 8, 2),
     (16, 64, 256, 4, 4, 8, 1),
     (16, 32, 256, 4, 4, 8, 2),
+    names=_NAMES,
 )
 # Only for fp8 operands with BLOCK scales.
-WARP_SPECIALIZED_GROUPED_TILES = _tiles(
+WARP_SPECIALIZED_GROUPED_TILES = tiles(
     (128, 256, 64, 8, 4, 8, 1),
     (128, 256, 64, 8, 4, 1, 1),
     (128, 128, 64, 8, 6, 8, 1),
+    names=_NAMES,
     WARP_SPECIALIZED=True,
 )
 # Small tiles: small GEMMs in the interpreter then have several tiles per expert, some partial.
-INTERPRETED_GROUPED_TILES = _tiles(
-    (16, 32, 32, 4, 2, 2, 1), (32, 64, 64, 4, 2, 1, 2), (64, 32, 64, 4, 2, 4, 1)
+INTERPRETED_GROUPED_TILES = tiles(
+    (16, 32, 32, 4, 2, 2, 1),
+    (32, 64, 64, 4, 2, 1, 2),
+    (64, 32, 64, 4, 2, 4, 1),
+    names=_NAMES,
 )
 
 
@@ -107,20 +101,20 @@ def fits_grouped(
       ``_MAX_TILES_PER_EXPERT`` tiles along its rows, except for tiles of 128 rows.
     * Tiles are less than twice as wide as the output.
     """
-    tiles: triton.Config = config["gemm_config"]
+    gemm: triton.Config = config["gemm_config"]
     if current_device().interprets:
         return True
-    m, n = tiles.kwargs["BLOCK_SIZE_M"], tiles.kwargs["BLOCK_SIZE_N"]
+    m, n = gemm.kwargs["BLOCK_SIZE_M"], gemm.kwargs["BLOCK_SIZE_N"]
     rows = max_rows_of_key(tokens) * topk / E
     is_high_enough = rows <= _MAX_TILES_PER_EXPERT * m or m == _MAX_BLOCK_M
-    launched = {"gemm_config": config_for(tiles, dtype)}
-    if tiles.kwargs.get("WARP_SPECIALIZED"):
+    launched = {"gemm_config": config_for(gemm, dtype)}
+    if gemm.kwargs.get("WARP_SPECIALIZED"):
         is_block = dtype in FP8 and key.recipe == Recipe.BLOCK.value
         if not is_block or key.K % BLOCK_ELEMENTS or key.layout != "column-major":
             return False
         if getattr(key, "activation", None) and columns % n:
             return False
-    elif dtype in FP8 and not fits_scaled(tiles, key.recipe, key.use_fast_accum):
+    elif dtype in FP8 and not fits_scaled(gemm, key.recipe, key.use_fast_accum):
         return False
     return (
         m <= max(_MAX_BLOCK_M_FEW_ROWS, 4 * rows)
@@ -130,12 +124,12 @@ def fits_grouped(
     )
 
 
-def fits_scaled(tiles: triton.Config, recipe: str, use_fast_accum: bool) -> bool:
+def fits_scaled(gemm: triton.Config, recipe: str, use_fast_accum: bool) -> bool:
     """Return whether the accumulators of a tile of fp8 operands fit in registers."""
-    m, n = tiles.kwargs["BLOCK_SIZE_M"], tiles.kwargs["BLOCK_SIZE_N"]
+    m, n = gemm.kwargs["BLOCK_SIZE_M"], gemm.kwargs["BLOCK_SIZE_N"]
     # Tiles with few rows convert operands to fp16, which takes registers.
     spills = m == _MAX_BLOCK_M_FEW_ROWS and n == 256 and recipe == Recipe.BLOCK.value
-    return not spills and fits_registers(tiles, Recipe(recipe), use_fast_accum)
+    return not spills and fits_registers(gemm, Recipe(recipe), use_fast_accum)
 
 
 def other_batches(

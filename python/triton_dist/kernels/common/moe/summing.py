@@ -52,9 +52,12 @@ from triton_dist.kernels.common.moe.routing import (
 from triton_dist.kernels.common.moe.scales import OperandScales
 from triton_dist.kernels.common.moe.skew import SkewedKey
 from triton_dist.kernels.common.moe.spaces import other_batches
-from triton_dist.kernels.common.moe.topk_exchange import TOPK_EXCHANGE, TOPK_EXCHANGE_BYTES
-from triton_dist.kernels.common.moe.topk_sum import topk_sum
-from triton_dist.kernels.common.op import Algorithms, OpCall
+from triton_dist.kernels.common.moe.topk_sum import (
+    TOPK_EXCHANGE,
+    TOPK_EXCHANGE_BYTES,
+    topk_sum,
+)
+from triton_dist.kernels.common.op import Algorithms, GEMMCall
 from triton_dist.runtime.ranks import Group, process_group_of
 
 COLLECTIVE = "collective"
@@ -266,7 +269,7 @@ def route_checks(
 
 
 @dataclass(eq=False, repr=False)  # Not frozen, because that would take 1 us more per call.
-class SumCall(OpCall):
+class SumCall(GEMMCall):
     """Arguments of one call. Each op has a subclass with its context class and algorithms."""
 
     x: torch.Tensor
@@ -277,15 +280,9 @@ class SumCall(OpCall):
     n_chunks: int | None
     persistent: bool | None
     config: triton.Config | None
-    gemm_config: triton.Config | None
     num_chunks: int | None
     reduction: str | None
-    algorithm: str | None
-    A_scale: torch.Tensor | None = None
-    B_scale: torch.Tensor | None = None
-    use_fast_accum: bool = False
-    routing_skew: str | None = None
-    accepted_key: Any = None
+    routing_skew: str | None
 
     ctx_type: ClassVar[type[MoESumContext]]
     algorithms: ClassVar[Algorithms[Any, Any]]

@@ -75,12 +75,7 @@ import triton.language as tl
 
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.scales import NO_SCALES, Scales, scales_of_shard
-from triton_dist.kernels.common.gemm.tile import (
-    Strides,
-    multiply_tile,
-    multiply_tile_by_pointers,
-    store_tile,
-)
+from triton_dist.kernels.common.gemm.tile import Strides, multiply_tile_by_pointers, store_tile
 from triton_dist.kernels.common.peers import target_at
 from triton_dist.kernels.common.scatter.partials import Scattering, tiles_of_row_block
 from triton_dist.kernels.common.scatter.tiles import (
@@ -127,17 +122,6 @@ def store_to_owner(
         if row_block == owner:
             desc = descs[owner]
     store_tile(desc, accumulator, 0, row, column, tile.SUBTILE, tile.M, tile.N)
-
-
-@jit
-def multiply_described(a_desc, b_desc, row, column, M, N, K, scales, tile: tl.constexpr):
-    PRECISION: tl.constexpr = tile.PRECISION
-    SCALING: tl.constexpr = tile.SCALING
-    return multiply_tile(
-        a_desc, b_desc, row, column, K, 0, 1,
-        tile.B_COLUMN_MAJOR, PRECISION, tile.M, tile.N, tile.K,
-        scales, scales_of_shard(scales, None, SCALING), row, M, N, SCALING,
-    )  # fmt: skip
 
 
 @jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])

@@ -84,11 +84,13 @@ from triton_dist.kernels.common.exchange.protocol import (
     notify_ranks,
 )
 from triton_dist.kernels.common.gemm.scales import NO_SCALES, Scales
-from triton_dist.kernels.common.gemm.tile import Strides, make_operands, multiply_operands
+from triton_dist.kernels.common.gemm.tile import Strides
 from triton_dist.kernels.common.peers import target_at
 from triton_dist.kernels.common.scatter.partials import Out
 from triton_dist.kernels.common.scatter.tiles import (
     add_partials,
+    make_operands,
+    multiply_operands,
     rows_per_step,
     store_tile_by_pointers,
     tile_constants,
@@ -214,8 +216,6 @@ def kernel_gemm_exchange(
     most one tile.
     """
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
-    PRECISION: tl.constexpr = tile.PRECISION
-    SCALING: tl.constexpr = tile.SCALING
     SUB_TILE_ROWS: tl.constexpr = plan.BLOCK
     BROADCASTS_SUMS: tl.constexpr = out.sums is not None
     # Operations that do not need the product come first, to overlap with it.
@@ -226,18 +226,13 @@ def kernel_gemm_exchange(
         rows = tl.cdiv(M, NUM_RANKS)
         own_begin = rank * rows
         own_end = min(own_begin + rows, M)
-    a, b = make_operands(
-        a_ptr, b_ptr, M, N, K, strides.bk, strides.bn,
-        DESCRIPTORS, tile.B_COLUMN_MAJOR, tile.M, tile.N, tile.K,
-    )  # fmt: skip
+    a, b = make_operands(a_ptr, b_ptr, M, N, K, strides.bk, strides.bn, DESCRIPTORS, tile)
     tiles = tiles_m * tiles_n
     for number in range(tl.program_id(0), tiles, NUM_SMS):
         row, column = number % tiles_m * tile.M, number // tiles_m * tile.N
         accumulator = multiply_operands(
-            a, b, row, column, M, N, K, strides.am, strides.ak, strides.bk, strides.bn,
-            DESCRIPTORS, tile.B_COLUMN_MAJOR, PRECISION, tile.M, tile.N, tile.K, tile.INT64_OFFSETS,
-            scales, SCALING,
-        )  # fmt: skip
+            a, b, row, column, M, N, K, strides, scales, DESCRIPTORS, tile
+        )
         for step in tl.static_range(1, NUM_RANKS + 1):
             adding_rank = (rank + step) % NUM_RANKS
             first_row = row

@@ -48,15 +48,11 @@ from triton_dist.kernels.common.exchange.packets import (
 )
 from triton_dist.kernels.common.exchange.protocol import LINE_BYTES, Packets, begin_call
 from triton_dist.kernels.common.gemm.scales import NO_SCALES, Scales
-from triton_dist.kernels.common.gemm.tile import (
-    Strides,
-    make_operands,
-    multiply_operands,
-    tile_in_group,
-)
+from triton_dist.kernels.common.gemm.tile import Strides, tile_in_group
 from triton_dist.kernels.common.scatter.algorithms import ExchangeLaunch
 from triton_dist.kernels.common.scatter.one_launch import num_programs_of, one_launch_options
 from triton_dist.kernels.common.scatter.partials import Out
+from triton_dist.kernels.common.scatter.tiles import make_operands, multiply_operands
 from triton_dist.runtime.launch import Launch, normalise_strides
 
 
@@ -81,8 +77,6 @@ def kernel_gemm_packets(
     ``DESCRIPTORS``: read A and B through tensor descriptors (TMA from sm_90 on), otherwise by
     pointers with any strides.
     """
-    PRECISION: tl.constexpr = tile.PRECISION
-    SCALING: tl.constexpr = tile.SCALING
     BLOCK_SIZE_M: tl.constexpr = tile.M
     BLOCK_SIZE_N: tl.constexpr = tile.N
     DTYPE: tl.constexpr = out.c.dtype.element_ty
@@ -94,18 +88,11 @@ def kernel_gemm_packets(
     tag = tag_of(epoch, M)
     tiles_m = tl.cdiv(M, BLOCK_SIZE_M)
     tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
-    a, b = make_operands(
-        a_ptr, b_ptr, M, N, K, strides.bk, strides.bn,
-        DESCRIPTORS, tile.B_COLUMN_MAJOR, tile.M, tile.N, tile.K,
-    )  # fmt: skip
+    a, b = make_operands(a_ptr, b_ptr, M, N, K, strides.bk, strides.bn, DESCRIPTORS, tile)
     for number in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
         m, n = tile_in_group(number, tiles_m, tiles_n, tile.GROUP_M)
         row, column = m * BLOCK_SIZE_M, n * BLOCK_SIZE_N
-        product = multiply_operands(
-            a, b, row, column, M, N, K, strides.am, strides.ak, strides.bk, strides.bn,
-            DESCRIPTORS, tile.B_COLUMN_MAJOR, PRECISION, tile.M, tile.N, tile.K, tile.INT64_OFFSETS,
-            scales, SCALING,
-        )  # fmt: skip
+        product = multiply_operands(a, b, row, column, M, N, K, strides, scales, DESCRIPTORS, tile)
         own = payload_of(product.to(DTYPE))
         inside = tl.arange(0, BLOCK_SIZE_M * LINES_N)
         line_row = row + inside // LINES_N

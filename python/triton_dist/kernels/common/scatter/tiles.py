@@ -27,8 +27,13 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
+from triton_dist.kernels.common.gemm.scales import scales_of_shard
 from triton_dist.kernels.common.gemm.spaces import config_for
-from triton_dist.kernels.common.gemm.tile import tile_in_group
+from triton_dist.kernels.common.gemm.tile import (
+    multiply_tile,
+    multiply_tile_by_pointers,
+    tile_in_group,
+)
 from triton_dist.kernels.common.peers import flag_of, target_at, timeout_word_of
 from triton_dist.kernels.common.scatter.partials import (
     Scattering,
@@ -77,13 +82,43 @@ class Summing(NamedTuple):
 
 
 @jit
-def row_block_in_scatter_order(position, rank, num_ranks):
-    """Return the row block at ``position`` in the order from rank + 1 to this rank.
+def make_operands(
+    a_ptr, b_ptr, M, N, K, stride_bk, stride_bn, DESCRIPTORS: tl.constexpr, tile: tl.constexpr
+):
+    """Return A [M, K] and B [K, N] for ``multiply_operands``, as descriptors or pointers."""
+    a, b = a_ptr, b_ptr
+    if DESCRIPTORS:
+        a = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [tile.M, tile.K])
+        if tile.B_COLUMN_MAJOR:
+            b = tl.make_tensor_descriptor(b_ptr, [N, K], [stride_bn, 1], [tile.N, tile.K])
+        else:
+            b = tl.make_tensor_descriptor(b_ptr, [K, N], [stride_bk, 1], [tile.K, tile.N])
+    return a, b
 
-    With this order, every rank receives from one peer at a time, and has received all partials when
-    it reaches its own row block.
+
+@jit
+def multiply_operands(
+    a, b, row, column, M, N, K, strides, scales, DESCRIPTORS: tl.constexpr, tile: tl.constexpr
+):
+    """Return the scaled fp32 tile at ``row`` and ``column``. a and b are from ``make_operands``.
+
+    ``strides`` are only used for pointers.
     """
-    return (rank + 1 + position) % num_ranks
+    PRECISION: tl.constexpr = tile.PRECISION
+    SCALING: tl.constexpr = tile.SCALING
+    a_scale_ptr = scales_of_shard(scales, None, SCALING)
+    if DESCRIPTORS:
+        product = multiply_tile(
+            a, b, row, column, K, 0, 1, tile.B_COLUMN_MAJOR, PRECISION, tile.M, tile.N, tile.K,
+            scales, a_scale_ptr, row, M, N, SCALING,
+        )  # fmt: skip
+    else:
+        product = multiply_tile_by_pointers(
+            a, b, row, M - row, column, N, K, strides.am, strides.ak, strides.bk, strides.bn,
+            PRECISION, tile.M, tile.N, tile.K, tile.INT64_OFFSETS, scales, a_scale_ptr, row,
+            SCALING,
+        )  # fmt: skip
+    return product
 
 
 @jit
@@ -102,7 +137,9 @@ def tile_in_scatter_order(
     chunk = index // (num_ranks * chunk_tiles)
     rows_of_tiles = min(tiles_m - chunk * chunk_tiles_m, chunk_tiles_m)
     inside = index - chunk * num_ranks * chunk_tiles
-    row_block = row_block_in_scatter_order(inside // (rows_of_tiles * tiles_n), rank, num_ranks)
+    # From rank + 1 to this rank: every rank receives from one peer at a time, and has received all
+    # partials when it reaches its own row block.
+    row_block = (rank + 1 + inside // (rows_of_tiles * tiles_n)) % num_ranks
     tile = inside % (rows_of_tiles * tiles_n)
     m, n = tile_in_group(tile, rows_of_tiles, tiles_n, GROUP_SIZE_M)
     return row_block, chunk * chunk_tiles + tile, chunk * chunk_tiles_m + m, n

@@ -16,14 +16,9 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.kernels.common.gemm.tile import make_operands
 from triton_dist.kernels.common.peers import flag_of, timeout_word_of
 from triton_dist.kernels.common.scatter.algorithms import ScatteredLaunches
-from triton_dist.kernels.common.scatter.kernel import (
-    describe_targets,
-    multiply_described,
-    store_to_owner,
-)
+from triton_dist.kernels.common.scatter.kernel import describe_targets, store_to_owner
 from triton_dist.kernels.common.scatter.partials import (
     Scattering,
     chunks_of_row_block,
@@ -38,6 +33,8 @@ from triton_dist.kernels.common.scatter.tiles import (
     await_partials,
     count_begun_program,
     decide_whether_to_wait,
+    make_operands,
+    multiply_operands,
     tile_in_scatter_order,
 )
 from triton_dist.runtime.launch import Launch
@@ -80,10 +77,7 @@ def kernel_gemm_all_reduce_persistent(
         count_begun_program(slot.epoch)
         decision = 0
     tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
-    a_desc, b_desc = make_operands(
-        a_ptr, b_ptr, M, N, K, stride_b, stride_b,
-        True, tile.B_COLUMN_MAJOR, tile.M, tile.N, tile.K,
-    )  # fmt: skip
+    a_desc, b_desc = make_operands(a_ptr, b_ptr, M, N, K, stride_b, stride_b, True, tile)
     target_descs = describe_targets(slot, rows, N, tile, NUM_RANKS)
     own_rows = min(rows, M - rank * rows)
     # The tile to announce next. ``rank``: none, because a tile of this rank is not announced.
@@ -95,8 +89,8 @@ def kernel_gemm_all_reduce_persistent(
             index, rank, NUM_RANKS, tiles_m, tiles_n, chunk_tiles_m, tile.GROUP_M
         )
         row, column = m * tile.M, n * tile.N
-        accumulator = multiply_described(
-            a_desc, b_desc, row_block * rows + row, column, M, N, K, scales, tile
+        accumulator = multiply_operands(
+            a_desc, b_desc, row_block * rows + row, column, M, N, K, None, scales, True, tile
         )
         if stored_row_block != rank:
             dl.publish_tile()

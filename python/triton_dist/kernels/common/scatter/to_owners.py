@@ -11,14 +11,9 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.kernels.common.gemm.tile import make_operands
 from triton_dist.kernels.common.peers import target_at
 from triton_dist.kernels.common.scatter.algorithms import ScatteredLaunches
-from triton_dist.kernels.common.scatter.kernel import (
-    describe_targets,
-    multiply_described,
-    store_to_owner,
-)
+from triton_dist.kernels.common.scatter.kernel import describe_targets, store_to_owner
 from triton_dist.kernels.common.scatter.partials import Scattering, tiles_of_row_block
 from triton_dist.kernels.common.scatter.tiles import (
     MAY_WAIT,
@@ -28,6 +23,8 @@ from triton_dist.kernels.common.scatter.tiles import (
     await_partials,
     count_begun_program,
     decide_whether_to_wait,
+    make_operands,
+    multiply_operands,
     store_tile_by_pointers,
     tile_in_scatter_order,
 )
@@ -66,10 +63,7 @@ def kernel_gemm_scatter_persistent(
         count_begun_program(slot.epoch)
         decision = 0
     tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
-    a_desc, b_desc = make_operands(
-        a_ptr, b_ptr, M, N, K, stride_b, stride_b,
-        True, tile.B_COLUMN_MAJOR, tile.M, tile.N, tile.K,
-    )  # fmt: skip
+    a_desc, b_desc = make_operands(a_ptr, b_ptr, M, N, K, stride_b, stride_b, True, tile)
     target_descs = tl.tuple([])
     if summing.SCATTER != "add":
         target_descs = describe_targets(slot, rows, N, tile, NUM_RANKS)
@@ -82,8 +76,8 @@ def kernel_gemm_scatter_persistent(
         )
         work_item = m // chunk_tiles_m if summing.SCATTER == "row_block" else number
         row, column = m * tile.M, n * tile.N
-        accumulator = multiply_described(
-            a_desc, b_desc, row_block * rows + row, column, M, N, K, scales, tile
+        accumulator = multiply_operands(
+            a_desc, b_desc, row_block * rows + row, column, M, N, K, None, scales, True, tile
         )
         if summing.ANNOUNCE_LATER:  # noqa: SIM102  # constexpr and runtime conditions stay apart
             if stored_row_block != rank:

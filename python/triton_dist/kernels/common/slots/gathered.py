@@ -8,7 +8,7 @@ different GPUs. The driver may run a copy within one GPU on an SM, and a full gr
 the flag would never release an SM.
 
 In a fused method the consumer kernel also sends this rank's shard. It uses the same slots and
-protocol, and checks itself that peers have consumed the slot (``gemm/work_items.py``).
+protocol, and checks itself that peers have consumed the slot (``gemm/sharded.py``).
 """
 
 from __future__ import annotations

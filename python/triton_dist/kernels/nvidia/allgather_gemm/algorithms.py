@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import triton
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import libraries
@@ -29,12 +28,12 @@ from triton_dist.kernels.common.gemm.launch import (
     sharded_gemm,
     split_k_tiles,
 )
-from triton_dist.kernels.common.gemm.prior import TransferCost, op_ms
 from triton_dist.kernels.common.gemm.scales import (
     FP8,
     NO_SCALING,
     Recipe,
     Scaling,
+    async_tp_check,
     call_tag,
     fits_async_tp,
     fits_library,
@@ -42,10 +41,11 @@ from triton_dist.kernels.common.gemm.scales import (
     library_matmul,
     scaling_of,
 )
+from triton_dist.kernels.common.gemm.spaces import TransferCost, op_ms
 from triton_dist.kernels.common.libraries import LibraryAlgorithm
 from triton_dist.kernels.common.op import (
     Algorithms,
-    OpCall,
+    GEMMCall,
     SelectableAlgorithm,
     check_straggler,
     check_tiles,
@@ -75,13 +75,12 @@ _SMALL_BLOCK, _LARGE_BLOCK = 2048, 8192
 
 
 @dataclass(eq=False, repr=False)  # not frozen, because that would take 1 us more per call
-class Call(OpCall):
+class Call(GEMMCall):
     """One call: the arguments of ``ag_gemm``."""
 
     A: torch.Tensor
     B: torch.Tensor
     ctx: AllGatherGEMMTensorParallelContext
-    gemm_config: triton.Config | None
     persistent: bool | None
     method: AllGatherMethod | LibraryAlgorithm | None
     num_streams: int
@@ -89,13 +88,8 @@ class Call(OpCall):
     local_copy: bool
     straggler_option: tuple[int, int] | None
     num_comm_sms: int | None
-    algorithm: str | None
-    gathered: torch.Tensor | None = None
-    A_scale: torch.Tensor | None = None
-    B_scale: torch.Tensor | None = None
-    out_dtype: torch.dtype | None = None
-    use_fast_accum: bool = False
-    accepted_key: tuple[Any, ...] | None = None
+    gathered: torch.Tensor | None
+    out_dtype: torch.dtype | None
 
     def __post_init__(self) -> None:
         known = self.accepted_key
@@ -302,7 +296,7 @@ class Ring(CopyEngine):
 class FusedPush(_Tiled):
     """The first programs of the consumer send the shard, in chunks along K.
 
-    Tiles wait for the chunks between steps along K (``common/gemm/work_items.py``). For small
+    Tiles wait for the chunks between steps along K (``common/gemm/sharded.py``). For small
     shards, where the fixed time of copies dominates the call. It does not support fp8, because it
     does not send scales.
     """
@@ -440,11 +434,7 @@ class Collective(_GatherThenMultiply):
     is_fallback = True
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return (
-            [()]
-            if self.method in libraries.candidate_library_algorithms(libraries.ALL_GATHER_MATMUL)
-            else []
-        )
+        return libraries.library_configs(self.method, libraries.ALL_GATHER_MATMUL)
 
     def gather(self, call: Call, shard: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         return libraries.all_gather_rows(shard, call.ctx.group, out)
@@ -461,9 +451,7 @@ class AsyncTP(Collective):
 
     def check(self, call: Call) -> None:
         super().check(call)
-        if not fits_async_tp(call.A, call.B, call.scaling):
-            expected = "another algorithm for block scales and for e5m2"
-            raise InvalidArgument("ag_gemm", "algorithm", self.name, expected)
+        raise_first_error("ag_gemm", [async_tp_check(self.name, call.A, call.B, call.scaling)])
         libraries.check_async_tp("ag_gemm", libraries.ALL_GATHER_MATMUL, call.ctx.num_ranks)
 
     def multiply(self, call: Call, local_shard: torch.Tensor, B: torch.Tensor) -> torch.Tensor:

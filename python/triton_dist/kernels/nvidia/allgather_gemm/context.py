@@ -24,7 +24,7 @@ from triton_dist.kernels.common.context import (
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, bytes_of_slot
 from triton_dist.kernels.common.gemm.launch import LazySplitWorkspace
 from triton_dist.kernels.common.gemm.scales import FP8, NO_SCALING, Scaling, blocks, describe_tag
-from triton_dist.kernels.common.gemm.work_items import SplitWorkspace
+from triton_dist.kernels.common.gemm.sharded import SplitWorkspace
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer, AllGatherMethod
 from triton_dist.runtime.launch import Launcher
 from triton_dist.runtime.ranks import Group, process_group_of

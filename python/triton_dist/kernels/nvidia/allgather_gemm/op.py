@@ -132,9 +132,9 @@ def ag_gemm(
         ContextFinalized: ``ctx`` was finalized.
     """
     return Call(
-        A, B, ctx, gemm_config, persistent, method, num_streams, num_chunks, local_copy,
-        straggler_option, num_comm_sms, algorithm, gathered, A_scale, B_scale, out_dtype,
-        use_fast_accum, accepted_key,
+        gemm_config, algorithm, A_scale, B_scale, use_fast_accum, accepted_key, A, B, ctx,
+        persistent, method, num_streams, num_chunks, local_copy, straggler_option, num_comm_sms,
+        gathered, out_dtype,
     ).run()  # fmt: skip
 
 

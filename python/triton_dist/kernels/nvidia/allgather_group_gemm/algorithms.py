@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import libraries
@@ -23,7 +22,7 @@ from triton_dist.kernels.common.moe.product import grouped_product, kernel_group
 from triton_dist.kernels.common.moe.routing import MAX_GROUPS, BlockMap, block_map
 from triton_dist.kernels.common.moe.rows import (
     ROWS_OF_SINGLE_TILE,
-    fits_library,
+    check_library,
     gather_rows,
     has_fast_library,
     is_library_candidate,
@@ -36,7 +35,7 @@ from triton_dist.kernels.common.moe.spaces import fits_grouped, grouped_tiles
 from triton_dist.kernels.common.op import (
     Algorithm,
     Algorithms,
-    OpCall,
+    GEMMCall,
     check_straggler,
     check_tiles,
 )
@@ -64,24 +63,18 @@ _GROUPS = range(1, MAX_GROUPS + 1)
 
 
 @dataclass(eq=False, repr=False)
-class Call(OpCall):
+class Call(GEMMCall):
     """One call: the arguments of ``ag_group_gemm``."""
 
     a: torch.Tensor
     b: torch.Tensor
     ctx: MoEAllGatherGroupGEMMTensorParallelContext
     full_topk_ids: torch.Tensor
-    gemm_config: triton.Config | None
     num_groups: int
     gather: str | None
     straggler_option: tuple[int, int] | None
-    algorithm: str | None
-    A_scale: torch.Tensor | None = None
-    B_scale: torch.Tensor | None = None
-    out_dtype: torch.dtype | None = None
-    use_fast_accum: bool = False
-    routing_skew: str | None = None
-    accepted_key: Any = None
+    out_dtype: torch.dtype | None
+    routing_skew: str | None
 
     def __post_init__(self) -> None:
         scaling = scaling_of(self.A_scale, self.B_scale, None, self.out_dtype, self.use_fast_accum)
@@ -345,10 +338,7 @@ class Library(_GatherThenMultiply):
 
     def check(self, call: Call) -> None:
         super().check(call)
-        if not fits_library(call.key):
-            expected = "another algorithm: this one needs K, N and strides of b that are multiples "
-            expected += "of 16 bytes. fp8 also needs e4m3, no block scales, and a bf16 output"
-            raise InvalidArgument("ag_group_gemm", "algorithm", self.name, expected)
+        check_library("ag_group_gemm", self.name, call.key)
 
     def compile(self, call: Call) -> None:
         self.compile_gather(call)

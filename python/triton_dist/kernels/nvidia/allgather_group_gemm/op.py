@@ -139,8 +139,8 @@ def ag_group_gemm(
             or at every call with ``TRITON_DIST_DEBUG=agree``.
     """
     return Call(
-        a, b, ctx, full_topk_ids, gemm_config, num_groups, gather, straggler_option, algorithm,
-        A_scale, B_scale, out_dtype, use_fast_accum, routing_skew, accepted_key,
+        gemm_config, algorithm, A_scale, B_scale, use_fast_accum, accepted_key, a, b, ctx,
+        full_topk_ids, num_groups, gather, straggler_option, out_dtype, routing_skew,
     ).run()  # fmt: skip
 
 

@@ -11,7 +11,6 @@ import triton
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.context import DTYPES, raise_first_error
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
-from triton_dist.kernels.common.gemm.prior import gemm_ms, library_ms
 from triton_dist.kernels.common.gemm.scales import (
     FP8,
     NO_SCALING,
@@ -21,7 +20,9 @@ from triton_dist.kernels.common.gemm.scales import (
 )
 from triton_dist.kernels.common.gemm.spaces import (
     fits_gemm,
+    gemm_ms,
     get_config_space,
+    library_ms,
     tiles_with_persistent,
     warp_specialized_tiles,
 )

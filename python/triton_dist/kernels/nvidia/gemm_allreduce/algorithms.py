@@ -12,7 +12,11 @@ import torch.distributed as dist
 import triton
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.exchange.buffer import LaunchParams, checked_params, is_worth_trying
+from triton_dist.kernels.common.exchange.buffer import (
+    LaunchParams,
+    checked_params,
+    is_worth_trying,
+)
 from triton_dist.kernels.common.exchange.sums import (
     ONE_SHOT,
     ONE_SHOT_BYTES,
@@ -24,15 +28,16 @@ from triton_dist.kernels.common.exchange.sums import (
     max_two_shot_packet_bytes,
 )
 from triton_dist.kernels.common.gemm import spaces
-from triton_dist.kernels.common.gemm.prior import TransferCost, op_ms
 from triton_dist.kernels.common.gemm.scales import library_matmul
+from triton_dist.kernels.common.gemm.spaces import TransferCost, op_ms
 from triton_dist.kernels.common.op import Algorithm, Algorithms
 from triton_dist.kernels.common.scatter.algorithms import (
     OneLaunchAlgorithm,
     OverlappedAlgorithm,
+    SummingCall,
+    SummingSizes,
     UnfusedAlgorithm,
 )
-from triton_dist.kernels.common.scatter.call import SummingCall, SummingSizes
 from triton_dist.kernels.common.scatter.packets import PacketLaunch, bytes_of_row
 from triton_dist.kernels.common.scatter.partials import row_block_rows
 from triton_dist.kernels.common.scatter.to_all import TwoShotLaunches

@@ -109,7 +109,7 @@ def gemm_ar(
         ContextFinalized: ``ctx`` was finalized.
     """
     return Call(
-        A, B, ctx, gemm_config, persistent, num_chunks, bias, straggler_option, method, algorithm,
-        num_ctas, block_bytes, A_scale, B_scale, use_fast_accum, accepted_key, copy_to_local,
-        reduction,
+        gemm_config, algorithm, A_scale, B_scale, use_fast_accum, accepted_key, A, B, ctx,
+        persistent, num_chunks, bias, straggler_option, method, num_ctas, block_bytes,
+        copy_to_local, reduction,
     ).run()  # fmt: skip

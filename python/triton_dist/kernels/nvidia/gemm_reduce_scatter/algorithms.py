@@ -21,22 +21,24 @@ from triton_dist.kernels.common.exchange.buffer import (
     reduce_scatter_exchange,
 )
 from triton_dist.kernels.common.gemm import spaces
-from triton_dist.kernels.common.gemm.prior import TransferCost, op_ms
 from triton_dist.kernels.common.gemm.scales import (
     FP8,
+    async_tp_check,
     fits_async_tp,
     fits_library,
     library_check,
     library_matmul,
 )
+from triton_dist.kernels.common.gemm.spaces import TransferCost, op_ms
 from triton_dist.kernels.common.libraries import LibraryAlgorithm
 from triton_dist.kernels.common.op import Algorithms
 from triton_dist.kernels.common.scatter.algorithms import (
     OneLaunchAlgorithm,
     OverlappedAlgorithm,
+    SummingCall,
+    SummingSizes,
     UnfusedAlgorithm,
 )
-from triton_dist.kernels.common.scatter.call import SummingCall, SummingSizes
 from triton_dist.kernels.common.scatter.partials import Scatter
 from triton_dist.kernels.common.scatter.to_owners import ReduceScatterLaunches, add_row_block
 from triton_dist.kernels.nvidia.gemm_reduce_scatter.context import (
@@ -333,12 +335,7 @@ class Collective(UnfusedAlgorithm[Call]):
     is_fallback = True
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return (
-            [()]
-            if self.method
-            in libraries.candidate_library_algorithms(libraries.MATMUL_REDUCE_SCATTER)
-            else []
-        )
+        return libraries.library_configs(self.method, libraries.MATMUL_REDUCE_SCATTER)
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         return True
@@ -357,9 +354,7 @@ class AsyncTP(Collective):
 
     def check(self, call: Call) -> None:
         super().check(call)
-        if not fits_async_tp(call.A, call.B, call.scaling):
-            expected = "another algorithm for block scales and for e5m2"
-            raise InvalidArgument("gemm_rs", "algorithm", self.name, expected)
+        raise_first_error("gemm_rs", [async_tp_check(self.name, call.A, call.B, call.scaling)])
         libraries.check_async_tp("gemm_rs", libraries.MATMUL_REDUCE_SCATTER, call.ctx.num_ranks)
 
     def multiply(self, call: Call, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:

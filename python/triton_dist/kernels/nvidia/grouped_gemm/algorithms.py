@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import triton
 
-from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.context import (
     DTYPE_NAMES,
     DTYPES,
@@ -19,15 +17,15 @@ from triton_dist.kernels.common.context import (
     operand_signature,
     tensor_checks,
 )
-from triton_dist.kernels.common.gemm.prior import gemm_ms, library_ms
 from triton_dist.kernels.common.gemm.scales import FP8, NO_SCALING, Scaling, scaling_of
+from triton_dist.kernels.common.gemm.spaces import gemm_ms, library_ms
 from triton_dist.kernels.common.moe.positions import Positions
 from triton_dist.kernels.common.moe.product import grouped_product, weights_layout
 from triton_dist.kernels.common.moe.routing import BlockMap, block_map, check_ids
 from triton_dist.kernels.common.moe.rows import (
     ROWS_OF_SINGLE_TILE,
+    check_library,
     clear_padding_rows,
-    fits_library,
     gather_rows,
     has_fast_library,
     is_library_candidate,
@@ -39,7 +37,7 @@ from triton_dist.kernels.common.moe.scales import OperandScales
 from triton_dist.kernels.common.moe.skew import SkewedKey
 from triton_dist.kernels.common.moe.sorted_rows import gather_positions, tiles_of_positions
 from triton_dist.kernels.common.moe.spaces import fits_grouped, grouped_tiles
-from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall, check_tiles
+from triton_dist.kernels.common.op import Algorithm, Algorithms, GEMMCall, check_tiles
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import BoundedDict, Launch
 
@@ -155,7 +153,7 @@ class GroupedKey(NamedTuple):
 
 
 @dataclass(eq=False, repr=False)
-class Call(OpCall):
+class Call(GEMMCall):
     """One call: the arguments of ``grouped_gemm``."""
 
     A: torch.Tensor
@@ -163,14 +161,8 @@ class Call(OpCall):
     topk_ids: torch.Tensor | Positions
     order: str
     activation: str | None
-    gemm_config: triton.Config | None
-    algorithm: str | None
-    A_scale: torch.Tensor | None = None
-    B_scale: torch.Tensor | None = None
-    out_dtype: torch.dtype | None = None
-    use_fast_accum: bool = False
-    routing_skew: str | None = None
-    accepted_key: Any = None
+    out_dtype: torch.dtype | None
+    routing_skew: str | None
 
     def __post_init__(self) -> None:
         scaling = scaling_of(self.A_scale, self.B_scale, None, self.out_dtype, self.use_fast_accum)
@@ -251,10 +243,7 @@ class Library(Algorithm[Call, GroupedKey]):
         return is_library_candidate(sizes)
 
     def check(self, call: Call) -> None:
-        if not fits_library(call.key):
-            expected = "another algorithm: K, N and the strides of B must be multiples of 16 bytes"
-            expected += ", fp8 operands e4m3 without block scales, and their output bf16"
-            raise InvalidArgument("grouped_gemm", "algorithm", self.name, expected)
+        check_library("grouped_gemm", self.name, call.key)
 
     def compile(self, call: Call) -> None:
         if isinstance(call.topk_ids, Positions):

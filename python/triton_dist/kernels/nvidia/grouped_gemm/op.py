@@ -119,6 +119,6 @@ def grouped_gemm(
         InvalidArgument: an argument is out of range, or shapes, dtypes or devices do not match.
     """
     return Call(
-        A, B, topk_ids, order, activation, gemm_config, algorithm, A_scale, B_scale, out_dtype,
-        use_fast_accum, routing_skew, accepted_key,
+        gemm_config, algorithm, A_scale, B_scale, use_fast_accum, accepted_key, A, B, topk_ids,
+        order, activation, out_dtype, routing_skew,
     ).run()  # fmt: skip

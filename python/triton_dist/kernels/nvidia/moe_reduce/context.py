@@ -32,7 +32,7 @@ from triton_dist.kernels.common.moe.summing import (
     RoutedProductLimits,
     create,
 )
-from triton_dist.kernels.common.moe.topk_exchange import TOPK_EXCHANGE
+from triton_dist.kernels.common.moe.topk_sum import TOPK_EXCHANGE
 from triton_dist.runtime.ranks import Group
 
 PUSH = "push"

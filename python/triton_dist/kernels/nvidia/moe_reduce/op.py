@@ -18,7 +18,7 @@ Algorithms:
       send the sums. For an all-reduce, one more launch sends each rank's tokens to all ranks.
     * ``"serial"``: the whole GEMM and sum, then our reduce-scatter, our one-shot or two-shot
       all-reduce, or ``torch.distributed``. For few tokens, one launch can add the choices and
-      exchange the sums (``common/moe/topk_exchange.py``).
+      exchange the sums (``common/moe/topk_sum.py``).
     * ``"library"``: like ``"serial"``, with torch's grouped GEMM. Tried for bf16 and fp8 on compute
       capability 9.0, where torch has a native kernel.
 
@@ -118,9 +118,9 @@ def run_moe_reduce_rs(
             call with ``TRITON_DIST_DEBUG=agree``.
     """
     return ReduceScatterCall(
-        x, weights, chosen_experts, expert_weight, ctx, n_chunks, persistent, config, gemm_config,
-        num_chunks, reduction, algorithm, A_scale, B_scale, use_fast_accum, routing_skew,
-        accepted_key,
+        gemm_config, algorithm, A_scale, B_scale, use_fast_accum, accepted_key, x, weights,
+        chosen_experts, expert_weight, ctx, n_chunks, persistent, config, num_chunks, reduction,
+        routing_skew,
     ).run()  # fmt: skip
 
 
@@ -205,9 +205,9 @@ def run_moe_reduce_ar(
         InvalidArgument, ContextFinalized, RankDisagreement: see ``run_moe_reduce_rs``.
     """
     return AllReduceCall(
-        x, weights, chosen_experts, expert_weight, ctx, n_chunks, persistent, config, gemm_config,
-        num_chunks, reduction, algorithm, A_scale, B_scale, use_fast_accum, routing_skew,
-        accepted_key,
+        gemm_config, algorithm, A_scale, B_scale, use_fast_accum, accepted_key, x, weights,
+        chosen_experts, expert_weight, ctx, n_chunks, persistent, config, num_chunks, reduction,
+        routing_skew,
     ).run()  # fmt: skip
 
 

@@ -10,15 +10,17 @@ import triton.language as tl
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.tile import (
-    make_operands,
-    multiply_operands,
     multiply_steps,
     multiply_tile_by_pointers,
     store_tile,
     tile_in_group,
 )
 from triton_dist.kernels.common.peers import flag_of, target_at, timeout_word_of
-from triton_dist.kernels.common.scatter.tiles import store_tile_by_pointers
+from triton_dist.kernels.common.scatter.tiles import (
+    make_operands,
+    multiply_operands,
+    store_tile_by_pointers,
+)
 from triton_dist.kernels.nvidia.ulysses.kernel import block_start, length_of
 
 
@@ -81,7 +83,6 @@ def kernel_gemm_send(
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     SUM: tl.constexpr = plan.Q + plan.K + plan.V
     SHARDS: tl.constexpr = NUM_RANKS // plan.REPLICAS
-    PRECISION: tl.constexpr = tile.PRECISION
     tokens, before = length_of(sequence, length, rank, plan)
     rows = tl.cast(M, tl.int64)
     before = tl.cast(before, tl.int64)
@@ -89,10 +90,7 @@ def kernel_gemm_send(
     tiles_m = tl.cdiv(M, tile.M)
     tiles_q, tiles_k = tl.cdiv(plan.Q, tile.N), tl.cdiv(plan.K, tile.N)
     tiles_n = tiles_q + tiles_k + tl.cdiv(plan.V, tile.N)
-    a, b = make_operands(
-        x_ptr, b_ptr, M, N, K, strides.bk, strides.bn, DESCRIPTORS, tile.B_COLUMN_MAJOR, tile.M,
-        tile.N, tile.K,
-    )  # fmt: skip
+    a, b = make_operands(x_ptr, b_ptr, M, N, K, strides.bk, strides.bn, DESCRIPTORS, tile)
     if DESCRIPTORS:
         descs = describe_blocks(results, targets, start, before, M, rank, plan, tile)
     for index in range(
@@ -111,9 +109,8 @@ def kernel_gemm_send(
             part, column, skipped = 2, (n - tiles_q - tiles_k) * tile.N, plan.Q + plan.K
             first, WIDTH = NUM_RANKS * plan.Q + SHARDS * plan.K + shard * plan.V, plan.V + 0 * n
         product = multiply_operands(
-            a, b, row, first + column, M, N, K, strides.am, strides.ak, strides.bk, strides.bn,
-            DESCRIPTORS, tile.B_COLUMN_MAJOR, PRECISION, tile.M, tile.N, tile.K, tile.INT64_OFFSETS,
-        )  # fmt: skip
+            a, b, row, first + column, M, N, K, strides, None, DESCRIPTORS, tile
+        )
         product = add_bias(product, bias_ptr, first + column, first + WIDTH, tile)
         if DESCRIPTORS:
             desc = descs[0]
@@ -171,9 +168,8 @@ def kernel_gemm_received(
             pushed.shards, [NUM_RANKS * rows, WIDTH], [WIDTH, 1], [tile.M, tile.K]
         )
         _, b = make_operands(
-            b_ptr, b_ptr, tile.M, N, NUM_RANKS * WIDTH, strides.bk, strides.bn, True,
-            tile.B_COLUMN_MAJOR, tile.M, tile.N, tile.K,
-        )  # fmt: skip
+            b_ptr, b_ptr, tile.M, N, NUM_RANKS * WIDTH, strides.bk, strides.bn, True, tile
+        )
         out = describe_rows(c_ptr, rows, N, tile)
     for index in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
         m, n = tile_in_group(index, tiles_m, tiles_n, tile.GROUP_M)
