@@ -285,11 +285,13 @@ class ProjectedOpInfo(UlyssesOpInfo):
 
     def cost(self, shape: Any, dtype: torch.dtype, num_ranks: int) -> Cost:
         of_heads, tokens = super().cost(shape, dtype, num_ranks), shape.M / num_ranks
-        columns = self.columns(shape)
-        weights, rows = columns * shape.hidden, tokens * shape.hidden
+        columns, rows = self.columns(shape), tokens * shape.hidden * dtype.itemsize
+        read, written = (rows, of_heads.written_bytes) if self.has_kv else (
+            of_heads.read_bytes, rows,
+        )  # fmt: skip
         return replace(
             of_heads, flops=int(2 * tokens * columns * shape.hidden),
-            read_bytes=of_heads.read_bytes + (weights + rows) * dtype.itemsize,
+            read_bytes=read + columns * shape.hidden * dtype.itemsize, written_bytes=written,
         )  # fmt: skip
 
     def columns(self, shape: ProjectedShape) -> int:
