@@ -52,7 +52,7 @@ AG_GROUPED = ("tests/distributed/test_ag_group_gemm.py", EACH_OP)
 TOPK_SUMS = ("tests/kernels/test_moe_reduce.py",)
 MOE_SUMS = ("tests/distributed/test_moe_sums.py",)
 EXPERT_PARALLEL = ("tests/distributed/test_ep.py",)
-EP_GROUP_GEMM = ("tests/distributed/test_ep_group_gemm.py",)
+EP_GROUP_GEMM = ("-k", "fused_products", "tests/distributed/test_ep.py")
 SP_ATTENTION = ("tests/distributed/test_sp_attention.py",)
 EP_LAYERS = ("tests/layers/test_ep_moe.py",)
 ULYSSES = ("tests/distributed/test_ulysses.py",)
@@ -83,9 +83,16 @@ MUTANTS = (
         EP_GROUP_GEMM,
     ),
     Mutant(
+        "expert parallel: arbitrary counts select no fused tiles",
+        _EP_GROUP_GEMM,
+        "tl.maximum(tl.minimum(stop, number) - first, 0)",
+        "tl.maximum(stop - first, 0)",
+        EP_GROUP_GEMM,
+    ),
+    Mutant(
         "expert parallel: only fused tiles whose rows are all this rank's do not wait",
         _EP_GROUP_GEMM,
-        "tl.store(record + 6, 0 if run == 0 else 1, mask=mask)",
+        "tl.store(record + 6, 0 if part == 0 else 1, mask=mask)",
         "tl.store(record + 6, 0, mask=mask)",
         EP_GROUP_GEMM,
     ),

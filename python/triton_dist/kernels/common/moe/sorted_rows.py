@@ -42,6 +42,16 @@ def gather_positions(positions: Positions, A: torch.Tensor) -> tuple[torch.Tenso
     return out, Launch(kernel_gather_positions, grid, arguments, options)
 
 
+@jit
+def rows_of_experts(ends_ptr, block_m, EXPERTS: tl.constexpr, EXPERT_LANES: tl.constexpr):
+    """Return, for all experts, the number, the first and the end row, and the number of tiles."""
+    lane = tl.arange(0, EXPERT_LANES)
+    is_expert = lane < EXPERTS
+    end = tl.load(ends_ptr + lane, mask=is_expert, other=0)
+    begin = tl.load(ends_ptr + lane - 1, mask=is_expert & (lane > 0), other=0)
+    return lane, begin, end, tl.where(is_expert, tl.cdiv(end - begin, block_m), 0)
+
+
 @jit(do_not_specialize=["block_m"])
 def kernel_tiles_of_ends(
     ends_ptr, tiles_ptr, num_tiles_ptr, block_m,
@@ -49,11 +59,7 @@ def kernel_tiles_of_ends(
 ):  # fmt: skip
     """Write the records of each expert's tiles (``RECORD_WORDS``). Grid (EXPERTS,)."""
     expert = tl.program_id(0)
-    lane = tl.arange(0, EXPERT_LANES)
-    is_expert = lane < EXPERTS
-    end = tl.load(ends_ptr + lane, mask=is_expert, other=0)
-    begin = tl.load(ends_ptr + lane - 1, mask=is_expert & (lane > 0), other=0)
-    number = tl.where(is_expert, tl.cdiv(end - begin, block_m), 0)
+    lane, begin, end, number = rows_of_experts(ends_ptr, block_m, EXPERTS, EXPERT_LANES)
     first = tl.sum(tl.where(lane < expert, number, 0), 0)
     tiles = tl.sum(tl.where(lane == expert, number, 0), 0)
     low = tl.sum(tl.where(lane == expert, begin, 0), 0)

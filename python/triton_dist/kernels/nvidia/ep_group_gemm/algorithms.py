@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import triton
@@ -17,36 +18,38 @@ from triton_dist.kernels.common.context import (
     raise_first_error,
     tensor_checks,
 )
-from triton_dist.kernels.common.exchange.buffer import MAX_CTAS
 from triton_dist.kernels.common.moe.product import grouped_product, weights_layout
 from triton_dist.kernels.common.moe.routing import RECORD_WORDS, BlockMap, max_tiles
 from triton_dist.kernels.common.moe.rows import (
-    ROWS_OF_SINGLE_TILE,
     fits_library,
     has_fast_library,
     is_library_candidate,
-    multiply_sorted,
 )
-from triton_dist.kernels.common.moe.sorted_rows import gather_positions, tiles_of_positions
 from triton_dist.kernels.common.moe.spaces import fits_grouped, grouped_tiles
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall, check_tiles
 from triton_dist.kernels.common.peers import digest_of
 from triton_dist.kernels.nvidia.ep_group_gemm.kernel import (
-    SentRows,
+    DispatchTensors,
     kernel_dispatch_grouped_gemm,
     kernel_order_tiles,
 )
-from triton_dist.kernels.nvidia.expert_parallel import EPContext, Received
-from triton_dist.kernels.nvidia.expert_parallel.algorithms import DispatchCall, most_programs
-from triton_dist.kernels.nvidia.expert_parallel.algorithms import Key as DispatchKey
+from triton_dist.kernels.nvidia.expert_parallel import (
+    DispatchCall,
+    EPContext,
+    Received,
+    ep_dispatch,
+    most_programs,
+)
+from triton_dist.kernels.nvidia.expert_parallel import Key as DispatchKey
+from triton_dist.kernels.nvidia.grouped_gemm import SILU_MUL
+from triton_dist.kernels.nvidia.grouped_gemm import Call as GroupedGemmCall
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch
 
-SILU_MUL = "silu_mul"
 _COPY_PROGRAMS = (32, 16, 64)
 _BLOCK_BYTES = 8192
 """Bytes of a row that a copy program of ``"fused"`` sends at once."""
-_AHEAD_SHARES = (1.0, 0.25)
+_OWN_FIRST = (1.0, 0.25)
 """Shares of the experts whose own tiles precede all other tiles. Weights of these experts are read
 twice, so fewer are faster if the time to read weights limits the GEMM."""
 _TILES = 128
@@ -84,6 +87,7 @@ class Dispatch(DispatchCall):
 class Call(OpCall):
     """One call: the arguments of ``ep_dispatch_group_gemm``."""
 
+    function: ClassVar[str] = "ep_dispatch_group_gemm"
     x: torch.Tensor
     topk_ids: torch.Tensor
     B: torch.Tensor
@@ -95,7 +99,7 @@ class Call(OpCall):
     routing_skew: str | None = None
     gemm_config: triton.Config | None = None
     num_ctas: int | None = None
-    ahead: float | None = None
+    own_first: float | None = None
     algorithm: str | None = None
     accepted_key: Any = None
 
@@ -113,7 +117,7 @@ class Call(OpCall):
             expert_map=self.expert_map, routing_skew=self.routing_skew, accepted_key=sent,
         )  # fmt: skip
         if key is None:
-            raise_first_error("ep_dispatch_group_gemm", self._checks())
+            raise_first_error(self.function, self._checks())
             sent = self.dispatch.key
             key = EPProductKey(
                 sent.M, B.shape[2], sent.hidden, sent.num_experts, sent.topk, sent.dtype,
@@ -125,7 +129,7 @@ class Call(OpCall):
         self.chosen = ALGORITHMS[self.algorithm or Serial.name]
         if self.gemm_config is None:
             self.gemm_config = grouped_tiles()[0]
-        check_tiles("ep_dispatch_group_gemm", self.gemm_config)
+        check_tiles(self.function, self.gemm_config)
         self.chosen.check(self)
 
     def _checks(self) -> Iterator[Check]:
@@ -137,11 +141,11 @@ class Call(OpCall):
         fits = B.ndim == 3 and tuple(B.shape[:2]) == shape and B.shape[2] > 0
         yield "B.shape", tuple(B.shape), fits, f"[E / W, hidden, N] = [{shape[0]}, {shape[1]}, N]"
         yield gradient_check("B", B)
-        ahead, num_ctas = self.ahead, self.num_ctas
-        fits = ahead is None or (isinstance(ahead, (int, float)) and 0 <= ahead <= 1)
-        yield "ahead", ahead, fits, "None, or 0 to 1"
-        fits = num_ctas is None or (is_int(num_ctas) and 1 <= num_ctas <= MAX_CTAS)
-        yield "num_ctas", num_ctas, fits, f"None, or 1 to {MAX_CTAS}"
+        share, copies, most = self.own_first, self.num_ctas, most_programs(None, 1)
+        fits = share is None or (isinstance(share, (int, float)) and 0 <= share <= 1)
+        yield "own_first", share, fits, "None, or 0 to 1"
+        fits = copies is None or (is_int(copies) and 1 <= copies <= most)
+        yield "num_ctas", copies, fits, f"None, or 1 to {most}"
         expected = f"None or {SILU_MUL!r}"
         yield "activation", self.activation, self.activation in (None, SILU_MUL), expected
         fits = self.activation is None or B.shape[2] % 2 == 0
@@ -151,24 +155,29 @@ class Call(OpCall):
         rows = self.key.num_ranks * self.key.M * self.key.topk
         return self.x.new_empty(rows, self.width)
 
+    def product(self, received: Received, algorithm: str) -> GroupedGemmCall:
+        return GroupedGemmCall(
+            received.rows, self.B, received.positions, "route", self.activation, self.gemm_config,
+            algorithm,
+        )  # fmt: skip
 
-class _Serial(Algorithm[Call, EPProductKey]):
-    """Base class of the algorithms that multiply after the dispatch."""
-
-    def compile(self, call: Call) -> None:
-        call.dispatch.compile()
-        for launch in self.launches(call, call.dispatch.result())[1]:
-            launch.compile()
-
-    def launches(self, call: Call, received: Received) -> tuple[Any, list[Launch]]:
-        """Return values for ``multiply``, and the launches before and of the product."""
-        raise NotImplementedError
+    def dispatched(self) -> Received:
+        """Run the dispatch, with its own tuning unless this call is untuned."""
+        if self.algorithm is None:
+            return self.dispatch.start(receive=True)
+        return ep_dispatch(
+            self.x, self.topk_ids, self.ctx, self.topk_weights, max_tokens=self.max_tokens,
+            expert_map=self.expert_map, routing_skew=self.routing_skew, autotune_pg=self.ctx.group,
+        )  # fmt: skip
 
 
-class Serial(_Serial):
+class Serial(Algorithm[Call, EPProductKey]):
     """``ep_dispatch``, then our grouped GEMM, which gathers rows while it loads them."""
 
-    name, tunables = "serial", ("gemm_config",)
+    name: str = "serial"
+    tunables: ClassVar[tuple[str, ...]] = ("gemm_config",)
+    product: ClassVar[str] = "tiled"
+    """Algorithm of the grouped GEMM."""
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
         return [(tiles,) for tiles in grouped_tiles()]
@@ -176,24 +185,19 @@ class Serial(_Serial):
     def fits(self, config: Mapping[str, Any], sizes: EPProductKey) -> bool:
         return fits_tiles(config, sizes)
 
-    def launches(self, call: Call, received: Received) -> tuple[torch.Tensor, list[Launch]]:
-        assert call.gemm_config is not None
-        blocks = tiles_of_positions(received.positions, call.gemm_config.kwargs["BLOCK_SIZE_M"])
-        C = call.empty_product()
-        return C, [*blocks.launches, product_of(call, received, C, blocks)]
+    def compile(self, call: Call) -> None:
+        call.dispatch.compile()
+        call.product(call.dispatch.result(), self.product).compile()
 
     def run(self, call: Call) -> Any:
-        received = call.dispatch.start(receive=True)
-        C, launches = self.launches(call, received)
-        for launch in launches:
-            launch.run()
-        return C, received
+        received = call.dispatched()
+        return call.product(received, self.product).run(), received
 
 
-class Library(_Serial):
+class Library(Serial):
     """``ep_dispatch``, a copy that sorts rows by expert, then torch's grouped GEMM."""
 
-    name, tunables = "library", ()
+    name, tunables, product = "library", (), "library"
     is_fallback = True
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
@@ -205,22 +209,7 @@ class Library(_Serial):
     def check(self, call: Call) -> None:
         if not fits_library(call.key):
             expected = "another algorithm: K, N and the strides of B must be multiples of 16 bytes"
-            raise InvalidArgument("ep_dispatch_group_gemm", "algorithm", self.name, expected)
-
-    def launches(self, call: Call, received: Received) -> tuple[torch.Tensor, list[Launch]]:
-        rows, gather = gather_positions(received.positions, received.rows)
-        return rows, [gather]
-
-    def run(self, call: Call) -> Any:
-        received = call.dispatch.start(receive=True)
-        rows, (gather,) = self.launches(call, received)
-        gather.run()
-        blocks = tiles_of_positions(received.positions, ROWS_OF_SINGLE_TILE)
-        C = multiply_sorted(rows, call.B.detach(), blocks, None, call.key)
-        if call.activation is None:
-            return C, received
-        gate, up = C.chunk(2, dim=1)
-        return torch.nn.functional.silu(gate).mul_(up), received
+            raise InvalidArgument(call.function, "algorithm", self.name, expected)
 
 
 class Fused(Algorithm[Call, EPProductKey]):
@@ -229,18 +218,19 @@ class Fused(Algorithm[Call, EPProductKey]):
     Tiles that have only rows of this rank come first.
     """
 
-    name, tunables = "fused", ("gemm_config", "num_ctas", "ahead")
+    name, tunables = "fused", ("gemm_config", "num_ctas", "own_first")
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
         for copies in _COPY_PROGRAMS:
-            for ahead in _AHEAD_SHARES:
+            for share in _OWN_FIRST:
                 for tiles in grouped_tiles():
-                    yield tiles, copies, ahead
+                    yield tiles, copies, share
 
     def fits(self, config: Mapping[str, Any], sizes: EPProductKey) -> bool:
         tiles = config["gemm_config"]
         # With few rows, the transfer takes less time than the overhead of overlapping.
         is_high = tiles.kwargs["BLOCK_SIZE_M"] >= 64 or current_device().interprets
+        is_high &= config["num_ctas"] <= most_programs(None, 1)
         return is_high and self.fits_sizes(sizes) and fits_tiles(config, sizes)
 
     @staticmethod
@@ -250,7 +240,7 @@ class Fused(Algorithm[Call, EPProductKey]):
     def check(self, call: Call) -> None:
         if call.key.has_capacity:
             expected = f"another algorithm than {self.name!r} for a limited capacity"
-            raise InvalidArgument("ep_dispatch_group_gemm", "algorithm", self.name, expected)
+            raise InvalidArgument(call.function, "algorithm", self.name, expected)
 
     def compile(self, call: Call) -> None:
         received = call.dispatch.result()
@@ -259,20 +249,13 @@ class Fused(Algorithm[Call, EPProductKey]):
             launch.compile()
 
     def run(self, call: Call) -> Any:
-        if call.ctx.pending is not None:
-            expected = "no other dispatch before wait() of the result of ep_send"
-            value = "a context with a pending send"
-            raise InvalidArgument("ep_dispatch_group_gemm", "ctx", value, expected)
+        call.dispatch.check_pending()
         received = call.dispatch.result()
         C, (order, product) = self.launches(call, received)
         call.dispatch.launch_kernel(received.layout, True, True, copies=0)
         call.ctx.buffer.launcher.repeat(order)
-        call.ctx.buffer.repeat(product, self.copies(call))
+        call.ctx.buffer.repeat(product, call.num_ctas or _COPY_PROGRAMS[0])
         return C, received
-
-    @staticmethod
-    def copies(call: Call) -> int:
-        return min(call.num_ctas or _COPY_PROGRAMS[0], most_programs(None, 1))
 
     def launches(self, call: Call, received: Received) -> tuple[torch.Tensor, list[Launch]]:
         """Return C, the launch that orders the tiles, and the launch that sends and multiplies."""
@@ -283,18 +266,21 @@ class Fused(Algorithm[Call, EPProductKey]):
         tiles = ends.new_empty(max_tiles(number, E, block_m), RECORD_WORDS.value)
         num_tiles = ends.new_empty(2)
         plan = dispatch.plan()._replace(BLOCK=max(1, _BLOCK_BYTES // call.x.element_size()))
-        share = _AHEAD_SHARES[0] if call.ahead is None else call.ahead
+        share = _OWN_FIRST[0] if call.own_first is None else call.own_first
         options = {
             "EXPERTS": E, "EXPERT_LANES": triton.next_power_of_2(E), "NUM_RANKS": plan.NUM_RANKS,
             "LANES": plan.LANES, "BLOCK": _TILES, "num_warps": 4,
         }  # fmt: skip
         arguments: tuple[Any, ...] = (
-            ends, received.counts, tiles, num_tiles, ctx.rank, block_m, round(share * E),
+            ends, received.counts, tiles, num_tiles, ctx.rank, block_m, math.ceil(share * E),
         )  # fmt: skip
         order = Launch(kernel_order_tiles, (E,), arguments, options)
         index = received.row_of_position
         blocks = BlockMap(E, 1, block_m, index, index, ends, tiles, num_tiles, (order,))
-        product = product_of(call, received, C, blocks)
+        product = grouped_product(
+            received.rows, call.B, C, blocks, config, is_sorted=True,
+            silu_mul=call.activation is not None, routes_of_row=1,
+        )  # fmt: skip
         _, B, _, memory, _, _, K, strides, width, _ = product.args
         grouped_plan = product.options["grouped_plan"]
         grouped_plan = grouped_plan._replace(
@@ -302,8 +288,8 @@ class Fused(Algorithm[Call, EPProductKey]):
             A_ALIGNED=grouped_plan.A_ALIGNED and call.x.data_ptr() % 16 == 0,
         )
         rows = ctx.buffer.memory["rows"]
-        sent = SentRows(call.x, call.topk_ids, call.expert_map, received.rows, rows.pointers)
-        copies = self.copies(call)
+        sent = DispatchTensors(call.x, call.topk_ids, call.expert_map, received.rows, rows.pointers)
+        copies = call.num_ctas or _COPY_PROGRAMS[0]
         digest = digest_of(dispatch.limit, plan.TOPK, self.name, call.x.dtype, copies)
         arguments = (
             sent, ctx.buffer.regions(torch.int32)[1], B, C, memory, dispatch.tokens,
@@ -318,14 +304,6 @@ def fits_tiles(config: Mapping[str, Any], sizes: EPProductKey) -> bool:
     tokens = sizes.M * sizes.num_ranks
     columns = sizes.N // (1 if sizes.activation is None else 2)
     return fits_grouped(config, sizes.dtype, sizes.num_experts, columns, tokens, sizes.topk, sizes)
-
-
-def product_of(call: Call, received: Received, C: torch.Tensor, blocks: BlockMap) -> Launch:
-    assert call.gemm_config is not None
-    return grouped_product(
-        received.rows, call.B, C, blocks, call.gemm_config, is_sorted=True,
-        silu_mul=call.activation is not None, routes_of_row=1,
-    )  # fmt: skip
 
 
 ALGORITHMS = Algorithms("ep_dispatch_group_gemm", (Serial(), Fused(), Library()))

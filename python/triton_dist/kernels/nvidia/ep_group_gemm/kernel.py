@@ -25,11 +25,12 @@ from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange.protocol import chunk_flag, flag_offset, notify_ranks
 from triton_dist.kernels.common.moe.product import multiply_tile, weights_of
 from triton_dist.kernels.common.moe.routing import RECORD_WORDS, tile_of_work_item
+from triton_dist.kernels.common.moe.sorted_rows import rows_of_experts
 from triton_dist.kernels.common.peers import target_at
-from triton_dist.kernels.nvidia.expert_parallel.kernel import begin_call_of, send_rows
+from triton_dist.kernels.nvidia.expert_parallel import begin_call_of, send_rows
 
 
-class SentRows(NamedTuple):
+class DispatchTensors(NamedTuple):
     """Tokens and experts of this rank, and the receive buffer with its addresses on each rank."""
 
     x: Any
@@ -39,54 +40,51 @@ class SentRows(NamedTuple):
     rows_table: Any
 
 
-@jit(do_not_specialize=["rank", "block_m", "num_ahead"])
+@jit(do_not_specialize=["rank", "block_m", "num_own_first"])
 def kernel_order_tiles(
-    ends_ptr, counts_ptr, tiles_ptr, num_tiles_ptr, rank, block_m, num_ahead,
+    ends_ptr, counts_ptr, tiles_ptr, num_tiles_ptr, rank, block_m, num_own_first,
     EXPERTS: tl.constexpr, EXPERT_LANES: tl.constexpr, NUM_RANKS: tl.constexpr, LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the records of each expert's tiles (``RECORD_WORDS``). Grid (EXPERTS,).
 
-    Tiles that have only rows of this rank precede all other tiles, for the first ``num_ahead``
+    Tiles that have only rows of this rank precede all other tiles, for the first ``num_own_first``
     experts. Word 6 of a record is 0 for these tiles, and 1 for tiles that wait. Store the number of
     tiles and 0, the number of tiles that programs have taken, in ``num_tiles``.
     """
     expert = tl.program_id(0)
-    lane = tl.arange(0, EXPERT_LANES)
     source = tl.arange(0, LANES)
+    lane, begin, end, number = rows_of_experts(ends_ptr, block_m, EXPERTS, EXPERT_LANES)
     is_expert = lane < EXPERTS
-    end = tl.load(ends_ptr + lane, mask=is_expert, other=0)
-    begin = tl.load(ends_ptr + lane - 1, mask=is_expert & (lane > 0), other=0)
     sent = tl.load(
         counts_ptr + lane[:, None] * NUM_RANKS + source[None, :],
         mask=is_expert[:, None] & (source < NUM_RANKS)[None, :], other=0,
     )  # fmt: skip
-    number = tl.where(is_expert, tl.cdiv(end - begin, block_m), 0)
     # Rows of an expert are sorted by source rank.
     first_own = tl.sum(tl.where((source < rank)[None, :], sent, 0), 1)
     end_own = tl.sum(tl.where((source <= rank)[None, :], sent, 0), 1)
     # After a wait that gave up, ends are 0 and counts are arbitrary. Bounded, they select no tiles.
     first = tl.minimum(tl.maximum(tl.cdiv(first_own, block_m), 0), number)
     stop = tl.where(end_own == end - begin, number, end_own // block_m)
-    own = tl.where(lane < num_ahead, tl.maximum(tl.minimum(stop, number) - first, 0), 0)
-    before = tl.where(own > 0, first, number)
+    own = tl.where(lane < num_own_first, tl.maximum(tl.minimum(stop, number) - first, 0), 0)
+    leading = tl.where(own > 0, first, number)
     total_own = tl.sum(own, 0)
     is_earlier = lane < expert
     first_own_tile = tl.sum(tl.where(is_earlier, own, 0), 0)
     first_other_tile = total_own + tl.sum(tl.where(is_earlier, number - own, 0), 0)
     own = tl.sum(tl.where(lane == expert, own, 0), 0)
-    before = tl.sum(tl.where(lane == expert, before, 0), 0)
+    leading = tl.sum(tl.where(lane == expert, leading, 0), 0)
     tiles = tl.sum(tl.where(lane == expert, number, 0), 0)
     low = tl.sum(tl.where(lane == expert, begin, 0), 0)
     high = tl.sum(tl.where(lane == expert, end, 0), 0)
-    for run in tl.static_range(3):
+    for part in tl.static_range(3):
         # Runs of consecutive tiles: this rank's, those before, and those after.
-        first_of_run, tiles_of_run, skipped = first_own_tile, own, before
-        if run == 1:
-            first_of_run, tiles_of_run, skipped = first_other_tile, before, 0
-        if run == 2:
-            first_of_run, tiles_of_run = first_other_tile + before, tiles - own - before
-            skipped = before + own
+        first_of_run, tiles_of_run, skipped = first_own_tile, own, leading
+        if part == 1:
+            first_of_run, tiles_of_run, skipped = first_other_tile, leading, 0
+        if part == 2:
+            first_of_run, tiles_of_run = first_other_tile + leading, tiles - own - leading
+            skipped = leading + own
         row = low + skipped * block_m
         for first_tile in range(0, tiles_of_run, BLOCK):
             tile = first_tile + tl.arange(0, BLOCK)
@@ -97,27 +95,27 @@ def kernel_order_tiles(
             tl.store(record + 2, tl.minimum(row + tiles_of_run * block_m, high), mask=mask)
             tl.store(record + 3, first_of_run, mask=mask)
             tl.store(record + 4, tiles_of_run, mask=mask)
-            tl.store(record + 6, 0 if run == 0 else 1, mask=mask)
+            tl.store(record + 6, 0 if part == 0 else 1, mask=mask)
     if expert == 0:
         tl.store(num_tiles_ptr, tl.sum(number, 0))
         tl.store(num_tiles_ptr + 1, 0)
 
 
 @jit
-def await_rows(awaited, needed, copies, peers, call, ep_plan: tl.constexpr):
-    """Wait for the rows of all ranks if ``awaited`` is below ``needed``.
+def await_rows(have_arrived, waits, copies, peers, call, ep_plan: tl.constexpr):
+    """Wait for the rows of all ranks if ``waits`` is 1 and ``have_arrived`` is 0.
 
-    Return (the larger of ``awaited`` and ``needed``, wait token).
+    Return (new value of ``have_arrived``, wait token).
     """
     wait_token = 0
-    if awaited < needed:
+    if have_arrived < waits:
         value = chunk_flag(call, 0)
         first_flag = peers.arrivals + flag_offset(0, value, ep_plan.NUM_RANKS)
         flags = first_flag + tl.arange(0, ep_plan.FLAG_LANES)
         count = copies * ep_plan.NUM_RANKS
         wait_token += dl.wait(flags, count, value, peers.timeout_words, True)
-        awaited = needed
-    return awaited, wait_token
+        have_arrived = waits
+    return have_arrived, wait_token
 
 
 @jit(do_not_specialize=["tokens", "max_tokens", "num_experts", "rank", "copies", "digest"])
@@ -155,7 +153,7 @@ def kernel_dispatch_grouped_gemm(
         a_ptr = sent.x if NUM_RANKS == 1 else sent.rows
         counter = blocks.num_tiles + 1
         work_items = tl.load(blocks.num_tiles) * tiles_n
-        awaited = 0
+        have_arrived = 0
         work_item = tl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
         while work_item < work_items:
             # The next item is taken early, because the counter answers after about 1 us.
@@ -165,8 +163,8 @@ def kernel_dispatch_grouped_gemm(
             )
             position = row + tl.arange(0, BLOCK_SIZE_M)
             a_row = tl.load(blocks.routes + position, mask=position < end, other=0)
-            needed = tl.load(blocks.tiles + tile * RECORD_WORDS + 6)
-            awaited, wait_token = await_rows(awaited, needed, copies, peers, call, ep_plan)
+            waits = tl.load(blocks.tiles + tile * RECORD_WORDS + 6)
+            have_arrived, wait_token = await_rows(have_arrived, waits, copies, peers, call, ep_plan)
             a_row = dl.consume_token(a_row, wait_token)
             multiply_tile(
                 a_ptr, sent.x, a_row, b, c_ptr, (expert, row, end, n * COLUMNS), E, N, K,
@@ -175,4 +173,4 @@ def kernel_dispatch_grouped_gemm(
             )  # fmt: skip
             work_item = next_item
         if program == copies:  # the next call requires that all rows of this call have arrived
-            await_rows(awaited, 1, copies, peers, call, ep_plan)
+            await_rows(have_arrived, 1, copies, peers, call, ep_plan)

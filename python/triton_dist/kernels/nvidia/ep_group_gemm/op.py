@@ -32,8 +32,7 @@ import triton
 
 from triton_dist.kernels.common.op import op
 from triton_dist.kernels.nvidia.ep_group_gemm.algorithms import ALGORITHMS, Call
-from triton_dist.kernels.nvidia.expert_parallel import EPContext, Received
-from triton_dist.kernels.nvidia.expert_parallel.op import id_variants
+from triton_dist.kernels.nvidia.expert_parallel import EPContext, Received, id_variants
 
 
 def _variants(*args: Any, **kwargs: Any) -> Iterator[dict[str, torch.Tensor]]:
@@ -64,7 +63,7 @@ def ep_dispatch_group_gemm(
     routing_skew: str | None = None,
     gemm_config: triton.Config | None = None,
     num_ctas: int | None = None,
-    ahead: float | None = None,
+    own_first: float | None = None,
     algorithm: str | None = None,
     accepted_key: Any = None,
 ) -> tuple[torch.Tensor, Received]:
@@ -85,7 +84,7 @@ def ep_dispatch_group_gemm(
             columns, multiplied by the right half.
         gemm_config: tile sizes of ``"fused"`` and ``"serial"`` (tuned).
         num_ctas: number of programs that send rows in ``"fused"``, equal on all ranks (tuned).
-        ahead: share of the experts, 0 to 1, whose tiles with only rows of this rank precede all
+        own_first: share of the experts, 0 to 1, whose tiles with only rows of this rank precede all
             other tiles in ``"fused"`` (tuned).
         algorithm: ``"fused"``, ``"serial"`` or ``"library"`` (tuned; ``"serial"`` if untuned).
             ``"fused"`` requires a capacity of ``max_tokens``.
@@ -102,5 +101,5 @@ def ep_dispatch_group_gemm(
     """
     return Call(
         x, topk_ids, B, ctx, topk_weights, activation, max_tokens, expert_map, routing_skew,
-        gemm_config, num_ctas, ahead, algorithm, accepted_key,
+        gemm_config, num_ctas, own_first, algorithm, accepted_key,
     ).run()  # type: ignore[return-value]  # fmt: skip

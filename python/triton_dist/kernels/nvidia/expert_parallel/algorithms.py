@@ -248,14 +248,18 @@ class DispatchCall(OpCall):
     def start(self, receive: bool) -> Received:
         """Launch the call. If ``receive`` is false, ``wait`` of the result launches the kernel that
         receives."""
-        if self.ctx.pending is not None:
-            expected = "no other dispatch before wait() of the result of ep_send"
-            raise InvalidArgument("ep_dispatch", "ctx", "a context with a pending send", expected)
+        self.check_pending()
         received = self.result()
         self.chosen.start(self, received, receive)
         if not receive:
             self.ctx.pending, self.ctx.await_send = received, self.ctx.device.record_event()
         return received
+
+    def check_pending(self) -> None:
+        """Raise if the context has a result of ``ep_send`` whose ``wait`` was not called."""
+        if self.ctx.pending is not None:
+            expected = "no other dispatch before wait() of the result of ep_send"
+            raise InvalidArgument(self.function, "ctx", "a context with a pending send", expected)
 
     def result(self) -> Received:
         """Return a result whose tensors the call will fill."""
