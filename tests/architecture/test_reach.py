@@ -22,7 +22,7 @@ MOST = {
     "shard_collectives": (13, 1950),
     "allreduce": (11, 1990),
     "expert_parallel": (18, 3700),
-    "ep_group_gemm": (31, 5800),
+    "ep_group_gemm": (34, 6200),
     "sp_ag_attention": (13, 2000),
     "ulysses": (12, 2210),
     "ulysses_gemm": (25, 4400),
