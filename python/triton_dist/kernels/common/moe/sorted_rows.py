@@ -46,10 +46,9 @@ def gather_positions(positions: Positions, A: torch.Tensor) -> tuple[torch.Tenso
 def rows_of_experts(ends_ptr, block_m, EXPERTS: tl.constexpr, EXPERT_LANES: tl.constexpr):
     """Return, for all experts, the number, the first and the end row, and the number of tiles."""
     lane = tl.arange(0, EXPERT_LANES)
-    is_expert = lane < EXPERTS
-    end = tl.load(ends_ptr + lane, mask=is_expert, other=0)
-    begin = tl.load(ends_ptr + lane - 1, mask=is_expert & (lane > 0), other=0)
-    return lane, begin, end, tl.where(is_expert, tl.cdiv(end - begin, block_m), 0)
+    end = tl.load(ends_ptr + lane, mask=lane < EXPERTS, other=0)
+    begin = tl.load(ends_ptr + lane - 1, mask=(lane < EXPERTS) & (lane > 0), other=0)
+    return lane, begin, end, tl.where(lane < EXPERTS, tl.cdiv(end - begin, block_m), 0)
 
 
 @jit(do_not_specialize=["block_m"])
