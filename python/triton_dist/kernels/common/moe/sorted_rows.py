@@ -82,8 +82,7 @@ def kernel_gather_positions(
 ):
     """Copy the row of A that each used position refers to, to out [positions, columns]. Any
     grid."""
-    total = tl.load(ends_ptr + EXPERTS - 1)
-    for position in range(tl.program_id(0), total, tl.num_programs(0)):
+    for position in range(tl.program_id(0), tl.load(ends_ptr + EXPERTS - 1), tl.num_programs(0)):
         row = tl.load(rows_ptr + position).to(tl.int64)
         for first in range(0, columns, BLOCK):
             column = first + tl.arange(0, BLOCK)
