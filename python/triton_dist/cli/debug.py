@@ -58,13 +58,15 @@ def add_to(subcommands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     # Imported here because other subcommands start without torch.
-    from triton_dist.debugging import modes, sanitizer
+    from triton_dist.debugging import modes, rank_status, sanitizer
     from triton_dist.debugging.faults import DebugModeRefused
     from triton_dist.runtime.triton_compat import triton_version
 
     words = knobs.words(arguments.mode)
     if not arguments.command and words == ("where",):
-        return where(arguments.job)
+        report, answers = rank_status.report(rank_status.folder_of(arguments.job, "[0-9]*.json"))
+        print(report)
+        return 0 if answers else 1
     if not arguments.command and words == ("attach",) and arguments.rank is not None:
         return attach(arguments.rank, arguments.job, arguments.wait)
     if not arguments.command and words == ("attach",):
@@ -177,17 +179,3 @@ def _talk(connection: socket.socket, user_input: BinaryIO, user_output: BinaryIO
                 else:
                     selector.unregister(user_input)
                     connection.shutdown(socket.SHUT_WR)
-
-
-def where(job: str | None) -> int:
-    """Print the status of each rank of a job.
-
-    Raises:
-        NoSuchJob: no job matches, or several do.
-    """
-    from triton_dist.debugging import rank_status
-    from triton_dist.debugging.rank_status import folder_of
-
-    text, answers = rank_status.report(folder_of(job, "[0-9]*.json"))
-    print(text)
-    return 0 if answers else 1

@@ -215,7 +215,9 @@ def _is_deadlocked(states: dict[int, dict[str, Any] | None]) -> bool:
 
 def _report(wait: dict[str, Any], states: dict[int, dict[str, Any] | None], overdue: bool) -> str:
     why = "TRITON_DIST_WAIT_TIMEOUT has expired" if overdue else "no rank can set it any more"
-    lines = [f"{wait['at']}: waits for {_describe_wait(wait)}: {why}. Status of the ranks:"]
+    lines = [
+        f"{wait['at']}: waits for {rank_status.describe_wait(wait)}: {why}. Status of the ranks:"
+    ]
     set_at = {
         flag: at for state in states.values() if state for flag, at in state["set_flags"].items()
     }
@@ -229,13 +231,9 @@ def _report(wait: dict[str, Any], states: dict[int, dict[str, Any] | None], over
         for each in (state or {}).get("waits", ()):
             setter = set_at.get(each["flag"])
             last = f"last set by {setter}" if setter else "never set"
-            lines.append(f"  {each['at']}: waits for {_describe_wait(each)}, {last}")
+            lines.append(f"  {each['at']}: waits for {rank_status.describe_wait(each)}, {last}")
     awaited = {each["flag"] for state in states.values() if state for each in state["waits"]}
     unawaited = [f"  {flag}: set by {at}" for flag, at in set_at.items() if flag not in awaited]
     if unawaited:
         lines += ["Flags that were set but are not awaited:", *unawaited]
     return "\n".join(lines)
-
-
-def _describe_wait(wait: dict[str, Any]) -> str:
-    return f"{wait['flag']} to reach {wait['expected']}, it is {wait['seen']}"

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import triton
@@ -33,29 +33,11 @@ from triton_dist.debugging.site import is_user_code
 from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.job import create_job_folder, is_running, job_folders
+from triton_dist.runtime.symmetric import Region
 
 _MAX_LAUNCHES, _MAX_FRAMES = 4, 12
 _launches: deque[str] = deque(maxlen=_MAX_LAUNCHES)
 _is_on = False
-
-
-class Region(Protocol):
-    @property
-    def local(self) -> torch.Tensor: ...
-    @property
-    def peers(self) -> tuple[torch.Tensor, ...]: ...
-
-
-class StatusSource(Protocol):
-    """Symmetric memory that reports the progress of ranks."""
-
-    def status(self) -> dict[str, Any]:
-        """Return a dict with ``name``, ``epochs`` and ``awaited``. ``epochs`` maps the name of a
-        counter to its value on each rank (None: cannot be read). ``awaited`` lists the flags that a
-        kernel waits for, as dicts of ``flag``, ``expected``, ``seen`` and ``writer``."""
-
-    def writer_of(self, address: int) -> int | None:
-        """Return the rank that sets the flag at ``address``, or ``None`` for other addresses."""
 
 
 Read = Callable[[torch.Tensor], torch.Tensor | None]
@@ -84,8 +66,13 @@ class SlotStatus:
     flags: Callable[[int], Iterable[tuple[torch.Tensor, Callable[[int], int]]]]
 
     def status(self) -> dict[str, Any]:
-        """Return the status; see :class:`StatusSource`. A slot is in use if more of its calls have
-        begun than have ended. Replays of a CUDA graph are not counted."""
+        """Return a dict with ``name``, ``epochs`` and ``awaited``. ``epochs`` maps the name of a
+        counter to its value on each rank (None: cannot be read). ``awaited`` lists the flags that a
+        kernel waits for, as dicts of ``flag``, ``expected``, ``seen`` and ``writer``.
+
+        A slot is in use if more of its calls have begun than have ended. Replays of a CUDA graph
+        are not counted.
+        """
         peek, peers = current_device().peek, self.control_words.peers
         copies = [peek(peer) for peer in peers]
         own = next(rank for rank, peer in enumerate(peers) if peer is self.control_words.local)
@@ -107,6 +94,7 @@ class SlotStatus:
         }
 
     def writer_of(self, address: int) -> int | None:
+        """Return the rank that sets the flag at ``address``, or ``None`` for other addresses."""
         for slot in range(len(self.begun)):
             for words, source_of in self.flags(slot):
                 index = (address - words.data_ptr()) // words.element_size()
@@ -115,7 +103,7 @@ class SlotStatus:
         return None
 
 
-_memories: weakref.WeakSet[StatusSource] = weakref.WeakSet()
+_memories: weakref.WeakSet[SlotStatus] = weakref.WeakSet()
 
 
 def start() -> None:
@@ -135,7 +123,7 @@ def stop() -> None:
         hook.remove(_note_compiled)
 
 
-def add(memory: StatusSource) -> bool:
+def add(memory: SlotStatus) -> bool:
     """Include ``memory`` in the status. Return False if status is off."""
     if _is_on:
         _memories.add(memory)
@@ -198,7 +186,7 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
     new.replace(path)
 
 
-def _status_of(memory: StatusSource) -> dict[str, Any]:
+def _status_of(memory: SlotStatus) -> dict[str, Any]:
     try:
         return memory.status()
     except Exception as failure:  # the status of other memories is still useful
@@ -302,10 +290,10 @@ def _rank_lines(state: Mapping[str, Any], answers: bool) -> list[str]:
         return [f"{head}:{ended} no answer; it was at {state['host']}"]
     lines = [f"{head}: {'waits in a kernel' if state['waits'] else 'is at ' + state['host']}"]
     for wait in state["waits"]:
-        lines.append(f"  {wait['at']}: waits for {_describe_wait(wait)}")
+        lines.append(f"  {wait['at']}: waits for {describe_wait(wait)}")
     for memory in state["memories"]:
         lines += [
-            f"  a kernel of {memory['name']} waits for {_describe_wait(flag)}"
+            f"  a kernel of {memory['name']} waits for {describe_wait(flag)}"
             for flag in memory["awaited"]
         ]
         if "failed" in memory:
@@ -316,7 +304,7 @@ def _rank_lines(state: Mapping[str, Any], answers: bool) -> list[str]:
     return lines + [f"  {line}" for line in state["stack"]]
 
 
-def _describe_wait(wait: Mapping[str, Any]) -> str:
+def describe_wait(wait: Mapping[str, Any]) -> str:
     writer = wait.get("writer")
     by = "" if writer is None else f", which rank {writer} sets"
     return f"{wait['flag']} to reach {wait['expected']}, it is {wait['seen']}{by}"

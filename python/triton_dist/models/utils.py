@@ -1,28 +1,20 @@
-"""Seed random generators; create models on the CPU for ``parallelize``."""
+"""Create models on the CPU for ``parallelize``."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from triton_dist.errors import InvalidArgument, MissingExtra
 from triton_dist.models.llama import Llama, LlamaConfig, RotaryEmbedding
+from triton_dist.runtime.random import seed_everything
 
 _FP8_FAMILIES = ("llama", "qwen3", "qwen3_moe")
 __all__ = ["init_model_cpu", "seed_everything"]
-
-
-def seed_everything(seed: int) -> None:
-    """Seed the random generators of Python, numpy and torch."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
 
 
 def init_model_cpu(

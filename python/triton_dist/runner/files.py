@@ -84,21 +84,14 @@ def load(folder: str | os.PathLike[str], function: str, level: str = "cubin") ->
     if not metadata_path.exists() and level in foreign.SELF_DESCRIBING:
         text = data.decode("utf-8", "replace")
         return Artefact(level, data, foreign.metadata_from_ir(function, text, str(path)), str(path))
+    metadata_bytes = content(metadata_path)
     try:
-        metadata_bytes = content(metadata_path)
         if len(metadata_bytes) > _MAX_JSON_BYTES:
             raise ValueError(f"{len(metadata_bytes)} bytes, the limit is {_MAX_JSON_BYTES}")
         tree = codec.loads(metadata_bytes)
-        if "triton_dist_artefact" in tree:
-            about: About | None = About.from_tree(tree)
-        else:
-            about = foreign.read_metadata(tree, function, str(metadata_path))
-        assert about is not None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, InvalidArtefact):
-            raise
-        why = f"it cannot be read: {type(error).__name__}: {error}"
-        raise InvalidArtefact(str(metadata_path), why) from error
+    except ValueError as error:
+        raise InvalidArtefact(str(metadata_path), f"it cannot be read: {error}") from error
+    about = foreign.read_metadata(tree, function, str(metadata_path))
     if function not in (about.function, stem_of(about.function)):
         raise InvalidArtefact(
             str(metadata_path), f"it describes kernel {about.function!r}, not {function!r}"

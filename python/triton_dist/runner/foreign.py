@@ -79,8 +79,8 @@ def metadata_of(src: Any, metadata: Mapping[str, Any], ttgir: str) -> About:
     )  # fmt: skip
 
 
-def read_metadata(metadata: Any, function: str, where: str) -> About | None:
-    """Return ``metadata`` as ``About``; ``None`` if ``metadata`` is ``None``.
+def read_metadata(metadata: Any, function: str, where: str) -> About:
+    """Return ``metadata`` as ``About``.
 
     Args:
         metadata: a dict, the path of a JSON file, ``compiled.metadata``, or the compiled kernel
@@ -91,8 +91,6 @@ def read_metadata(metadata: Any, function: str, where: str) -> About | None:
     Raises:
         InvalidArtefact: ``metadata`` cannot be read.
     """
-    if metadata is None:
-        return None
     if hasattr(metadata, "asm") and hasattr(metadata, "src"):
         return metadata_of(
             metadata.src, metadata.metadata._asdict(), str(metadata.asm.get("ttgir"))

@@ -56,7 +56,7 @@ def resolve(function: str, keyword: str, value: Any, metadata: Any) -> Artefact:
         raise InvalidArgument(function, "metadata_json", metadata, expected)
     if keyword == "artefact":
         if isinstance(value, Artefact):
-            return _checked(value)
+            return value
         raise InvalidArgument(function, keyword, value, "an artefact, as runner.load returns it")
     level = _FOLDER_KEYWORDS.get(keyword) or _TEXT_KEYWORDS[keyword]
     if not isinstance(value, (str, os.PathLike)):
@@ -64,22 +64,18 @@ def resolve(function: str, keyword: str, value: Any, metadata: Any) -> Artefact:
         expected = "the path of a folder" if keyword in _FOLDER_KEYWORDS else text
         raise InvalidArgument(function, keyword, value, expected)
     if keyword in _FOLDER_KEYWORDS:
-        return _checked(files.load(value, function, level))
+        return files.load(value, function, level)
     where, text = keyword, str(value)
     if isinstance(value, os.PathLike) or ("\n" not in text and text.endswith(f".{level}")):
         where, text = text, files.content(Path(text)).decode("utf-8", "replace")
-    about = foreign.read_metadata(metadata, function, where)
-    if about is None:
-        if level not in foreign.SELF_DESCRIBING:
-            why = "pass metadata_json: the text lacks launch facts such as shared memory"
-            raise InvalidArtefact(where, why)
+    if metadata is not None:
+        about = foreign.read_metadata(metadata, function, where)
+    elif level in foreign.SELF_DESCRIBING:
         about = foreign.metadata_from_ir(function, text, where)
-    return _checked(Artefact(level, text.encode(), about, where))
-
-
-def _checked(artefact: Artefact) -> Artefact:
-    artefact.check()
-    return artefact
+    else:
+        why = "pass metadata_json: the text lacks launch facts such as shared memory"
+        raise InvalidArtefact(where, why)
+    return Artefact(level, text.encode(), about, where)
 
 
 _HOOKS_GET_TARGET = Version("3.7")
@@ -164,6 +160,7 @@ class Runner:
             self._resolved[keyword, value, positional] = found
             return found
         artefact = resolve(self._function_name, keyword, value, kwargs.pop("metadata_json", None))
+        artefact.check()
         token = f"{artefact.digest}.{artefact.level}"
         self._artefacts[token] = artefact
         given = {parameter.name for parameter in self.params[:positional]}  # type: ignore[attr-defined]

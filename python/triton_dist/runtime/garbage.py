@@ -6,7 +6,6 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -26,19 +25,6 @@ def weak_method(method: Callable[..., T]) -> Callable[..., T]:
     return call
 
 
-class _CollectionState:
-    """Number of active ``no_garbage_collection`` contexts, and whether garbage collection was
-    enabled before the first of them."""
-
-    def __init__(self) -> None:
-        # Reentrant: a collection while the lock is held may run a destructor that takes the lock.
-        self.lock = threading.RLock()
-        self.num_contexts, self.was_enabled = 0, True
-
-
-_state = _CollectionState()
-
-
 class no_garbage_collection:
     """Context manager that disables garbage collection. Several threads may enter it.
 
@@ -47,20 +33,23 @@ class no_garbage_collection:
     other, this wait would never end.
     """
 
-    def __enter__(self) -> None:
-        with _state.lock:
-            if _state.num_contexts == 0:
-                _state.was_enabled = gc.isenabled()
-                gc.disable()
-            _state.num_contexts += 1
+    # Reentrant: a collection while the lock is held may run a destructor that takes the lock.
+    _lock = threading.RLock()
+    _num_active = 0
+    _was_enabled = True
+    """Whether garbage collection was enabled before the first active context."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        failure: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        with _state.lock:
-            _state.num_contexts -= 1
-            if _state.num_contexts == 0 and _state.was_enabled:
+    def __enter__(self) -> None:
+        state = type(self)
+        with self._lock:
+            if state._num_active == 0:
+                state._was_enabled = gc.isenabled()
+                gc.disable()
+            state._num_active += 1
+
+    def __exit__(self, *_: object) -> None:
+        state = type(self)
+        with self._lock:
+            state._num_active -= 1
+            if state._num_active == 0 and state._was_enabled:
                 gc.enable()

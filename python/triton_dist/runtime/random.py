@@ -16,11 +16,16 @@ from triton_dist.runtime.device import current_device
 Size = int | Callable[[], int]
 
 
-def init_seed(seed: int = 0) -> None:
-    """Seed Python, NumPy and torch. Disable TF32 and 16-bit accumulation in matrix products."""
+def seed_everything(seed: int) -> None:
+    """Seed the random generators of Python, NumPy and torch."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+def init_seed(seed: int = 0) -> None:
+    """Call ``seed_everything``. Disable TF32 and 16-bit accumulation in matrix products."""
+    seed_everything(seed)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

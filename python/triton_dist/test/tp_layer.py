@@ -43,8 +43,9 @@ class LayerCall:
     expected: torch.Tensor
 
 
-def make_parser(description: str | None, model: str) -> ScriptParser:
-    """Return a parser with the options of all layer scripts."""
+def make_parser(description: str | None, model: str, bsz: int = 0) -> ScriptParser:
+    """Return a parser with the options of all layer scripts. With ``bsz``, which is the default of
+    ``--bsz``, add the options that ``batch_and_tokens`` reads."""
     parser = ScriptParser(description, ("check", "perf"), default="perf")
     parser.add_alias("--check")
     parser.add_argument(
@@ -53,6 +54,13 @@ def make_parser(description: str | None, model: str) -> ScriptParser:
     parser.add_dtype("bfloat16")
     parser.add_rounds(iters=100, warmup=20)
     parser.add_common("seed", "profile")
+    parser.add_argument(
+        "--allreduce_method", default="", choices=["", *get_allreduce_methods()],
+        help="ignored: the algorithm is tuned",
+    )  # fmt: skip
+    if bsz:
+        parser.add_argument("--bsz", type=int, default=bsz, help="sequences over all ranks")
+        parser.add_argument("--seq_len", type=int, default=128, help="tokens of a sequence")
     return parser
 
 
@@ -65,10 +73,6 @@ def add_mode(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode", default="ag_rs", choices=["ag_rs", "allreduce", "gemm_ar"],
         help="ag_rs: sequence-parallel mode; allreduce and gemm_ar: all-reduce mode",
-    )  # fmt: skip
-    parser.add_argument(
-        "--allreduce_method", default="", choices=["", *get_allreduce_methods()],
-        help="ignored: the algorithm is tuned",
     )  # fmt: skip
 
 
@@ -124,22 +128,23 @@ def batch_and_tokens(args: argparse.Namespace, max_batch: int, max_tokens: int) 
 
 def run(args: argparse.Namespace, title: str, calls: Mapping[str, LayerCall], layer: Any) -> None:
     """Check each call and, for the case ``perf``, time it. Finalize ``layer`` at the end."""
-    _run(args, title, calls)
+    limit = _TOLERANCES[dtype_named(args.dtype)]
+    for each in calls.values():
+        check_rank_by_rank(each.call(), each.expected, limit)
+    report_passed(f"{args.dtype}, {title}")
+    if args.case == "perf":
+        _print_times(args, title, {name: each.call for name, each in calls.items()})
     layer.finalize()
     finalize_distributed()
 
 
-def _run(args: argparse.Namespace, title: str, layer_calls: Mapping[str, LayerCall]) -> None:
-    limit = _TOLERANCES[dtype_named(args.dtype)]
-    for each in layer_calls.values():
-        check_rank_by_rank(each.call(), each.expected, limit)
-    report_passed(f"{args.dtype}, {title}")
-    if args.case != "perf":
-        return
-    calls = {name: captured(each.call) for name, each in layer_calls.items()}
+def _print_times(
+    args: argparse.Namespace, title: str, calls: Mapping[str, Callable[[], torch.Tensor]]
+) -> None:
+    graphs = {name: captured(call) for name, call in calls.items()}
     rounds, warmup = (max(2, args.iters), args.warmup) if is_cuda() else (2, 0)
-    samples = interleaved(calls, rounds=rounds, warmup_rounds=warmup)
-    calls.clear()  # free the graphs before the contexts whose memory they use
+    samples = interleaved(graphs, rounds=rounds, warmup_rounds=warmup)
+    graphs.clear()  # free the graphs before the contexts whose memory they use
     base = next(iter(samples.values())).median
     if is_cuda():
         dist_print(f"{title}, slowest rank, cold cache, median of {rounds} interleaved rounds:")
@@ -148,9 +153,4 @@ def _run(args: argparse.Namespace, title: str, layer_calls: Mapping[str, LayerCa
     for name, sample in samples.items():
         ratio = f"{base / sample.median:10.2f} x {next(iter(samples))}" if is_cuda() else ""
         dist_print(f"{name:32}{sample.median:10.3f} ms{ratio}")
-    profile("tp_layer", args.profile, *(each.call for each in layer_calls.values()))
-
-
-def without_gradients(module: Any) -> Callable[..., Any]:
-    """Return a function that calls ``module`` under ``torch.no_grad``."""
-    return torch.no_grad()(module)  # type: ignore[no-any-return]
+    profile("tp_layer", args.profile, *calls.values())

@@ -93,11 +93,7 @@ def gemm(A: torch.Tensor, B: torch.Tensor, ranks: Collectives) -> torch.Tensor:
     Raises:
         InvalidArgument, ContextFinalized: see ``ag_gemm``.
     """
-    A, B = _checked_operands("gemm", A, B, ranks)
-    if is_eager_inference(A, B):
-        return A @ B
-    product: torch.Tensor = torch.ops.triton_dist.gemm(A, B, ranks.name)
-    return product
+    return call_method_or_custom_op("gemm", _checked_operands("gemm", A, B, ranks), ranks)
 
 
 def gemm_ar(A: torch.Tensor, B: torch.Tensor, ranks: Collectives) -> torch.Tensor:
@@ -293,8 +289,6 @@ def _define(name: str, backward: Callable[..., Any]) -> None:
     """Define the custom op of ``gemm``, ``gemm_rs`` or ``gemm_ar``."""
 
     def product(A: torch.Tensor, B: torch.Tensor, ranks_name: str) -> torch.Tensor:
-        if name == "gemm":
-            return A @ B
         C: torch.Tensor = getattr(ranks_by_name(ranks_name), name)(A, B)
         return C
 

@@ -293,31 +293,29 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
         )  # fmt: skip
         return self._call(ag_group_gemm, A.contiguous(), B, context, ids, **scaling)
 
-    def moe_reduce_rs(
-        self,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-        scales: torch.Tensor,
-        **scaling: Any,
-    ) -> torch.Tensor:
-        dtype = scaling.pop("out_dtype", weights.dtype)
-        context = self._sum_context("moe_reduce_rs", create_moe_rs_context, weights, ids, dtype)
-        operands = x.contiguous(), weights, ids, scales, context
-        return self._call(run_moe_reduce_rs, *operands, **scaling)
+    def moe_reduce_rs(self, x: torch.Tensor, *routed: torch.Tensor, **scaling: Any) -> torch.Tensor:
+        return self._moe_reduce(run_moe_reduce_rs, create_moe_rs_context, x, *routed, **scaling)
 
-    def moe_reduce_ar(
+    def moe_reduce_ar(self, x: torch.Tensor, *routed: torch.Tensor, **scaling: Any) -> torch.Tensor:
+        return self._moe_reduce(run_moe_reduce_ar, create_moe_ar_context, x, *routed, **scaling)
+
+    def _moe_reduce(
         self,
+        op: AutoTuner[..., torch.Tensor],
+        creator: Callable[..., OpContext[Any]],
         x: torch.Tensor,
         weights: torch.Tensor,
         ids: torch.Tensor,
         scales: torch.Tensor,
         **scaling: Any,
     ) -> torch.Tensor:
+        (E, _, N), topk = weights.shape, ids.shape[1]
         dtype = scaling.pop("out_dtype", weights.dtype)
-        context = self._sum_context("moe_reduce_ar", create_moe_ar_context, weights, ids, dtype)
-        operands = x.contiguous(), weights, ids, scales, context
-        return self._call(run_moe_reduce_ar, *operands, **scaling)
+        context = self.context(
+            (creator, N, E, topk, dtype), creator,
+            *self.sizes, self.whole_M * topk, N, E, topk, dtype, tp_group=self.group,
+        )  # fmt: skip
+        return self._call(op, x.contiguous(), weights, ids, scales, context, **scaling)
 
     def ep_dispatch(
         self,
@@ -346,20 +344,6 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
 
     def _call(self, op: AutoTuner[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
         return op(*args, autotune_pg=self.group, **options)
-
-    def _sum_context(
-        self,
-        name: str,
-        creator: Callable[..., C],
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-        dtype: torch.dtype,
-    ) -> C:
-        (E, _, N), topk = weights.shape, ids.shape[1]
-        return self.context(
-            (name, N, E, topk, dtype), creator,
-            *self.sizes, self.whole_M * topk, N, E, topk, dtype, tp_group=self.group,
-        )  # fmt: skip
 
     def ag_context(
         self, columns: int, K: int, dtype: torch.dtype

@@ -129,14 +129,11 @@ class CudaDevice:
 
     @property
     def has_nccl(self) -> bool:
-        """Whether NCCL can be used, which requires one rank per GPU."""
+        """Whether NCCL can be used, which requires one rank per GPU. Torch's async tensor
+        parallelism uses torch's symmetric memory, which requires it too."""
         return ranks_per_gpu() == 1
 
-    @property
-    def has_async_tp(self) -> bool:
-        """Whether torch's async tensor parallelism can be used. It uses torch's symmetric memory,
-        which requires one rank per GPU."""
-        return ranks_per_gpu() == 1
+    has_async_tp = has_nccl
 
     def shared_memory_bytes(self) -> int:
         # torch's type stubs do not know the field

@@ -29,9 +29,7 @@ _MODES = {"ag_rs": "triton_dist", "allreduce": "triton_dist_AR", "gemm_ar": "tri
 
 
 def get_args() -> argparse.Namespace:
-    parser = tp_layer.make_parser(__doc__, "Qwen/Qwen3-32B")
-    parser.add_argument("--bsz", type=int, default=128, help="sequences over all ranks")
-    parser.add_argument("--seq_len", type=int, default=128, help="tokens of a prompt")
+    parser = tp_layer.make_parser(__doc__, "Qwen/Qwen3-32B", bsz=128)
     parser.add_argument("--num_layers", type=int, help="number of layers; default: all")
     tp_layer.add_mode(parser)
     return parser.parse_args()

@@ -13,7 +13,6 @@ import argparse
 import torch
 import torch.distributed as dist
 
-from triton_dist.kernels.allreduce import get_allreduce_methods
 from triton_dist.layers.nvidia.tp_mlp import TP_MLP
 from triton_dist.test import tp_layer
 from triton_dist.test.tp_layer import CPU_SCALE, LayerCall, rows_of_rank
@@ -24,10 +23,6 @@ def get_args() -> argparse.Namespace:
     parser = tp_layer.make_parser(__doc__, "Qwen/Qwen3-32B")
     parser.add_argument("-M", "--M", type=int, default=4096, help="tokens over all ranks")
     parser.add_argument("--use_allreduce", action="store_true", help="only the all-reduce mode")
-    parser.add_argument(
-        "--allreduce_method", default="", choices=["", *get_allreduce_methods()],
-        help="ignored: the algorithm is tuned",
-    )  # fmt: skip
     tp_layer.add_ignored(parser, "--ag_gemm_persistent", "--gemm_rs_persistent")
     return parser.parse_args()
 
@@ -42,7 +37,8 @@ def main() -> None:
     layer = TP_MLP(rank=dist.get_rank(), world_size=size, group=group)
     layer._init_parameters(block.mlp, verbose=True)
     layer._init_ctx(max_M=M)
-    golden = tp_layer.without_gradients(block.mlp)(x)
+    with torch.no_grad():
+        golden = block.mlp(x)
     own = rows_of_rank(x)
     gate, up = layer.torch_ag_gemm(own).chunk(2, -1)
     hidden = layer.act_fn(gate) * up

@@ -27,7 +27,6 @@ from triton_dist.testing.opinfo.base import (
     LAYOUTS,
     Baseline,
     Call,
-    Cost,
     Group,
     Operands,
     fill,
@@ -51,6 +50,7 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
     Rank 0 broadcasts the ids, so they are equal on all ranks of the world."""
 
     models, shapes = FIRST_PRODUCTS, tuple(FIRST_PRODUCTS.values())
+    positional = ("a", "b", "ctx", "full_topk_ids")
     transfer, serial = "all-gather", "all-gather + grouped_gemm"
     library_algorithms, algorithm_tunables = (Library.name,), ("num_groups", "gather")
 
@@ -90,9 +90,6 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
         if num_ranks > 1:
             dist.broadcast(ids, 0)
 
-    def arguments(self, operands: Operands, ctx: Any) -> Call:
-        return (operands["a"], operands["b"], ctx, operands["full_topk_ids"]), scales_of(operands)
-
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         rows, scales = operands["a"], scales_of(operands)
         dtype = self.dtypes(rows.dtype)[1]
@@ -126,18 +123,6 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
 
             baselines[LIBRARIES] = self.checked_baseline(library, operands, group)
         return baselines
-
-    def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:
-        """Return the cost. Weights are read for the expected number of experts with tokens."""
-        routes, N, (operand, result) = shape.M * shape.topk, shape.N / num_ranks, self.dtypes(dtype)
-        elements = shape.M * shape.K + shape.used_experts * shape.K * N
-        return Cost(
-            operand,
-            flops=2.0 * routes * N * shape.K,
-            read_bytes=elements * operand.itemsize,
-            written_bytes=routes * N * result.itemsize,
-            link_bytes=shape.M * shape.K * operand.itemsize * (num_ranks - 1) / num_ranks,
-        )
 
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
         a, b, ids = good["a"], good["b"], good["full_topk_ids"]

@@ -23,6 +23,7 @@ from triton_dist.kernels.common.libraries import LibraryAlgorithm
 from triton_dist.kernels.nvidia.gemm_allreduce.algorithms import two_shot_all_reduce
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.peaks import RELATIVE_RATE, Peak
+from triton_dist.testing.opinfo.scaled import scales_of
 from triton_dist.tune import AutoTuner
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class OpInfo(ABC, Generic[S]):
         op: the tuned op.
         shape: the type ``S``, a dataclass of ints.
         shapes: shapes for which the op must be fast.
+        positional: names of the operands, and ``ctx``, that a call passes by position.
         transfer: name of the collective that the op contains.
         serial: name of the baseline that runs GEMM and collective in sequence.
         overlaps: the op overlaps a collective with compute. If not, ``serial`` names a library's
@@ -145,6 +147,7 @@ class OpInfo(ABC, Generic[S]):
 
     shape: type[S]
     shapes: Sequence[S]
+    positional: ClassVar[tuple[str, ...]]
     transfer: ClassVar[str]
     serial: ClassVar[str]
     overlaps: ClassVar[bool] = True
@@ -227,9 +230,10 @@ class OpInfo(ABC, Generic[S]):
         shape = self.shape_of(given, num_ranks)
         return shape, num_ranks, self.cost(shape, operand.dtype, num_ranks)
 
-    @abstractmethod
     def arguments(self, operands: Operands, ctx: Any) -> Call:
         """Return the arguments of a call, without tunables."""
+        named = {**operands, "ctx": ctx}
+        return tuple(named[name] for name in self.positional), scales_of(operands)
 
     def output(self, result: Any) -> torch.Tensor:
         """Return the tensor to compare with ``reference``."""
@@ -303,6 +307,13 @@ class OpInfo(ABC, Generic[S]):
     def recover(self, ctx: Any) -> None:
         """Reset the context after a call that failed on some rank. Collective."""
         ctx.reset()
+
+
+def own_rows(total: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return this rank's share of the rows of ``total``, a sum over ranks."""
+    if not dist.is_initialized():
+        return total
+    return total.chunk(dist.get_world_size(group))[dist.get_rank(group)]
 
 
 def uniform(

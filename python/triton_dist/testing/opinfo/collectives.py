@@ -33,6 +33,7 @@ from triton_dist.testing.opinfo.base import (
     OpInfo,
     meta,
     other_dtype,
+    own_rows,
     symmetric_all_reduces,
     tolerance,
     uniform,
@@ -59,6 +60,7 @@ class CollectiveOpInfo(OpInfo[Size]):
     """
 
     shape, serial, overlaps = Size, LIBRARY, False
+    positional = ("x", "ctx")
     shapes = tuple(Size(1 << exponent) for exponent in range(14, 29))
     scatters: ClassVar[bool] = False
 
@@ -98,16 +100,13 @@ class CollectiveOpInfo(OpInfo[Size]):
         x = operands["x"]
         x.copy_(uniform(x.shape, x.dtype, generator))
 
-    def arguments(self, operands: Operands, ctx: Any) -> Call:
-        return (operands["x"], ctx), {}
-
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         """Return the sum, or this rank's shard of the sum, added in fp32 and rounded once."""
         x = operands["x"]
         total = x.float()
         dist.all_reduce(total, group=group)
         if self.scatters:
-            total = total.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+            total = own_rows(total, group)
         return total.to(x.dtype)
 
     def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:

@@ -43,6 +43,7 @@ class DecodeOpInfo(ExchangeOpInfo[DecodeShape]):
 
     shape, shapes = DecodeShape, (DecodeShape(65536, 1, 96, 12, 128),)
     transfer, create = "all-gather", staticmethod(create_sp_decode_context)
+    positional = ("q", "k_cache", "v_cache", "kv_lens", "ctx")
     baseline_algorithm, refilled_operands = "all_to_all", ("k_cache", "v_cache")
     library_algorithms = ("library", "library_reduce_scatter")
 
@@ -75,10 +76,6 @@ class DecodeOpInfo(ExchangeOpInfo[DecodeShape]):
         return DecodeShape(
             cache.shape[1] * num_ranks, len(q), q.shape[-2], cache.shape[2], q.shape[-1]
         )
-
-    def arguments(self, operands: Operands, ctx: Any) -> Call:
-        q, k, v, lens = (operands[name] for name in ("q", "k_cache", "v_cache", "kv_lens"))
-        return (q, k, v, lens, ctx), {}
 
     def output(self, result: Any) -> torch.Tensor:
         """Return the attention output without the log-sum-exp."""

@@ -157,9 +157,7 @@ class DispatchOpInfo(EPOpInfo):
     one of this rank's experts."""
 
     row_operand, refilled_operands = "x", ("x", "topk_weights")
-
-    def arguments(self, operands: Operands, ctx: Any) -> Call:
-        return (operands["x"], operands["topk_ids"], ctx, operands["topk_weights"]), {}
+    positional: ClassVar[tuple[str, ...]] = ("x", "topk_ids", "ctx", "topk_weights")
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         rank, token, _ = self.sorted_routes(operands, group)
@@ -246,6 +244,7 @@ class DispatchGroupGemmOpInfo(DispatchOpInfo):
     shapes = (
         MultipliedTokenShape(8192, 4096, 2, 28672), MultipliedTokenShape(8192, 2048, 8, 1536),
     )  # fmt: skip
+    positional = ("x", "topk_ids", "B", "ctx", "topk_weights")
     baseline_algorithm, library_algorithms = "library", ("library",)
 
     def smaller(self, shape: Any, divisor: int, num_ranks: int) -> MultipliedTokenShape:
@@ -263,10 +262,6 @@ class DispatchGroupGemmOpInfo(DispatchOpInfo):
     def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> MultipliedTokenShape:
         sent = super().shape_of(operands, num_ranks)
         return MultipliedTokenShape(sent.M, sent.hidden, sent.topk, operands["B"].shape[2])
-
-    def arguments(self, operands: Operands, ctx: Any) -> Call:
-        names = "x", "topk_ids", "B"
-        return (*(operands[name] for name in names), ctx, operands["topk_weights"]), {}
 
     def output(self, result: Any) -> torch.Tensor:
         if isinstance(result, tuple):

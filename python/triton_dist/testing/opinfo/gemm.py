@@ -32,6 +32,7 @@ from triton_dist.testing.opinfo.base import (
     meta,
     meta_with_layout,
     other_dtype,
+    own_rows,
     tolerance,
     uniform,
 )
@@ -216,16 +217,13 @@ class SummedGEMMOpInfo(GEMMOpInfo):
             tp_group=group, **options,
         )  # fmt: skip
 
-    @abstractmethod
-    def own_rows(self, total: torch.Tensor, group: Group) -> torch.Tensor:
-        """Return the rows of the sum [M, N] that this rank's result has."""
-
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         A, bias = operands["A"], operands.get("bias")
         total = torch.matmul(*in_fp32(A, operands["B"], scales_of(operands)))
         dist.all_reduce(total, group=group)
-        mine = self.own_rows(total, group)
-        return (mine if bias is None else mine + bias.float()).to(self.dtypes(A.dtype)[1])
+        if not self.any_rows:
+            total = own_rows(total, group)
+        return (total if bias is None else total + bias.float()).to(self.dtypes(A.dtype)[1])
 
     def checked_baseline(
         self, call: Callable[[], torch.Tensor], operands: Operands, group: Group = None

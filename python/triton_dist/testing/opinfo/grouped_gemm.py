@@ -51,6 +51,7 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
     """Operands ``A`` [M, K], ``B`` [E, K, N] and random ``topk_ids`` [M, topk], on one GPU."""
 
     models, shapes = MODELS, tuple(MODELS.values())
+    positional = ("A", "B", "topk_ids")
     transfer, serial = "nothing", "grouped_mm between copies"
     overlaps, library_algorithms = False, (Library.name,)
 
@@ -82,9 +83,6 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
         A, B, ids = operands["A"], operands["B"], operands["topk_ids"]
         fill(A, operands, A.shape[1], generator)
         self.draw(ids, B.shape[0], generator)
-
-    def arguments(self, operands: Operands, ctx: Any) -> Call:
-        return (operands["A"], operands["B"], operands["topk_ids"]), scales_of(operands)
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         A, dtype = operands["A"], self.dtypes(operands["A"].dtype)[1]
@@ -123,16 +121,8 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
         return baselines
 
     def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:
-        """Return the cost. Weights are read for the expected number of experts with tokens."""
-        routes, (operand, result) = shape.M * shape.topk, self.dtypes(dtype)
-        elements = shape.M * shape.K + shape.used_experts * shape.K * shape.N
-        return Cost(
-            operand,
-            flops=2.0 * routes * shape.N * shape.K,
-            read_bytes=elements * operand.itemsize,
-            written_bytes=routes * shape.N * result.itemsize,
-            link_bytes=0,
-        )
+        """Return the cost on one GPU."""
+        return super().cost(shape, dtype, 1)
 
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
         A, B, ids = good["A"], good["B"], good["topk_ids"]

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Generator
 
-from triton_dist.testing.opinfo.base import OpInfo, uniform
+from triton_dist.testing.opinfo.base import Cost, OpInfo, uniform
 from triton_dist.testing.opinfo.scaled import Scales, in_fp32, rows_of, scales_of_expert
 
 
@@ -120,6 +120,19 @@ class RoutedOpInfo(OpInfo[GroupedShape]):
         if self.recipe is None:
             return uniform((E, K, N), dtype, generator)
         return uniform((E, N, K), self.dtypes(dtype)[0], generator).mT
+
+    def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:
+        """Return the cost of a product of tokens that all ranks gather first. Weights are read for
+        the expected number of experts with tokens."""
+        routes, N, (operand, result) = shape.M * shape.topk, shape.N / num_ranks, self.dtypes(dtype)
+        elements = shape.M * shape.K + shape.used_experts * shape.K * N
+        return Cost(
+            operand,
+            flops=2.0 * routes * N * shape.K,
+            read_bytes=elements * operand.itemsize,
+            written_bytes=routes * N * result.itemsize,
+            link_bytes=shape.M * shape.K * operand.itemsize * (num_ranks - 1) / num_ranks,
+        )
 
     def draw(self, ids: torch.Tensor, E: int, generator: Generator | None) -> None:
         """Write random ids of E experts to ``ids`` [M, topk]."""

@@ -37,6 +37,7 @@ from triton_dist.testing.opinfo.base import (
     meta,
     meta_with_layout,
     other_dtype,
+    own_rows,
     tolerance,
 )
 from triton_dist.testing.opinfo.moe import (
@@ -56,6 +57,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
     """
 
     models, shapes = SECOND_PRODUCTS, tuple(SECOND_PRODUCTS.values())
+    positional = ("x", "weights", "chosen_experts", "expert_weight", "ctx")
     library_algorithms, algorithm_tunables = ("library",), ("num_chunks", "reduction")
     scatters_rows: ClassVar[bool]
     """Each rank gets M / W rows of the sum, and W divides M. If false, each gets all rows."""
@@ -64,13 +66,10 @@ class MoEReduceOpInfo(RoutedOpInfo):
     def create(self, *args: Any, **options: Any) -> Any:
         """Create the op's context."""
 
-    @abstractmethod
-    def own_rows(self, total: torch.Tensor, group: Group) -> torch.Tensor:
-        """Return the rows of the sum [M, N] that this rank's result has."""
-
-    @abstractmethod
     def reduce(self, total: torch.Tensor, group: Group) -> torch.Tensor:
         """Return the sum of ``total`` over ranks by the group's collective."""
+        collective = libraries.reduce_scatter if self.scatters_rows else libraries.all_reduce
+        return collective(total, group)
 
     def smaller(self, shape: GroupedShape, divisor: int, num_ranks: int) -> GroupedShape:
         M = max(1, shape.M // divisor // num_ranks) * num_ranks
@@ -123,10 +122,6 @@ class MoEReduceOpInfo(RoutedOpInfo):
             dist.broadcast(ids, 0)
             dist.broadcast(expert_weight, 0)
 
-    def arguments(self, operands: Operands, ctx: Any) -> Call:
-        names = ("x", "weights", "chosen_experts", "expert_weight")
-        return (*(operands[name] for name in names), ctx), scales_of(operands)
-
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         x, weights, ids = operands["x"], operands["weights"], operands["chosen_experts"]
         products = routed_product(x, weights, ids, torch.float32, scales_of(operands))
@@ -136,7 +131,9 @@ class MoEReduceOpInfo(RoutedOpInfo):
         total = (products.view(*expert_weight.shape, -1) * weighed).sum(1)
         if dist.is_initialized():
             dist.all_reduce(total, group=group)
-        return self.own_rows(total, group).to(self.dtypes(x.dtype)[1])
+        if self.scatters_rows:
+            total = own_rows(total, group)
+        return total.to(self.dtypes(x.dtype)[1])
 
     def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
         """Return the tolerance. An expert's products are rounded before they are weighted, and a
@@ -289,14 +286,6 @@ class MoEReduceRSOpInfo(MoEReduceOpInfo):
     create = staticmethod(create_moe_rs_context)
     scatters_rows = True
 
-    def own_rows(self, total: torch.Tensor, group: Group) -> torch.Tensor:
-        if not dist.is_initialized():
-            return total
-        return total.chunk(dist.get_world_size(group))[dist.get_rank(group)]
-
-    def reduce(self, total: torch.Tensor, group: Group) -> torch.Tensor:
-        return libraries.reduce_scatter(total, group)
-
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
         bad = super().error_inputs(good, num_ranks)
         if num_ranks > 1:
@@ -311,12 +300,6 @@ class MoEReduceAROpInfo(MoEReduceOpInfo):
     transfer, serial = "all-reduce", "our product + all-reduce"
     create = staticmethod(create_moe_ar_context)
     scatters_rows = False
-
-    def own_rows(self, total: torch.Tensor, group: Group) -> torch.Tensor:
-        return total
-
-    def reduce(self, total: torch.Tensor, group: Group) -> torch.Tensor:
-        return libraries.all_reduce(total, group)
 
 
 MOE_REDUCE_RS = MoEReduceRSOpInfo(run_moe_reduce_rs)

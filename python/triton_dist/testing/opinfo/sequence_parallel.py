@@ -86,37 +86,25 @@ def shared_heads(x: torch.Tensor, num_ranks: int) -> tuple[torch.Tensor, ...]:
     return tuple(each for each in x.chunk(num_ranks // replicas, 2) for _ in range(replicas))
 
 
-def local_heads(shape: HeadsShape, dtype: torch.dtype, num_ranks: int) -> Operands:
-    """Return uninitialised q, k and v [1, M / W, heads, dim]."""
-    device, tokens = current_device().torch_device, shape.M // num_ranks
-    heads = {"q": shape.q_heads, "k": shape.kv_heads, "v": shape.kv_heads}
-    return {
-        name: torch.empty(1, tokens, number, shape.dim, dtype=dtype, device=device)
-        for name, number in heads.items()
-    }
-
-
-def shape_of_heads(operands: Mapping[str, Any], num_ranks: int) -> HeadsShape:
-    q, k = operands["q"], operands.get("k")
-    kv_heads = q.shape[2] if k is None else k.shape[2]
-    return HeadsShape(q.shape[0] * q.shape[1] * num_ranks, q.shape[2], kv_heads, q.shape[3])
-
-
 class HeadsOpInfo(ExchangeOpInfo[HeadsShape]):
     """Base of ops with operands ``q``, ``k``, ``v`` [1, M / W, heads, dim], for W ranks."""
 
-    refilled_operands = "q", "k", "v"
+    refilled_operands, positional = ("q", "k", "v"), ("q", "k", "v", "ctx")
 
     def allocate(
         self, shape: HeadsShape, dtype: torch.dtype, num_ranks: int, generator: Generator | None
     ) -> Operands:
-        return local_heads(shape, dtype, num_ranks)
+        device, tokens = current_device().torch_device, shape.M // num_ranks
+        heads = {"q": shape.q_heads, "k": shape.kv_heads, "v": shape.kv_heads}
+        return {
+            name: torch.empty(1, tokens, number, shape.dim, dtype=dtype, device=device)
+            for name, number in heads.items()
+        }
 
     def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> HeadsShape:
-        return shape_of_heads(operands, num_ranks)
-
-    def arguments(self, operands: Operands, ctx: Any) -> Call:
-        return (operands["q"], operands["k"], operands["v"], ctx), {}
+        q, k = operands["q"], operands.get("k")
+        kv_heads = q.shape[2] if k is None else k.shape[2]
+        return HeadsShape(q.shape[0] * q.shape[1] * num_ranks, q.shape[2], kv_heads, q.shape[3])
 
 
 class UlyssesOpInfo(ExchangeOpInfo[HeadsShape]):
@@ -229,7 +217,7 @@ class PreAttnOpInfo(HeadsOpInfo, UlyssesOpInfo):
 class PostAttnOpInfo(UlyssesOpInfo):
     """Operand ``o`` [1, M, q_heads / W, dim], for W ranks."""
 
-    refilled_operands = ("o",)
+    refilled_operands, positional = ("o",), ("o", "ctx")
 
     def allocate(
         self, shape: HeadsShape, dtype: torch.dtype, num_ranks: int, generator: Generator | None
@@ -240,9 +228,6 @@ class PostAttnOpInfo(UlyssesOpInfo):
     def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> HeadsShape:
         batch, tokens, heads, dim = operands["o"].shape
         return HeadsShape(batch * tokens, heads * num_ranks, heads * num_ranks, dim)
-
-    def arguments(self, operands: Operands, ctx: Any) -> Call:
-        return (operands["o"], ctx), {}
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         ranks, o = group_for(group), operands["o"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.gemm.scales import Scaling
@@ -16,7 +15,7 @@ from triton_dist.kernels.nvidia.gemm_allreduce import (
 )
 from triton_dist.kernels.nvidia.gemm_allreduce.algorithms import SymmetricCollective
 from triton_dist.kernels.nvidia.gemm_reduce_scatter import create_gemm_rs_context, gemm_rs
-from triton_dist.testing.opinfo.base import Baseline, Group, Operands, symmetric_all_reduces
+from triton_dist.testing.opinfo.base import Baseline, Operands, symmetric_all_reduces
 from triton_dist.testing.opinfo.gemm import SummedGEMMOpInfo
 from triton_dist.testing.opinfo.scaled import multiply, scales_of
 
@@ -30,9 +29,6 @@ class GEMMReduceScatterOpInfo(SummedGEMMOpInfo):
     transfer, serial = "reduce-scatter", "matmul + reduce-scatter"
     create = staticmethod(create_gemm_rs_context)
     key_option = ("reduce_st", False)
-
-    def own_rows(self, total: torch.Tensor, group: Group) -> torch.Tensor:
-        return total.chunk(dist.get_world_size(group))[dist.get_rank(group)]
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
         """Return the baselines. The reduce-scatter alone sums ``A @ B``, computed once."""
@@ -80,9 +76,6 @@ class GEMMAllReduceOpInfo(SummedGEMMOpInfo):
     key_option = ("copy_to_local", True)
     any_rows = True
     library_algorithms = (SymmetricCollective.name,)
-
-    def own_rows(self, total: torch.Tensor, group: Group) -> torch.Tensor:
-        return total
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
         """Return the baselines. The all-reduce alone sums zeros in place."""
