@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks import bench_prior as bench
+from tests.example_keys import sample_inputs
 from triton_dist._archive import PACKAGE_RECORDS
 from triton_dist.kernels.nvidia import ag_gemm
 from triton_dist.kernels.nvidia.gemm import matmul
@@ -41,7 +42,7 @@ def test_winners_of_shipped_records_are_among_the_most_promising(monkeypatch):
 def test_every_candidate_has_a_prediction(name):
     op, algorithms = OPINFOS[name].op, Counter()
     with bench.on_gpu("NVIDIA H200"):
-        for args, kwargs in OPINFOS[name].sample_inputs():
+        for args, kwargs in sample_inputs(name):
             for config in op.config_space.prune(op.prune_fn, args, kwargs)[0]:
                 milliseconds = op.prior_fn(config, *args, **kwargs)
                 assert 0 < milliseconds < math.inf

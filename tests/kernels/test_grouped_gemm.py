@@ -214,7 +214,9 @@ def test_the_library_is_tried_where_it_has_a_kernel(monkeypatch):
 
     assert on("9.0") == [()]
     assert on("8.0") == on("10.0") == []
-    key = GROUPED_GEMM.key(GroupedShape(64, 48, 40, 8, 2), torch.bfloat16)
+    key = algorithms.GroupedKey(
+        64, 48, 40, 8, 2, torch.bfloat16, "row-major", "token", "route", None
+    )
     assert library.fits({}, key)
     assert not library.fits({}, key._replace(dtype=torch.float16))
     assert not library.fits({}, key._replace(N=50))

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.example_keys import sample_inputs
 from triton_dist._archive import PACKAGE_RECORDS, Contents, write
 from triton_dist._tuning import compose
 from triton_dist._tuning.store.layout import readable_json
@@ -205,8 +206,7 @@ def made(
     origin = op.origin()
     hardware = "cuda, NVIDIA H200, local_world_size 4, world_size 4"
     records = []
-    info = OPINFOS[op.fn.__name__]
-    for args, kwargs in info.sample_inputs():
+    for args, kwargs in sample_inputs(op.fn.__name__):
         key = Key.of(origin, op.key_fn(*args, **kwargs), hardware)
         kept, _ = op.config_space.prune(op.prune_fn, args, kwargs)
         trial = Trial.of(kept[len(records) % len(kept)], Measurement((1.25,), 3))

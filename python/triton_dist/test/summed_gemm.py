@@ -17,10 +17,15 @@ CPU_SCALE = 128
 """Divisor of the sizes for the interpreter."""
 
 
-def make_parser(description: str | None) -> ScriptParser:
-    """Return a parser with the options of both scripts, except the shape."""
-    parser = ScriptParser(description, ("check", "perf"), default="perf")
-    parser.add_alias("--check")
+def make_parser(description: str | None, M: int) -> ScriptParser:
+    """Return a parser with the options of both scripts. ``M`` is the default of ``--M``."""
+    parser = ScriptParser(description)
+    for option, default, help_ in (
+        ("M", M, "rows of A"),
+        ("N", 8192, "columns of B"),
+        ("K", 28672, "K over all ranks"),
+    ):
+        parser.add_argument(f"-{option}", f"--{option}", type=int, default=default, help=help_)
     parser.add_dtype("bfloat16", has_fp8=True)
     parser.add_rounds(iters=15, warmup=3)
     parser.add_common("trans_b", "autotune", "profile", "persistent", "seed")

@@ -22,8 +22,7 @@ _CHUNKS, _CPU_ROUNDS = 4, 3
 
 
 def make_parser(description: str | None) -> ScriptParser:
-    parser = ScriptParser(description, ("check", "perf"), default="perf")
-    parser.add_alias("--check")
+    parser = ScriptParser(description)
     for name, help_ in (
         ("M", "number of tokens"),
         ("N", "hidden size: columns of the result"),

@@ -46,8 +46,7 @@ class LayerCall:
 def make_parser(description: str | None, model: str, bsz: int = 0) -> ScriptParser:
     """Return a parser with the options of all layer scripts. With ``bsz``, which is the default of
     ``--bsz``, add the options that ``batch_and_tokens`` reads."""
-    parser = ScriptParser(description, ("check", "perf"), default="perf")
-    parser.add_alias("--check")
+    parser = ScriptParser(description)
     parser.add_argument(
         "--model", default=model, help="name of a known model, or a folder with a config.json"
     )

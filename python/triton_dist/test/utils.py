@@ -96,10 +96,18 @@ _COMMON_OPTIONS: dict[str, dict[str, Any]] = {
 class ScriptParser(argparse.ArgumentParser):
     """An argument parser for all ranks that prints messages only on rank 0.
 
-    ``default`` is the default of ``--case``; ``None``: run all cases in sequence.
+    Args:
+        default: default of ``--case``; ``None``: run all cases in sequence.
+        check_alias: option that means ``--case check``; empty: none.
     """
 
-    def __init__(self, description: str | None, cases: Iterable[str], default: str | None) -> None:
+    def __init__(
+        self,
+        description: str | None,
+        cases: Iterable[str] = ("check", "perf"),
+        default: str | None = "perf",
+        check_alias: str = "--check",
+    ) -> None:
         super().__init__(
             description=description, formatter_class=argparse.RawDescriptionHelpFormatter
         )
@@ -107,13 +115,11 @@ class ScriptParser(argparse.ArgumentParser):
         self.add_argument(
             "--case", choices=list(cases), default=default, help=f"case to run; default: {shown}"
         )
-
-    def add_alias(self, option: str) -> None:
-        """Add ``option`` as an alias of ``--case check``."""
-        self.add_argument(
-            option, action="store_const", dest="case", const="check", default=argparse.SUPPRESS,
-            help="same as --case check",
-        )  # fmt: skip
+        if check_alias:
+            self.add_argument(
+                check_alias, action="store_const", dest="case", const="check",
+                default=argparse.SUPPRESS, help="same as --case check",
+            )  # fmt: skip
 
     def add_common(self, *names: str) -> None:
         """Add the options ``names``, which several scripts have."""

@@ -40,7 +40,7 @@ _CPU_PERF_SCALE = 64
 
 
 def get_args() -> argparse.Namespace:
-    parser = ScriptParser(__doc__, CASES, default="check")
+    parser = ScriptParser(__doc__, CASES, default="check", check_alias="")
     parser.add_argument("--shape_id", default="LLaMA-3.1-70B", choices=list(LAYER_CONFIGS))
     parser.add_argument("--M", "-M", type=int, default=8192, help="global number of rows (perf)")
     parser.add_common("persistent", "profile", "autotune", "trans_b")

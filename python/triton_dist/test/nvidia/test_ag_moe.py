@@ -31,8 +31,7 @@ _ROUNDS_OF_CHECK = 5
 
 
 def get_args() -> argparse.Namespace:
-    parser = ScriptParser(__doc__, ("check", "perf"), default="perf")
-    parser.add_alias("--check")
+    parser = ScriptParser(__doc__)
     parser.add_argument("--M", "-M", type=int, default=8192, help="tokens over all ranks")
     parser.add_argument("--layer", choices=list(LAYERS), help="run one layer; default: all")
     parser.add_rounds(iters=10, warmup=5)

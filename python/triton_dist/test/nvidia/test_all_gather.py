@@ -27,7 +27,7 @@ _CPU_SCALE = 512
 
 
 def get_args() -> argparse.Namespace:
-    parser = ScriptParser(__doc__, ("check", "perf"), default=None)
+    parser = ScriptParser(__doc__, default=None, check_alias="")
     parser.add_argument(
         "--max_nbytes", type=int, default=16 << 20, help="bytes of the largest result"
     )

@@ -44,8 +44,7 @@ _LATE_CYCLES = 17_000_000  # 10 ms
 
 
 def get_args() -> argparse.Namespace:
-    parser = ScriptParser(__doc__, ("check", "perf"), default="perf")
-    parser.add_alias("--stress")
+    parser = ScriptParser(__doc__, check_alias="--stress")
     parser.add_argument(
         "--max_nbytes", type=int, default=4 << 20, help="bytes of the largest tensor"
     )

@@ -37,8 +37,7 @@ from triton_dist.utils import dist_print, is_cuda
 
 
 def make_parser(description: str | None, M: int) -> ScriptParser:
-    parser = ScriptParser(description, ("check", "perf"), default="perf")
-    parser.add_alias("--check")
+    parser = ScriptParser(description)
     for option, default, help_ in (
         ("-M", M, "largest number of tokens of a rank"),
         ("-N", 7168, "elements of a token"),

@@ -29,12 +29,9 @@ _CPU_ROWS = 64  # M is not reduced below this number
 
 
 def get_args() -> argparse.Namespace:
-    parser = summed_gemm.make_parser(__doc__)
+    parser = summed_gemm.make_parser(__doc__, M=128)
     flag = argparse.BooleanOptionalAction
     parser.add_argument("shape", type=int, nargs="*", metavar="SIZE", help="M, N and K")
-    parser.add_argument("-M", "--M", type=int, default=128, help="number of rows")
-    parser.add_argument("-N", "--N", type=int, default=8192, help="columns of B")
-    parser.add_argument("-K", "--K", type=int, default=28672, help="K over all ranks")
     parser.add_argument(
         "--low-latency",
         action=flag,

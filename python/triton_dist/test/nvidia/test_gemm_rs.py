@@ -20,17 +20,14 @@ from triton_dist.utils import is_cuda
 
 
 def get_args() -> argparse.Namespace:
-    parser = summed_gemm.make_parser(__doc__)
+    parser = summed_gemm.make_parser(__doc__, M=8192)
     flag = argparse.BooleanOptionalAction
-    parser.add_argument("-M", "--M", type=int, default=8192, help="rows over all ranks")
     parser.add_argument(
         "--M_range",
         type=_rows,
         metavar="FIRST-LAST-STEP",
         help="run several M, for example 1024-8192-1024",
     )
-    parser.add_argument("-N", "--N", type=int, default=8192, help="columns of B")
-    parser.add_argument("-K", "--K", type=int, default=28672, help="K over all ranks")
     parser.add_argument(
         "--fuse_scatter",
         action=flag,

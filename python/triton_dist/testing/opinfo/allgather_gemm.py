@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,6 @@ from triton_dist.kernels.common.slots.gathered import MAX_CHUNKS, AllGatherBuffe
 from triton_dist.kernels.nvidia.allgather_gemm import ag_gemm, create_ag_gemm_context
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing.opinfo.base import (
-    LAYOUTS,
     Baseline,
     Call,
     Cost,
@@ -144,13 +143,6 @@ class AllGatherGEMMOpInfo(GEMMOpInfo):
         )  # fmt: skip
         args = meta(dtype, rows, K), meta_with_layout(layout, dtype, K, columns), ctx
         return args, {} if local_copy else {"local_copy": False}
-
-    def example_keys(self) -> Iterator[tuple[ProductKey, bool]]:
-        for rows in (1, 4, 1024, 4096):
-            for layout in LAYOUTS:
-                for local_copy in (True, False):
-                    key = ProductKey(4 * rows, 7168, 8192, torch.bfloat16, layout, True, 4)
-                    yield key, local_copy
 
 
 AG_GEMM = AllGatherGEMMOpInfo(ag_gemm)

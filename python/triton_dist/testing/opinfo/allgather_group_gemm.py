@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +24,6 @@ from triton_dist.kernels.nvidia.grouped_gemm import grouped_gemm
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing.opinfo.allgather_gemm import transfer_baselines
 from triton_dist.testing.opinfo.base import (
-    LAYOUTS,
     Baseline,
     Call,
     Group,
@@ -172,14 +171,6 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
             buffer=SimpleNamespace(num_ranks=num_ranks, workspace=meta(dtype, 1)),
         )  # fmt: skip
         return (meta(dtype, M // num_ranks, K), b, ctx, meta(torch.int32, M, topk)), {}
-
-    def example_keys(self) -> Iterator[RoutedKey]:
-        for name in ("Mixtral 8x7B", "DeepSeek-V3"):
-            shape = FIRST_PRODUCTS[name]
-            for M in (4, 64, 1024, 16384):
-                for layout in LAYOUTS:
-                    sizes = (M, shape.N // 4, shape.K, shape.E, shape.topk)
-                    yield RoutedKey(*sizes, torch.bfloat16, layout, 4)
 
 
 AG_GROUP_GEMM = AllGatherGroupGEMMOpInfo(ag_group_gemm)

@@ -10,7 +10,7 @@ import copy
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
@@ -43,8 +43,6 @@ code that computes the op's result. ``own`` and ``library`` are the op itself, w
 algorithm is ours or a library's."""
 Resource = Literal["arithmetic", "memory", "link"]
 """Resource whose peak limits a call."""
-LAYOUTS = ("row-major", "column-major", "strided")
-"""Memory layouts of B and of weights."""
 RECIPES = {f"fp8-{recipe.value}": recipe for recipe in Recipe}
 """Kinds of fp8 scales, by the dtype names that command lines accept, such as ``fp8-row``."""
 ONE_SHOT, TWO_SHOT = "torch one-shot", "torch two-shot"
@@ -289,20 +287,13 @@ class OpInfo(ABC, Generic[S]):
         """
 
     def inputs_for(self, key: Any) -> Call:
-        """Return the largest call with tuning key ``key``. Only for tests of shipped records.
+        """Return the largest call with tuning key ``key``. For tests of shipped records, and for
+        ``benchmarks/bench_prior.py``.
 
         Tensors are meta tensors. The context is an object that has only the attributes which the
         op's ``key_fn`` and ``prune_fn`` use.
         """
         raise NotImplementedError
-
-    def example_keys(self) -> Iterator[Any]:
-        """Yield tuning keys that cover all kinds of calls. Only for tests of shipped records."""
-        raise NotImplementedError
-
-    def sample_inputs(self) -> Iterator[Call]:
-        """Yield a call for each of ``example_keys``, with meta tensors."""
-        return map(self.inputs_for, self.example_keys())
 
     def recover(self, ctx: Any) -> None:
         """Reset the context after a call that failed on some rank. Collective."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -168,11 +168,6 @@ class CollectiveOpInfo(OpInfo[Size]):
         )
         return (x, ctx), {}
 
-    def example_keys(self) -> Iterator[tuple[Any, ...]]:
-        for exponent in range(10, 22):
-            for dtype in (torch.bfloat16, torch.float32):
-                yield 1 << exponent, dtype, True, 4
-
 
 class AllReduceOpInfo(CollectiveOpInfo):
     """Operand ``x``; the result is the sum of x over ranks."""
@@ -212,11 +207,6 @@ class AllReduceOpInfo(CollectiveOpInfo):
         *_, method, in_place = key
         (x, ctx), _ = super().inputs_for(key)
         return (x, ctx), {"method": method, **({"output": x} if in_place else {})}
-
-    def example_keys(self) -> Iterator[tuple[Any, ...]]:
-        for exponent in range(10, 22):
-            for in_place in (False, True):
-                yield 1 << exponent, torch.bfloat16, True, 4, None, in_place
 
 
 class ShardOpInfo(CollectiveOpInfo):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -139,15 +139,6 @@ class DecodeOpInfo(ExchangeOpInfo[DecodeShape]):
             "lse_base": {"lse_base": "10"},
             "max_kv_len": {"max_kv_len": 0},
         }
-
-    def example_keys(self) -> Iterator[Any]:
-        for tokens in (1024, 8192, 131072):
-            for batch in (1, 8, 64, 256):
-                for heads, kv_heads in ((96, 12), (32, 8)):
-                    yield SimpleNamespace(
-                        batch=batch, max_kv_len=tokens, q_heads=heads, kv_heads=kv_heads,
-                        head_dim=128, dtype=torch.bfloat16, num_ranks=4,
-                    )  # fmt: skip
 
     def inputs_for(self, key: Any) -> Call:
         ctx = SimpleNamespace(

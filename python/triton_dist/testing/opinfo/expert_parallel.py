@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -130,15 +130,6 @@ class EPOpInfo(ExchangeOpInfo[TokenShape]):
             f"{name}.stride()": {name: rows.T.contiguous().T},
             "num_sms": {"num_sms": 0},
         }
-
-    def example_keys(self) -> Iterator[Any]:
-        for M in (1, 8, 32, 128, 512, 4096):
-            for topk in (2, 8):
-                for has_weights in (False, True):
-                    yield SimpleNamespace(
-                        M=M, hidden=7168, topk=topk, num_experts=256, dtype=torch.bfloat16,
-                        num_ranks=4, has_weights=has_weights, num_sms=None, routing_skew=None,
-                    )  # fmt: skip
 
     @staticmethod
     def meta_inputs(key: Any) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -305,16 +296,6 @@ class DispatchGroupGemmOpInfo(DispatchOpInfo):
             "B.requires_grad": {"B": B.clone().requires_grad_()},
             "activation": {"activation": "gelu"},
         }
-
-    def example_keys(self) -> Iterator[Any]:
-        for M in (1, 8, 32, 128, 512, 4096):
-            for activation in (None, "silu_mul"):
-                for has_weights in (False, True):
-                    yield SimpleNamespace(
-                        M=M, N=1536, K=2048, num_experts=128, topk=8, dtype=torch.bfloat16,
-                        num_ranks=4, layout="row-major", activation=activation,
-                        has_weights=has_weights, routing_skew=None,
-                    )  # fmt: skip
 
     def inputs_for(self, key: Any) -> Call:
         names = "M", "topk", "dtype", "num_experts", "num_ranks", "has_weights"

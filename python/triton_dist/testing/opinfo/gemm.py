@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -21,7 +21,6 @@ from triton_dist.kernels.nvidia.gemm import matmul
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing.opinfo.base import (
-    LAYOUTS,
     Baseline,
     Call,
     Cost,
@@ -191,8 +190,8 @@ class SummedGEMMOpInfo(GEMMOpInfo):
     """The sum over W ranks of ``A @ B``, with A [M, K / W] and B [K / W, N] on each rank."""
 
     sums_over_ranks = True
-    key_option: ClassVar[tuple[str, bool]]
-    """Name and default of an argument that is part of the op's tuning key."""
+    key_option: ClassVar[str]
+    """Name of an argument that is part of the op's tuning key."""
 
     def operand_sizes(
         self, shape: Shape, num_ranks: int
@@ -273,11 +272,4 @@ class SummedGEMMOpInfo(GEMMOpInfo):
             reduce_st=option,
             buffer=SimpleNamespace(slots=slots, num_ranks=num_ranks),
         )  # fmt: skip
-        return (A, meta_with_layout(layout, dtype, K, N), ctx), {self.key_option[0]: option}
-
-    def example_keys(self) -> Iterator[tuple[ProductKey, bool]]:
-        for rows in (4, 16, 1024, 4096):
-            for layout in LAYOUTS:
-                for contiguous in (True, False):
-                    key = ProductKey(rows, 8192, 7168, torch.bfloat16, layout, contiguous, 4)
-                    yield key, self.key_option[1]
+        return (A, meta_with_layout(layout, dtype, K, N), ctx), {self.key_option: option}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import Generator
 from triton_dist.kernels.nvidia.grouped_gemm import grouped_gemm
 from triton_dist.kernels.nvidia.grouped_gemm.algorithms import GroupedKey, Library
 from triton_dist.testing.opinfo.base import (
-    LAYOUTS,
     Baseline,
     Call,
     Cost,
@@ -157,24 +156,11 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
             "gemm_config": {"gemm_config": None},
         }
 
-    def key(self, shape: GroupedShape, dtype: torch.dtype) -> GroupedKey:
-        """Return the tuning key of a call with row-major weights and one row of A per token."""
-        sizes = (shape.M, shape.N, shape.K, shape.E, shape.topk)
-        return GroupedKey(*sizes, dtype, "row-major", "token", "route", None)
-
     def inputs_for(self, key: GroupedKey) -> Call:
         M, N, K, E, topk, dtype, layout, rows, order, activation = key
         A = meta(dtype, M if rows == "token" else M * topk, K)
         B = meta_with_layout(layout, dtype, E, K, N)
         return (A, B, meta(torch.int32, M, topk)), {"order": order, "activation": activation}
-
-    def example_keys(self) -> Iterator[GroupedKey]:
-        for rows in (16, 1024):
-            for layout in LAYOUTS:
-                for order in ("route", "sorted"):
-                    for activation in (None, "silu_mul"):
-                        key = self.key(GroupedShape(rows, 1536, 4096, 128, 8), torch.bfloat16)
-                        yield key._replace(layout=layout, order=order, activation=activation)
 
     def recover(self, ctx: Any) -> None:
         pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -27,7 +27,6 @@ from triton_dist.kernels.nvidia import (
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing.opinfo.base import (
-    LAYOUTS,
     Baseline,
     Call,
     Cost,
@@ -270,13 +269,6 @@ class MoEReduceOpInfo(RoutedOpInfo):
         )  # fmt: skip
         routing = meta(torch.int32, M, topk), meta(torch.float32, M, topk)
         return (meta(dtype, M * topk, K), weights, *routing, ctx), fixed
-
-    def example_keys(self) -> Iterator[Any]:
-        for rows in (16, 64, 1024, 4096):
-            for layout in LAYOUTS:
-                key = SumKey(rows, 4096, 768, 128, 8, torch.bfloat16, layout, 4, 8)
-                yield key
-                yield key, 2, None
 
 
 class MoEReduceRSOpInfo(MoEReduceOpInfo):

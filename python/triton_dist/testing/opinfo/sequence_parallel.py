@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +20,6 @@ from triton_dist.kernels.nvidia import (
     ulysses_post_attn_gemm,
     ulysses_pre_attn,
 )
-from triton_dist.kernels.nvidia.sp_ag_attention.algorithms import AttentionKey
-from triton_dist.kernels.nvidia.ulysses.algorithms import HeadsKey
-from triton_dist.kernels.nvidia.ulysses_gemm.algorithms import HeadsProductKey
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing.opinfo.base import (
@@ -155,14 +152,6 @@ class UlyssesOpInfo(ExchangeOpInfo[HeadsShape]):
             "num_ctas": {"num_ctas": 0, "algorithm": "push"},
         }
 
-    def example_keys(self) -> Iterator[Any]:
-        for M in (256, 512, 2048, 4096, 8192, 16384):
-            for kv_width in (2048, 128):
-                for has_lengths in (False, True):
-                    yield HeadsKey(
-                        M, (2048, kv_width, kv_width), torch.bfloat16, 1, False, has_lengths, 2
-                    )  # fmt: skip
-
     def meta_inputs(self, key: Any) -> tuple[Any, tuple[int, int], list[int], dict[str, Any]]:
         """Return arguments of a call with tuning key ``key``. They are: context, (batch, tokens
         over all ranks), numbers of heads of q, k and v of a rank, and keyword arguments."""
@@ -246,7 +235,7 @@ class PostAttnOpInfo(UlyssesOpInfo):
 class ProjectedOpInfo(UlyssesOpInfo):
     """Base of the Ulysses ops with projections; operands: rows, and ``B``."""
 
-    shape = ProjectedShape
+    shape, has_kv = ProjectedShape, False
     shapes = (
         ProjectedShape(8000, 32, 32, 128, 4096), ProjectedShape(16384, 32, 8, 128, 8192),
     )  # fmt: skip
@@ -261,9 +250,6 @@ class ProjectedOpInfo(UlyssesOpInfo):
     ) -> None:
         (rows,) = (operands[name] for name in self.refilled_operands)
         fill(rows, operands, operands["B"].shape[0], generator)
-
-    def arguments(self, operands: Operands, ctx: Any) -> Call:
-        return (*operands.values(), ctx), {}
 
     def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
         return tolerance(dtype)
@@ -299,15 +285,6 @@ class ProjectedOpInfo(UlyssesOpInfo):
             "num_ctas": {"num_ctas": 0, "algorithm": "serial"},
         }
 
-    def example_keys(self) -> Iterator[Any]:
-        for key in super().example_keys():
-            q, k, _ = key.widths
-            layout = "row-major" if k == q else "column-major"
-            widths = key.widths if self.has_kv else (q, 0, 0)
-            yield HeadsProductKey(key.M, 4096, widths, key.dtype, layout, False, *key[3:])
-
-    has_kv = False
-
     def inputs_for(self, key: Any) -> Call:
         ctx, (batch, tokens), heads, options = self.meta_inputs(key.exchange)
         columns = ctx.q_heads * ctx.head_dims[0] + ctx.kv_heads * sum(ctx.head_dims)
@@ -327,7 +304,7 @@ class GemmPreAttnOpInfo(ProjectedOpInfo):
     """Operands ``x`` [1, M / W, hidden] and ``B`` [hidden, columns], for W ranks. ``heads`` has the
     numbers of heads of q and k, and of elements of a head, which the context has too."""
 
-    refilled_operands, has_kv = ("x",), True
+    refilled_operands, positional, has_kv = ("x",), ("x", "B", "ctx"), True
 
     def allocate(
         self, shape: Any, dtype: torch.dtype, num_ranks: int, generator: Generator | None
@@ -336,9 +313,6 @@ class GemmPreAttnOpInfo(ProjectedOpInfo):
         B = uniform((shape.hidden, shape.columns), dtype, generator)
         heads = torch.tensor([shape.q_heads, shape.kv_heads, shape.dim])
         return {"x": torch.empty(sizes, dtype=dtype, device=device), "B": B, "heads": heads}
-
-    def arguments(self, operands: Operands, ctx: Any) -> Call:
-        return (operands["x"], operands["B"], ctx), {}
 
     def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> ProjectedShape:
         ctx, (batch, tokens, hidden) = operands.get("ctx"), operands["x"].shape
@@ -364,7 +338,7 @@ class GemmPreAttnOpInfo(ProjectedOpInfo):
 class PostAttnGemmOpInfo(ProjectedOpInfo):
     """Operands ``o`` [1, M, q_heads / W, dim] and ``B`` [q_heads * dim, hidden], for W ranks."""
 
-    refilled_operands = ("o",)
+    refilled_operands, positional = ("o",), ("o", "B", "ctx")
 
     def allocate(
         self, shape: Any, dtype: torch.dtype, num_ranks: int, generator: Generator | None
@@ -462,12 +436,6 @@ class SPAttentionOpInfo(HeadsOpInfo):
             "seq_lens": {"seq_lens": [tokens + 2]},
             "backend": {"backend": "math"},
         }
-
-    def example_keys(self) -> Iterator[Any]:
-        for M in (256, 512, 2048, 4096, 8192, 16384):
-            for kv_heads in (8, 32):
-                for zigzag in (False, True):
-                    yield AttentionKey(M, 1, 32, kv_heads, 128, torch.bfloat16, True, zigzag, 1, 2)
 
     def inputs_for(self, key: Any) -> Call:
         ctx = SimpleNamespace(

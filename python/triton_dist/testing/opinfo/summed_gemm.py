@@ -28,7 +28,7 @@ class GEMMReduceScatterOpInfo(SummedGEMMOpInfo):
 
     transfer, serial = "reduce-scatter", "matmul + reduce-scatter"
     create = staticmethod(create_gemm_rs_context)
-    key_option = ("reduce_st", False)
+    key_option = "reduce_st"
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
         """Return the baselines. The reduce-scatter alone sums ``A @ B``, computed once."""
@@ -73,7 +73,7 @@ class GEMMAllReduceOpInfo(SummedGEMMOpInfo):
 
     transfer, serial = "all-reduce", "matmul + all-reduce"
     create = staticmethod(create_gemm_ar_context)
-    key_option = ("copy_to_local", True)
+    key_option = "copy_to_local"
     any_rows = True
     library_algorithms = (SymmetricCollective.name,)
 
