@@ -157,8 +157,8 @@ class Call(OpCall):
 
     def product(self, received: Received, algorithm: str) -> GroupedGemmCall:
         return GroupedGemmCall(
-            received.rows, self.B, received.positions, "route", self.activation, self.gemm_config,
-            algorithm,
+            self.gemm_config, algorithm, None, None, False, None, received.rows, self.B,
+            received.positions, "route", self.activation, None, None,
         )  # fmt: skip
 
     def dispatched(self) -> Received:
