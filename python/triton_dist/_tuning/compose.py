@@ -272,7 +272,7 @@ def autotune(
                 effort=effort,
             )
 
-            def fingerprint(function: Callable[..., Any], space: ConfigSpace) -> Fingerprint:
+            def fingerprint(function: Callable[..., Any], space: Any) -> Fingerprint:
                 roots = [function, *space.functions]
                 source, hooks_source = sources_of(
                     roots, validators, ignore, snapshot, space.classes
