@@ -165,7 +165,7 @@ def test_late_flags_are_searched_in_all_programs_that_set_them(ctx):
     call = DispatchCall(X, IDS, ctx, num_ctas=3)
     call.run()
     meta, copies, _ = call.programs(call.plan())
-    assert ctx.buffer._last_call == (1, meta + copies, 1)
+    assert ctx.buffer._last_call == (1, meta + copies, 2)  # chunk 0: ids, chunk 1: rows
     ep_combine.fn(torch.ones(9, HIDDEN), call.run(), ctx, num_ctas=5, num_chunks=2)
     assert ctx.sums._last_call == (1, 1, 1)
 

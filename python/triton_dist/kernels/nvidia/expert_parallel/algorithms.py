@@ -51,7 +51,7 @@ from triton_dist.runtime import waits
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch
 
-_MAX_META, _MAX_LAYOUTS = 32, 64
+_MAX_META, _MAX_LAYOUTS = 32, 32
 _MIN_PROGRAMS = 4
 """A dispatch has at least one program of each of the four kinds."""
 _FREE_SMS = 4
@@ -59,7 +59,7 @@ _FREE_SMS = 4
 _LINE_ELEMENTS = 16
 """Elements of the smallest dtype in a line. A row in packets must fill whole lines."""
 _DISPATCH = tuple(
-    LaunchParams(ctas, nbytes) for ctas in (160, 128, 64) for nbytes in (16384, 8192, 4096)
+    LaunchParams(ctas, nbytes) for ctas in (192, 160, 128, 64) for nbytes in (16384, 8192, 4096)
 )
 _PACKETS = tuple(LaunchParams(*each) for each in ((192, 8192), (128, 8192), (192, 4096)))
 DEFAULT_PARAMS = LaunchParams(128, 8192)
@@ -309,7 +309,7 @@ class DispatchCall(OpCall):
             locations = self.locations
         meta_programs, copies, _ = self.programs(self.plan(), copies)
         launch = self.kernel(layout, locations, send, receive, copies)
-        ctx.buffer.repeat(launch, meta_programs + copies)
+        ctx.buffer.repeat(launch, meta_programs + copies, 2)
 
     def locate(self, dropped: torch.Tensor) -> torch.Tensor:
         """Return ``kernel_locate``'s locations for a limited capacity; count in ``dropped``."""

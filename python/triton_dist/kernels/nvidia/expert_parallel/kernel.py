@@ -144,12 +144,20 @@ def begin_call_of(peers, call_tag, rank, continues: tl.constexpr, ep_plan: tl.co
         step = tl.where(tl.program_id(0) == 0, _PROGRAMS - tl.num_programs(0) + 1, 1).to(tl.int64)
         counted = tl.atomic_add(peers.calls + 1, step, sem="relaxed", scope="gpu")
         epoch = counted // _PROGRAMS + 1
-        # The host uses the first word to find late flags.
+        # The host uses the first word to find late flags. The next call claims items by word
+        # 2 or 3 (``send_rows``).
         if tl.program_id(0) == 0:
             tl.atomic_add(peers.calls, MAX_CTAS, sem="relaxed", scope="gpu")
+            tl.store(peers.calls + claims_word(epoch + 1), 0)
     else:
         epoch = tl.load(peers.calls + 1) // _PROGRAMS
     return Call(flags=flags, epoch=epoch, offset=epoch * 0, call_tag=call_tag, rank=rank)
+
+
+@jit
+def claims_word(epoch):
+    """Return the index in ``Peers.calls`` of the number of claimed items of a call."""
+    return 2 + epoch % 2
 
 
 @jit
@@ -312,8 +320,12 @@ def await_begun(begun, phase, peers, call, ep_plan: tl.constexpr):
 def send_rows(
     program, x_ptr, x_scale_ptr, ids_ptr, locations_ptr, map_ptr, num_experts, rows, scales,
     strides, peers, call, tokens, max_tokens, hidden, rank, copies, ep_plan: tl.constexpr,
+    CLAIMED: tl.constexpr = False,
 ):  # fmt: skip
     """Store this program's tokens once on each rank that owns one of their experts.
+
+    If CLAIMED is true, programs claim the second half of the blocks of rows one by one. Otherwise a
+    program with many rows for peers would end last.
 
     ``rows[i]`` and ``scales[i]`` are the addresses of the first token on rank ``rank + i``.
     ``strides`` are the strides of rows and scales on peers. If ``call`` is ``None``, rows are sent
@@ -325,10 +337,14 @@ def send_rows(
     blocks, groups = tl.cdiv(hidden, BLOCK), tl.cdiv(hidden, SCALE_ELEMENTS)
     items = tokens * blocks
     next_x, next_ids = load_block(x_ptr, ids_ptr, program, items, hidden, ep_plan)
-    begun = 0
-    for item in range(program, items, copies):
-        x, ids = next_x, next_ids
-        next_x, next_ids = load_block(x_ptr, ids_ptr, item + copies, items, hidden, ep_plan)
+    begun, item, first_claimed = 0, program, tl.maximum(items // 2, copies)
+    while item < items:
+        x, ids, next_item = next_x, next_ids, item + copies
+        if CLAIMED and next_item >= first_claimed:
+            claims = peers.calls + claims_word(call.epoch)
+            claimed = tl.atomic_add(claims, 1, sem="relaxed", scope="gpu")
+            next_item = first_claimed + claimed.to(tl.int32)
+        next_x, next_ids = load_block(x_ptr, ids_ptr, next_item, items, hidden, ep_plan)
         token, first = (item // blocks).to(tl.int64), item % blocks * BLOCK
         column = first + tl.arange(0, BLOCK)
         group = first // SCALE_ELEMENTS + tl.arange(0, BLOCK // SCALE_ELEMENTS)
@@ -358,6 +374,7 @@ def send_rows(
                     stored = tl.cdiv(groups, SCALES_OF_LINE) * SCALES_OF_LINE
                 scale_ptr = scales[step] + location * scale_stride + group
                 store(scale_ptr, scale, (group < stored) & is_sent, UNMARKED and step > 0)
+        item = next_item
 
 
 @jit
@@ -530,7 +547,7 @@ def kernel_dispatch(
             program, ids_ptr, weights_ptr, locations_ptr, map_ptr, num_experts, memory, ep_layout,
             call, tokens, max_tokens, meta, ep_plan,
         )  # fmt: skip
-    elif program < layouts:
+    if program < layouts:
         NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
         rows, scales, groups = tl.tuple([]), tl.tuple([]), tl.cdiv(hidden, SCALE_ELEMENTS)
         own = call.offset + rank * capacity
@@ -541,12 +558,13 @@ def kernel_dispatch(
             if ep_plan.SCALES != "none":
                 target = target_at(memory.scales_table, peer, memory.scales)
                 scales = scales + (target + own * groups,)  # noqa: RUF005
+        # The first blocks belong to the copy programs, which begin before the meta programs.
         send_rows(
-            program - meta, x_ptr, x_scale_ptr, ids_ptr, locations_ptr, map_ptr, num_experts, rows,
-            scales, (hidden, groups), peers, call, tokens, max_tokens,
-            hidden, rank, copies, ep_plan,
+            (program + copies) % layouts, x_ptr, x_scale_ptr, ids_ptr, locations_ptr, map_ptr,
+            num_experts, rows, scales, (hidden, groups), peers, call,
+            tl.where(copies > 0, tokens, 0), max_tokens, hidden, rank, layouts, ep_plan, True,
         )  # fmt: skip
-        notify_ranks(call, 0, chunk_flag(call, 0), ep_plan)
+        notify_ranks(call, 0, chunk_flag(call, 1), ep_plan)
     elif program < end - 1:
         lay_out(
             program - layouts, end - 1 - layouts, locations_ptr is not None, memory, peers,
@@ -554,7 +572,7 @@ def kernel_dispatch(
         )  # fmt: skip
     else:
         flags = tl.arange(0, ep_plan.FLAG_LANES)
-        value = chunk_flag(call, 0)
+        value = chunk_flag(call, 1)
         first_flag = peers.arrivals + flag_offset(0, value, ep_plan.NUM_RANKS)
         count = layouts * ep_plan.NUM_RANKS
         dl.wait(first_flag + flags, count, value, peers.timeout_words, True)
