@@ -114,6 +114,7 @@ def checked_params(
     block_bytes: int | None,
     num_chunks: int | None,
     default: LaunchParams = DEFAULT_PARAMS,
+    max_ctas: int = MAX_CTAS,
 ) -> LaunchParams:
     """Return the parameters that a caller passed; ``default`` has the values for ``None``.
 
@@ -122,8 +123,8 @@ def checked_params(
     passed = {"num_ctas": num_ctas, "block_bytes": block_bytes, "num_chunks": num_chunks}
     changes = {name: n for name, n in passed.items() if n is not None}
     params = replace(params_for_device(default), **changes)
-    if params.num_ctas not in range(1, MAX_CTAS + 1):
-        raise InvalidArgument(function, "num_ctas", params.num_ctas, f"1 to {MAX_CTAS}")
+    if params.num_ctas not in range(1, max_ctas + 1):
+        raise InvalidArgument(function, "num_ctas", params.num_ctas, f"1 to {max_ctas}")
     nbytes = params.block_bytes
     if not isinstance(nbytes, int) or nbytes < 512 or nbytes & (nbytes - 1):
         raise InvalidArgument(function, "block_bytes", nbytes, "a power of two, at least 512")

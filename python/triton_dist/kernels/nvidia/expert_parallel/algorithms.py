@@ -33,6 +33,7 @@ from triton_dist.kernels.common.peers import digest_of
 from triton_dist.kernels.nvidia.expert_parallel.context import (
     ANY_SIZE,
     MAX_PACKET_TOKENS,
+    MAX_TOPK,
     SCALE_ELEMENTS,
     EPContext,
     Received,
@@ -54,6 +55,7 @@ from triton_dist.runtime.launch import Launch
 _MAX_META, _MAX_LAYOUTS = 32, 32
 _MIN_PROGRAMS = 4
 """A dispatch has at least one program of each of the four kinds."""
+MAX_COMBINE_PROGRAMS = 512
 _FREE_SMS = 4
 """Number of SMs left free for other launches."""
 _LINE_ELEMENTS = 16
@@ -107,9 +109,9 @@ def most_programs(num_sms: int | None, per_sm: int = 2) -> int:
     Programs wait for peers. Ranks may start the launches of two contexts in different orders, so
     some SMs must stay free for the second launch.
     """
-    device = current_device()
-    resident = MAX_CTAS if device.interprets else per_sm * (device.num_sms - _FREE_SMS)
-    return min(MAX_CTAS, resident, num_sms or MAX_CTAS)
+    device, most = current_device(), MAX_CTAS if per_sm <= 2 else MAX_COMBINE_PROGRAMS
+    resident = most if device.interprets else per_sm * (device.num_sms - _FREE_SMS)
+    return min(most, resident, num_sms or most)
 
 
 def num_sms_check(num_sms: int | None) -> Check:
@@ -123,12 +125,13 @@ def launch_options(params: LaunchParams, per_sm: int = 2, warp_bytes: int = 512)
     return {"num_warps": warps, "maxnreg": min(255, 2048 // (per_sm * warps))}
 
 
-def packet_programs_of_sm(num_ranks: int, block_bytes: int = 0) -> int:
+def packet_programs_of_sm(num_ranks: int, block_bytes: int = 0, topk: int = MAX_TOPK) -> int:
     """Return how many programs that poll lines fit on an SM.
 
-    Programs need more registers with more ranks, and for sums of larger blocks.
+    Programs need more registers with more ranks, and for sums of larger blocks or more choices.
     """
-    return 2 if num_ranks == 2 and block_bytes <= 8192 else 1
+    fewer = num_ranks > 2 or block_bytes > 8192
+    return 1 if fewer else 2 if topk > 2 else 4
 
 
 def fits_packets(sizes: Key) -> bool:
@@ -425,7 +428,7 @@ class Packets(Push):
         has_scales = plan.SCALES != "none"
         arguments = (
             call.x, call.x_scale, call.topk_ids, call.topk_weights, call.expert_map, call.wire(),
-            ctx.buffer.memory["scales"].local if has_scales else None, ctx.packets(ctx.buffer),
+            ctx.buffer.memory["scales"].local if has_scales else None, ctx.packets(),
             layout, call.tokens, call.limit, ctx.hidden, call.logical_experts, ctx.rank,
             ctx.meta_lines, metas, copies, digest,
         )  # fmt: skip

@@ -24,19 +24,14 @@ from triton_dist.kernels.common.exchange.buffer import (
     checked_params,
     params_for_device,
 )
-from triton_dist.kernels.common.exchange.packet_calls import clear, end_call, next_epoch, peers_of
+from triton_dist.kernels.common.exchange.packet_calls import clear, peers_of
 from triton_dist.kernels.common.exchange.packets import add_lines, packet_offset, payload_of
-from triton_dist.kernels.common.exchange.protocol import (
-    LINE_WORDS,
-    MAX_CTAS,
-    Call,
-    chunk_flag,
-    notify_ranks,
-)
+from triton_dist.kernels.common.exchange.protocol import LINE_WORDS, chunk_flag, notify_ranks
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
 from triton_dist.kernels.common.peers import digest_of, target_at
 from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
     DEFAULT_PARAMS,
+    MAX_COMBINE_PROGRAMS,
     Key,
     ceil_div,
     launch_options,
@@ -56,6 +51,7 @@ from triton_dist.kernels.nvidia.expert_parallel.kernel import (
     EPLayout,
     EPPlan,
     await_begun,
+    begin_call_of,
     report_fault,
     store,
 )
@@ -64,7 +60,8 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch
 
 _COMBINE = tuple(
-    LaunchParams(*each) for each in itertools.product((256, 128), (16384, 8192, 4096), (1, 4, 16))
+    LaunchParams(*each)
+    for each in itertools.product((512, 256, 128), (16384, 8192, 4096), (1, 4, 16))
 )
 
 
@@ -77,14 +74,23 @@ def check_rows(y_rows, ep_layout, ep_plan: tl.constexpr):
 
 
 @jit
-def sum_of_choices(
-    y_ptr, y_rows, ep_layout, first_route, column, hidden, ep_plan: tl.constexpr
-):  # fmt: skip
+def positions_at(ep_layout, first_route, valid, ep_plan: tl.constexpr):
+    """Return the positions of a token's routes on this rank, or -1 if ``valid`` is false."""
+    TOPK: tl.constexpr = ep_plan.TOPK
+    positions = tl.tuple([])
+    for choice in tl.static_range(TOPK):
+        position_ptr = ep_layout.position_of_route + first_route + choice
+        positions = positions + (tl.load(position_ptr, mask=valid, other=-1),)  # noqa: RUF005
+    return positions
+
+
+@jit
+def sum_of_choices(y_ptr, y_rows, ep_layout, positions, column, hidden, ep_plan: tl.constexpr):
     """Return the weighted fp32 sum of a token's products on this rank."""
     TOPK: tl.constexpr = ep_plan.TOPK
     is_local, products, weights = tl.tuple([]), tl.tuple([]), tl.tuple([])
     for choice in tl.static_range(TOPK):
-        position = tl.load(ep_layout.position_of_route + first_route + choice)
+        position = positions[choice]
         exists = (position >= 0) & (position < y_rows)
         y = y_ptr + position.to(tl.int64) * hidden + column
         weight = 1.0
@@ -103,34 +109,28 @@ def sum_of_choices(
 
 @jit
 def send_sums(
-    y_ptr, y_rows, packets, peers, ep_layout, call, begun, item, max_tokens, hidden,
+    y_ptr, y_rows, packets, peers, ep_layout, call, begun, source, positions, item, hidden,
     ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """Send block ``item`` of the sums of this rank's products to each peer, for the peer's tokens.
+    """Send block ``item`` of the sums of this rank's products to ``source``, for its tokens.
 
     Skip tokens without products on this rank. Return the new value of ``begun`` (``await_begun``).
     """
-    NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     PER_LINE: tl.constexpr = LINE_BITS // y_ptr.dtype.element_ty.primitive_bitwidth
-    blocks, row_lines = tl.cdiv(hidden, ep_plan.BLOCK), tl.cdiv(hidden, PER_LINE)
-    token = item // blocks
-    column = item % blocks * ep_plan.BLOCK + tl.arange(0, ep_plan.BLOCK)
     TOPK: tl.constexpr = ep_plan.TOPK
-    for step in range(1, NUM_RANKS):
-        source = (call.rank + step) % NUM_RANKS
+    blocks, row_lines = tl.cdiv(hidden, ep_plan.BLOCK), tl.cdiv(hidden, PER_LINE)
+    column = item % blocks * ep_plan.BLOCK + tl.arange(0, ep_plan.BLOCK)
+    max_position = positions[0]
+    for choice in tl.static_range(1, TOPK):
+        max_position = tl.maximum(max_position, positions[choice])
+    if max_position >= 0:
         target = target_at(packets.table, source, packets.words)
-        route = (source * max_tokens + token) * TOPK
-        max_position = -1
-        for choice in tl.static_range(TOPK):
-            position = tl.load(ep_layout.position_of_route + route + choice)
-            max_position = tl.maximum(max_position, position)
-        if max_position >= 0:
-            sums = sum_of_choices(y_ptr, y_rows, ep_layout, route, column, hidden, ep_plan)
-            begun = await_begun(begun, 0, peers, call, ep_plan)
-            target += first_line(packets, call.rank, token, row_lines) * LINE_WORDS
-            # Fill the last line with zeros, because the receiver waits for whole lines.
-            row_ptr, in_lines = target.to(y_ptr.dtype) + column, column < row_lines * PER_LINE
-            store(row_ptr, sums.to(y_ptr.dtype.element_ty), in_lines)
+        sums = sum_of_choices(y_ptr, y_rows, ep_layout, positions, column, hidden, ep_plan)
+        begun = await_begun(begun, 0, peers, call, ep_plan)
+        target += first_line(packets, call.rank, item // blocks, row_lines) * LINE_WORDS
+        # Fill the last line with zeros, because the receiver waits for whole lines.
+        row_ptr, in_lines = target.to(y_ptr.dtype) + column, column < row_lines * PER_LINE
+        store(row_ptr, sums.to(y_ptr.dtype.element_ty), in_lines)
     return begun
 
 
@@ -141,11 +141,32 @@ def first_line(packets, source, token, row_lines):
 
 
 @jit
+def add_received(own, lines, is_sent, packets, rank, ep_plan: tl.constexpr):
+    """Return the fp32 sum, 1-D, of ``own`` and of the sums that peers send.
+
+    ``lines`` and ``is_sent`` are the arguments of ``poll_unmarked``, a block for each peer.
+    """
+    NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
+    PER_LINE: tl.constexpr = LINE_BITS // own.dtype.primitive_bitwidth
+    payload, payloads = tl.reshape(payload_of(own), [own.numel // PER_LINE, 4]), tl.tuple([])
+    if NUM_RANKS > 1:
+        arrived = poll_unmarked(lines, is_sent, packets.timeout_words)
+        tl.debug_barrier()
+        for peer in tl.static_range(NUM_RANKS - 1):
+            words = tl.where(is_sent[peer][:, None], line_of(arrived, peer), 0)
+            payloads = payloads + (words,)  # noqa: RUF005
+    return add_lines(payload, payloads, rank, NUM_RANKS, own.dtype)
+
+
+@jit
 def add_sums(
-    y_ptr, y_rows, out_ptr, packets, ep_layout, call, item, max_tokens, hidden,
+    y_ptr, y_rows, out_ptr, packets, ep_layout, call, ranks, positions, item, hidden,
     ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """Add the sums of all ranks for block ``item`` of this rank's tokens, in the order of ranks."""
+    """Add the sums of all ranks for block ``item`` of this rank's tokens, in the order of ranks.
+
+    ``ranks`` has a bit for each rank that sends a sum.
+    """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     BLOCK: tl.constexpr = ep_plan.BLOCK
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
@@ -154,30 +175,30 @@ def add_sums(
     token, first = item // blocks, item % blocks * BLOCK
     column = first + tl.arange(0, BLOCK)
     index = first // PER_LINE + tl.arange(0, BLOCK // PER_LINE)
-    ranks = tl.load(ep_layout.destinations + token)
-    route = (call.rank * max_tokens + token) * ep_plan.TOPK
-    own = sum_of_choices(y_ptr, y_rows, ep_layout, route, column, hidden, ep_plan)
-    lines, is_sent, payloads = tl.tuple([]), tl.tuple([]), tl.tuple([])
+    own = sum_of_choices(y_ptr, y_rows, ep_layout, positions, column, hidden, ep_plan)
+    lines, is_sent = tl.tuple([]), tl.tuple([])
     words_ptr = packets.words.to(tl.pointer_type(tl.int32))
     peers = peers_of(call.rank, NUM_RANKS)
     for peer in tl.static_range(NUM_RANKS - 1):
         line = first_line(packets, peers[peer], token, row_lines) + index
         lines = lines + (words_ptr + line * 4,)  # noqa: RUF005
         is_sent = is_sent + ((index < row_lines) & ((ranks >> peers[peer]) & 1 != 0),)  # noqa: RUF005
-    payload = tl.reshape(payload_of(own.to(DTYPE)), [BLOCK // PER_LINE, 4])
-    if NUM_RANKS > 1:
-        arrived = poll_unmarked(lines, is_sent, packets.timeout_words)
-        tl.debug_barrier()
-        for peer in tl.static_range(NUM_RANKS - 1):
-            words = tl.where(is_sent[peer][:, None], line_of(arrived, peer), 0)
-            payloads = payloads + (words,)  # noqa: RUF005
-    sums = add_lines(payload, payloads, call.rank, NUM_RANKS, DTYPE)
+    sums = add_received(own.to(DTYPE), lines, is_sent, packets, call.rank, ep_plan)
     out = out_ptr + (call.offset + token) * hidden + column
     with dl.mark("store"):
         tl.store(out, sums.to(out_ptr.dtype.element_ty), mask=column < hidden)
     for peer in tl.static_range(NUM_RANKS - 1):
         line = first_line(packets, peers[peer], token, row_lines) + index
         clear(packets.words, line, is_sent[peer])
+
+
+@jit
+def begin_combine(packets, peers, call_tag, rank, ep_plan: tl.constexpr):
+    """Begin a call, and notify all ranks. Each program calls this once."""
+    call = begin_call_of(peers, call_tag, rank, False, ep_plan)
+    if tl.program_id(0) == 0:
+        notify_ranks(call, 0, chunk_flag(call, 0), ep_plan)
+    return call
 
 
 @jit(do_not_specialize=["y_rows", "tokens", "max_tokens", "rank", "num_chunks", "digest"])
@@ -187,42 +208,52 @@ def kernel_combine(
 ):  # fmt: skip
     """Sum the products of each token over experts and ranks into ``out`` [tokens, hidden].
 
-    Grid (programs,). Each program sends its blocks of sums in chunks. After each chunk, the program
-    adds the received blocks of the chunk before.
+    Grid (programs,). Each program sends its blocks of sums, and adds a received block after a
+    ``num_chunks``-th of its blocks.
     """
+    NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     program, programs = tl.program_id(0), tl.num_programs(0)
-    epoch = next_epoch(packets.calls)
-    peer = tl.arange(0, ep_plan.LANES)
-    table = tl.load(peers.table + peer, mask=peer < ep_plan.NUM_RANKS, other=0)
-    flags = table.to(peers.arrivals.dtype) + rank
-    call = Call(flags=flags, epoch=epoch, offset=epoch * 0, call_tag=digest, rank=rank)
-    if program == 0:
-        notify_ranks(call, 0, chunk_flag(call, 0), ep_plan)
-        tl.store(peers.calls, epoch * MAX_CTAS)  # The host uses this word to find late flags.
+    call = begin_combine(packets, peers, digest, rank, ep_plan)
     blocks = tl.cdiv(hidden, ep_plan.BLOCK)
-    stride = tl.cdiv(tl.cdiv(max_tokens * blocks, programs), num_chunks) * programs
-    begun = 0
-    for chunk in range(num_chunks + 1):
-        # Program 0 also sets flags, so give it the last item, which may not exist.
-        first = chunk * stride + programs - 1 - program
-        end = tl.minimum((chunk + 1) * stride, max_tokens * blocks)
-        if chunk < num_chunks:
-            for item in range(first, end, programs):
+    count = tl.cdiv(max_tokens * blocks, programs)
+    lag = tl.cdiv(count, num_chunks)
+    # Program 0 also sets flags, so give it the last item, which may not exist.
+    first, begun = programs - 1 - program, 0
+    route = (((rank + 1) % NUM_RANKS) * max_tokens + first // blocks) * ep_plan.TOPK
+    next_sent = positions_at(ep_layout, route, first < max_tokens * blocks, ep_plan)
+    route = (rank * max_tokens + first // blocks) * ep_plan.TOPK
+    next_own = positions_at(ep_layout, route, first < tokens * blocks, ep_plan)
+    next_ranks = tl.load(ep_layout.destinations + first // blocks, mask=first < tokens * blocks)
+    for step in range(count + lag):
+        item = first + step * programs
+        if (step < count) & (item < max_tokens * blocks):
+            for other in range(1, NUM_RANKS):
+                sent = next_sent
+                is_last = other == NUM_RANKS - 1
+                next_item = item + tl.where(is_last, programs, 0)
+                source = (rank + tl.where(is_last, 1, other + 1)) % NUM_RANKS
+                route = (source * max_tokens + next_item // blocks) * ep_plan.TOPK
+                exists = next_item < max_tokens * blocks
+                next_sent = positions_at(ep_layout, route, exists, ep_plan)
                 begun = send_sums(
-                    y_ptr, y_rows, packets, peers, ep_layout, call, begun, item, max_tokens, hidden,
-                    ep_plan,
+                    y_ptr, y_rows, packets, peers, ep_layout, call, begun,
+                    (rank + other) % NUM_RANKS, sent, item, hidden, ep_plan,
                 )  # fmt: skip
-        if chunk > 0:
+        if step >= lag:
             begun = await_begun(begun, 0, peers, call, ep_plan)
-            end = tl.minimum(chunk * stride, tokens * blocks)
-            for item in range(first - stride, end, programs):
+            item -= lag * programs
+            if item < tokens * blocks:
+                own, ranks = next_own, next_ranks
+                token, exists = (item + programs) // blocks, item + programs < tokens * blocks
+                route = (rank * max_tokens + token) * ep_plan.TOPK
+                next_own = positions_at(ep_layout, route, exists, ep_plan)
+                next_ranks = tl.load(ep_layout.destinations + token, mask=exists)
                 add_sums(
-                    y_ptr, y_rows, out_ptr, packets, ep_layout, call, item, max_tokens, hidden,
-                    ep_plan,
+                    y_ptr, y_rows, out_ptr, packets, ep_layout, call, ranks, own, item,
+                    hidden, ep_plan,
                 )  # fmt: skip
     if program == 0:
         check_rows(y_rows, ep_layout, ep_plan)
-    end_call(packets.calls, epoch)
 
 
 @jit(do_not_specialize=["y_rows", "tokens"])
@@ -238,8 +269,8 @@ def kernel_partial_sums(
     while token < tokens:
         for first in range(0, hidden, ep_plan.BLOCK):
             column = first + tl.arange(0, ep_plan.BLOCK)
-            route = token * ep_plan.TOPK
-            total = sum_of_choices(y_ptr, y_rows, ep_layout, route, column, hidden, ep_plan)
+            positions = positions_at(ep_layout, token * ep_plan.TOPK, True, ep_plan)
+            total = sum_of_choices(y_ptr, y_rows, ep_layout, positions, column, hidden, ep_plan)
             out = out_ptr + token * hidden + column
             tl.store(out, total.to(out_ptr.dtype.element_ty), mask=column < hidden)
         token += tl.num_programs(0)
@@ -264,10 +295,12 @@ class CombineCall(OpCall):
         self.key = self.checked_key() if self.accepted_key is None else self.accepted_key
         self.chosen = COMBINE[self.algorithm or CombinePush.name]
         params = checked_params(
-            "ep_combine", self.num_ctas, self.block_bytes, self.num_chunks, DEFAULT_PARAMS
-        )
+            "ep_combine", self.num_ctas, self.block_bytes, self.num_chunks, DEFAULT_PARAMS,
+            MAX_COMBINE_PROGRAMS,
+        )  # fmt: skip
         limit = most_programs(
-            self.num_sms, packet_programs_of_sm(self.ctx.num_ranks, params.block_bytes)
+            self.num_sms,
+            packet_programs_of_sm(self.ctx.num_ranks, params.block_bytes, self.key.topk),
         )
         self.params = replace(params, num_ctas=min(params.num_ctas, limit))
         self.chosen.check(self)
@@ -331,7 +364,9 @@ class CombinePush(Algorithm[CombineCall, Key]):
 
     def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
         nbytes = config["block_bytes"]
-        limit = most_programs(sizes.num_sms, packet_programs_of_sm(sizes.num_ranks, nbytes))
+        limit = most_programs(
+            sizes.num_sms, packet_programs_of_sm(sizes.num_ranks, nbytes, sizes.topk)
+        )
         smallest = min(ctas for ctas, *_ in self.candidates())
         blocks = sizes.M * ceil_div(sizes.hidden * sizes.dtype.itemsize, nbytes)
         enough = blocks > config["num_ctas"] * (config["num_chunks"] - 1)
@@ -348,10 +383,10 @@ class CombinePush(Algorithm[CombineCall, Key]):
     def launch(self, call: CombineCall, out: torch.Tensor) -> Launch:
         ctx, received, params = call.ctx, call.received, call.params
         _, peers = ctx.sums.regions(call.y.dtype)
-        per_sm = packet_programs_of_sm(ctx.num_ranks, params.block_bytes)
+        per_sm = packet_programs_of_sm(ctx.num_ranks, params.block_bytes, call.key.topk)
         digest = digest_of(received.max_tokens, call.key.topk, call.has_weights, params)
         arguments = (
-            call.y, len(call.y), out, ctx.packets(ctx.sums), peers, call.layout(),
+            call.y, len(call.y), out, ctx.sums.packet_regions(), peers, call.layout(),
             received.tokens, received.max_tokens, ctx.hidden, ctx.rank,
             params.num_chunks, digest,
         )  # fmt: skip

@@ -107,7 +107,7 @@ class EPContext(OpContext[ExchangeBuffer]):
             )
             self.sums = add(sums)
         device = self.device.torch_device
-        self.epochs = torch.zeros((2, MAX_CTAS), dtype=torch.int64, device=device)
+        self.epochs = torch.zeros(MAX_CTAS, dtype=torch.int64, device=device)
         # The addresses of both are multiples of 16 bytes, so Triton compiles one kernel for both.
         self.dropped, _, self.dropped_in_tuning = torch.zeros(
             5, dtype=torch.int32, device=device
@@ -121,10 +121,9 @@ class EPContext(OpContext[ExchangeBuffer]):
         """Function that makes the current stream wait for the stream of the last ``ep_send``, and
         records that the current stream uses the given tensors of the other stream."""
 
-    def packets(self, buffer: ExchangeBuffer) -> Packets:
-        """Return the packet memory of ``buffer``, with the epochs of its op."""
-        epochs = self.epochs[0 if buffer is self.buffer else 1]
-        return buffer.packet_regions()._replace(calls=epochs)
+    def packets(self) -> Packets:
+        """Return the packet memory of a dispatch."""
+        return self.buffer.packet_regions()._replace(calls=self.epochs)
 
     def check(self) -> None:
         """Wait for the device and raise the errors that kernels have recorded.
