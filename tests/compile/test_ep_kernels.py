@@ -39,7 +39,8 @@ def context(num_ranks, experts, topk, hidden=7168, tokens=4096, capacity=None):
         rank=1, num_ranks=num_ranks, max_tokens=tokens, hidden=hidden, topk=topk,
         dtype=torch.bfloat16, capacity=capacity or tokens, num_experts=experts,
         local_experts=experts // num_ranks, meta_elements=1024, meta_lines=1024,
-        epochs=words(2), control=words(2), dropped=matrix(1, dtype=torch.int32),
+        epochs=words(2), slot_tokens=128, first_slot=tokens, control=words(2),
+        dropped=matrix(1, dtype=torch.int32),
         pending=None, can_combine=True, sums=buffer, _buffer=buffer,
         device=SimpleNamespace(torch_device=torch.device("meta"), num_sms=132),
     )  # fmt: skip

@@ -3,6 +3,10 @@
 Sums are sent in unmarked lines (``packets.py``), so a program adds a block as soon as its words
 have arrived. A rank sends sums only after all ranks have begun the call. Each rank has then cleared
 the lines of the previous call.
+
+*Two slots for few tokens.* Calls of at most ``EPContext.slot_tokens`` tokens alternate between two
+slots, so a rank sends before peers have begun the call. When it uses a slot again, it has waited
+for the begun flags of a call in between. Every peer had then finished the earlier call.
 """
 
 from __future__ import annotations
@@ -109,8 +113,8 @@ def sum_of_choices(y_ptr, y_rows, ep_layout, positions, column, hidden, ep_plan:
 
 @jit
 def send_sums(
-    y_ptr, y_rows, packets, peers, ep_layout, call, begun, source, positions, item, hidden,
-    ep_plan: tl.constexpr,
+    y_ptr, y_rows, packets, peers, ep_layout, call, begun, source, positions, item, first_token,
+    hidden, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Send block ``item`` of the sums of this rank's products to ``source``, for its tokens.
 
@@ -127,7 +131,8 @@ def send_sums(
         target = target_at(packets.table, source, packets.words)
         sums = sum_of_choices(y_ptr, y_rows, ep_layout, positions, column, hidden, ep_plan)
         begun = await_begun(begun, 0, peers, call, ep_plan)
-        target += first_line(packets, call.rank, item // blocks, row_lines) * LINE_WORDS
+        token = first_token + item // blocks
+        target += first_line(packets, call.rank, token, row_lines) * LINE_WORDS
         # Fill the last line with zeros, because the receiver waits for whole lines.
         row_ptr, in_lines = target.to(y_ptr.dtype) + column, column < row_lines * PER_LINE
         store(row_ptr, sums.to(y_ptr.dtype.element_ty), in_lines)
@@ -160,7 +165,7 @@ def add_received(own, lines, is_sent, packets, rank, ep_plan: tl.constexpr):
 
 @jit
 def add_sums(
-    y_ptr, y_rows, out_ptr, packets, ep_layout, call, ranks, positions, item, hidden,
+    y_ptr, y_rows, out_ptr, packets, ep_layout, call, ranks, positions, item, first_token, hidden,
     ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Add the sums of all ranks for block ``item`` of this rank's tokens, in the order of ranks.
@@ -180,7 +185,7 @@ def add_sums(
     words_ptr = packets.words.to(tl.pointer_type(tl.int32))
     peers = peers_of(call.rank, NUM_RANKS)
     for peer in tl.static_range(NUM_RANKS - 1):
-        line = first_line(packets, peers[peer], token, row_lines) + index
+        line = first_line(packets, peers[peer], first_token + token, row_lines) + index
         lines = lines + (words_ptr + line * 4,)  # noqa: RUF005
         is_sent = is_sent + ((index < row_lines) & ((ranks >> peers[peer]) & 1 != 0),)  # noqa: RUF005
     sums = add_received(own.to(DTYPE), lines, is_sent, packets, call.rank, ep_plan)
@@ -188,37 +193,47 @@ def add_sums(
     with dl.mark("store"):
         tl.store(out, sums.to(out_ptr.dtype.element_ty), mask=column < hidden)
     for peer in tl.static_range(NUM_RANKS - 1):
-        line = first_line(packets, peers[peer], token, row_lines) + index
+        line = first_line(packets, peers[peer], first_token + token, row_lines) + index
         clear(packets.words, line, is_sent[peer])
 
 
 @jit
 def begin_combine(packets, peers, call_tag, rank, ep_plan: tl.constexpr):
-    """Begin a call, and notify all ranks. Each program calls this once."""
+    """Begin a call, and notify all ranks. Each program calls this once.
+
+    Every call must also wait for the flags of all ranks (``await_begun``), because later calls of
+    few tokens rely on it.
+    """
     call = begin_call_of(peers, call_tag, rank, False, ep_plan)
     if tl.program_id(0) == 0:
         notify_ranks(call, 0, chunk_flag(call, 0), ep_plan)
     return call
 
 
-@jit(do_not_specialize=["y_rows", "tokens", "max_tokens", "rank", "num_chunks", "digest"])
+@jit(
+    do_not_specialize=[
+        "y_rows", "tokens", "max_tokens", "first_slot", "slot", "rank", "num_chunks", "digest",
+    ]
+)  # fmt: skip
 def kernel_combine(
-    y_ptr, y_rows, out_ptr, packets, peers, ep_layout, tokens, max_tokens, hidden, rank, num_chunks,
-    digest, ep_plan: tl.constexpr,
+    y_ptr, y_rows, out_ptr, packets, peers, ep_layout, tokens, max_tokens, first_slot, slot, hidden,
+    rank, num_chunks, digest, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Sum the products of each token over experts and ranks into ``out`` [tokens, hidden].
 
     Grid (programs,). Each program sends its blocks of sums, and adds a received block after a
-    ``num_chunks``-th of its blocks.
+    ``num_chunks``-th of its blocks. If ``slot`` is not 0, calls alternate between two slots of
+    ``slot`` tokens from ``first_slot`` on. A rank then sends before peers have begun the call.
     """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     program, programs = tl.program_id(0), tl.num_programs(0)
     call = begin_combine(packets, peers, digest, rank, ep_plan)
+    first_token = tl.where(slot > 0, first_slot + (call.epoch % 2).to(tl.int32) * slot, 0)
     blocks = tl.cdiv(hidden, ep_plan.BLOCK)
     count = tl.cdiv(max_tokens * blocks, programs)
     lag = tl.cdiv(count, num_chunks)
     # Program 0 also sets flags, so give it the last item, which may not exist.
-    first, begun = programs - 1 - program, 0
+    first, can_send, can_add = programs - 1 - program, (slot > 0).to(tl.int32), 0
     route = (((rank + 1) % NUM_RANKS) * max_tokens + first // blocks) * ep_plan.TOPK
     next_sent = positions_at(ep_layout, route, first < max_tokens * blocks, ep_plan)
     route = (rank * max_tokens + first // blocks) * ep_plan.TOPK
@@ -235,12 +250,12 @@ def kernel_combine(
                 route = (source * max_tokens + next_item // blocks) * ep_plan.TOPK
                 exists = next_item < max_tokens * blocks
                 next_sent = positions_at(ep_layout, route, exists, ep_plan)
-                begun = send_sums(
-                    y_ptr, y_rows, packets, peers, ep_layout, call, begun,
-                    (rank + other) % NUM_RANKS, sent, item, hidden, ep_plan,
+                can_send = send_sums(
+                    y_ptr, y_rows, packets, peers, ep_layout, call, can_send,
+                    (rank + other) % NUM_RANKS, sent, item, first_token, hidden, ep_plan,
                 )  # fmt: skip
         if step >= lag:
-            begun = await_begun(begun, 0, peers, call, ep_plan)
+            can_add = await_begun(can_add, 0, peers, call, ep_plan)
             item -= lag * programs
             if item < tokens * blocks:
                 own, ranks = next_own, next_ranks
@@ -250,7 +265,7 @@ def kernel_combine(
                 next_ranks = tl.load(ep_layout.destinations + token, mask=exists)
                 add_sums(
                     y_ptr, y_rows, out_ptr, packets, ep_layout, call, ranks, own, item,
-                    hidden, ep_plan,
+                    first_token, hidden, ep_plan,
                 )  # fmt: skip
     if program == 0:
         check_rows(y_rows, ep_layout, ep_plan)
@@ -384,10 +399,11 @@ class CombinePush(Algorithm[CombineCall, Key]):
         ctx, received, params = call.ctx, call.received, call.params
         _, peers = ctx.sums.regions(call.y.dtype)
         per_sm = packet_programs_of_sm(ctx.num_ranks, params.block_bytes, call.key.topk)
+        slot = ctx.slot_tokens if received.max_tokens <= ctx.slot_tokens else 0
         digest = digest_of(received.max_tokens, call.key.topk, call.has_weights, params)
         arguments = (
             call.y, len(call.y), out, ctx.sums.packet_regions(), peers, call.layout(),
-            received.tokens, received.max_tokens, ctx.hidden, ctx.rank,
+            received.tokens, received.max_tokens, ctx.first_slot, slot, ctx.hidden, ctx.rank,
             params.num_chunks, digest,
         )  # fmt: skip
         options = {"ep_plan": call.plan(), **launch_options(params, per_sm, 1024)}

@@ -101,7 +101,11 @@ class EPContext(OpContext[ExchangeBuffer]):
                     },
                 )
             )  # fmt: skip
-            packet_bytes = LINE_BYTES * max_tokens * row_lines if can_combine else 0
+            # Combines of few tokens alternate between two slots behind the memory of the others.
+            self.slot_tokens = min(max_tokens, MAX_PACKET_TOKENS)
+            self.first_slot = max_tokens if max_tokens > self.slot_tokens else 0
+            sum_rows = self.first_slot + 2 * self.slot_tokens
+            packet_bytes = LINE_BYTES * sum_rows * row_lines if can_combine else 0
             sums = ExchangeBuffer(
                 1, group, "ep_combine", packet_bytes, disagreements, packet_slots=1
             )
