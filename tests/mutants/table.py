@@ -174,6 +174,20 @@ MUTANTS = (
         EXPERT_PARALLEL,
     ),
     Mutant(
+        "expert parallel: combines of few tokens alternate between slots",
+        "kernels/nvidia/expert_parallel/combine.py",
+        "(call.epoch % 2).to(tl.int32) * slot",
+        "(call.epoch % 1).to(tl.int32) * slot",
+        EXPERT_PARALLEL,
+    ),
+    Mutant(
+        "expert parallel: a call claims items from the first one on",
+        _EP_KERNEL,
+        "tl.store(peers.calls + claims_word(epoch + 1), 0)",
+        "pass",
+        EXPERT_PARALLEL,
+    ),
+    Mutant(
         "expert parallel: a weight is applied once",
         "kernels/nvidia/expert_parallel/combine.py",
         "tl.load(ep_layout.weights + position, mask=exists, other=0.0)",

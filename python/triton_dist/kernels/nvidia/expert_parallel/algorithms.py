@@ -61,7 +61,7 @@ _FREE_SMS = 4
 _LINE_ELEMENTS = 16
 """Elements of the smallest dtype in a line. A row in packets must fill whole lines."""
 _DISPATCH = tuple(
-    LaunchParams(ctas, nbytes) for ctas in (192, 160, 128, 64) for nbytes in (16384, 8192, 4096)
+    LaunchParams(ctas, nbytes) for ctas in (192, 128, 64) for nbytes in (16384, 8192, 4096)
 )
 _PACKETS = tuple(LaunchParams(*each) for each in ((192, 8192), (128, 8192), (192, 4096)))
 DEFAULT_PARAMS = LaunchParams(128, 8192)

@@ -221,9 +221,10 @@ def kernel_combine(
 ):  # fmt: skip
     """Sum the products of each token over experts and ranks into ``out`` [tokens, hidden].
 
-    Grid (programs,). Each program sends its blocks of sums, and adds a received block after a
-    ``num_chunks``-th of its blocks. If ``slot`` is not 0, calls alternate between two slots of
-    ``slot`` tokens from ``first_slot`` on. A rank then sends before peers have begun the call.
+    Grid (programs,). Each program sends its blocks of sums. It adds a received block after it has
+    sent one more of ``num_chunks`` chunks, and loads the positions of the next block early. If
+    ``slot`` is not 0, calls alternate between two slots of ``slot`` tokens from ``first_slot`` on.
+    A rank then sends before peers have begun the call.
     """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     program, programs = tl.program_id(0), tl.num_programs(0)

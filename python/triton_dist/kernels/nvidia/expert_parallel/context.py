@@ -195,8 +195,8 @@ def create_ep_context(
     """Create the context of ``ep_dispatch`` and ``ep_combine``. Collective over ``group``.
 
     In the memory of each rank, the context uses about ``world_size * (capacity + max_tokens) *
-    hidden`` elements of ``dtype``, and for packets 3 times ``world_size * min(max_tokens, 128) *
-    hidden`` elements.
+    hidden`` elements of ``dtype``, and for calls of few tokens 5 times ``world_size *
+    min(max_tokens, 128) * hidden`` elements.
 
     Args:
         rank, world_size, local_world_size: this rank, the number of ranks of the group, and the

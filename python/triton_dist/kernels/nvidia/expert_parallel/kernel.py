@@ -11,11 +11,12 @@ Terms:
 
 A dispatch is one launch. Its programs are, in this order:
 
-* *meta* programs store ids and weights of this rank's tokens on every rank, then set flags;
+* *meta* programs store ids and weights of this rank's tokens on every rank, then set flags. They
+  then also store rows;
 * *copy* programs store rows on the ranks of their experts, then set flags. Before they store the
   first row on a peer, they wait until every peer has begun the call;
 * *layout* programs wait for the ids of all ranks, and write the positions of local routes;
-* one program waits for all flags of the copy programs.
+* one program waits for the last flags of the meta and copy programs.
 
 A launch may contain only the first two kinds, or only the last two. Programs start in the order of
 their numbers. A program waits only for flags of an earlier kind, or of programs with smaller

@@ -193,9 +193,9 @@ def ep_combine(
         ctx: context of ``create_ep_context``.
         apply_weights: whether to multiply products by the ``topk_weights`` of the dispatch, if any.
         num_sms: maximum number of programs, at least 4, equal on all ranks.
-        num_ctas, block_bytes, num_chunks: number of programs, bytes that a program copies at once,
-            and number of chunks of a program's blocks. A program adds a received chunk after it has
-            sent the next chunk (tuned).
+        num_ctas, block_bytes, num_chunks: number of programs, at most 512, bytes that a program
+            copies at once, and number of chunks of a program's blocks. A program adds a received
+            block after it has sent one more chunk (tuned).
         algorithm: ``"push"`` or ``"collective"`` (tuned; ``"push"`` if untuned).
         accepted_key: reserved for the tuner.
 
