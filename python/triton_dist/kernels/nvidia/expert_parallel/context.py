@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import triton
+import triton.language as tl
 
+from triton_dist._jit import jit
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.context import (
     Check,
@@ -28,7 +30,7 @@ from triton_dist.kernels.common.exchange.protocol import Packets
 from triton_dist.kernels.common.moe.positions import Positions
 from triton_dist.kernels.common.peers import Disagreements
 from triton_dist.kernels.nvidia.expert_parallel import kernel, packets
-from triton_dist.kernels.nvidia.expert_parallel.kernel import kernel_expand
+from triton_dist.kernels.nvidia.expert_parallel.kernel import FAULT_OUT, report_fault
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch
 from triton_dist.runtime.ranks import Group, process_group_of
@@ -248,6 +250,36 @@ def block_tokens(topk: int, in_packets: bool = False) -> int:
     """Return the number of tokens of a block. A program reads the ids of one block at once."""
     routes: int = packets.BLOCK_ROUTES.value if in_packets else _BLOCK_IDS
     return routes // int(triton.next_power_of_2(topk))
+
+
+@jit(do_not_specialize=["out_rows"])
+def kernel_expand(
+    rows_ptr, scales_ptr, row_ptr, out_ptr, out_scales_ptr, ends_ptr, control_ptr, out_rows, hidden,
+    groups, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, GROUP_LANES: tl.constexpr,
+):  # fmt: skip
+    """Copy rows to their positions in ``out`` [out_rows, hidden]. Rows of padding become zero.
+
+    Grid (programs,).
+    """
+    total = tl.load(ends_ptr + EXPERTS - 1)
+    if (tl.program_id(0) == 0) & (total > out_rows):
+        report_fault(control_ptr, FAULT_OUT)
+    total = tl.minimum(total, out_rows)
+    position = tl.program_id(0).to(tl.int64)
+    while position < total:
+        row = tl.load(row_ptr + position).to(tl.int64)
+        exists = row >= 0
+        for first in range(0, hidden, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            mask = column < hidden
+            x = tl.load(rows_ptr + row * hidden + column, mask=mask & exists, other=0.0)
+            tl.store(out_ptr + position * hidden + column, x, mask=mask)
+        if scales_ptr is not None:
+            group = tl.arange(0, GROUP_LANES)
+            mask = group < groups
+            scale = tl.load(scales_ptr + row * groups + group, mask=mask & exists, other=0.0)
+            tl.store(out_scales_ptr + position * groups + group, scale, mask=mask)
+        position += tl.num_programs(0)
 
 
 @dataclass(frozen=True, eq=False)

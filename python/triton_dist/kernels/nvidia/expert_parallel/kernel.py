@@ -604,33 +604,3 @@ def kernel_locate(
         tl.store(locations_ptr + peer * max_tokens + token, location, mask=token < max_tokens)
         count += tl.sum(is_sent, 0)
     tl.atomic_add(dropped_ptr, tl.maximum(count - capacity, 0), sem="relaxed", scope="gpu")
-
-
-@jit(do_not_specialize=["out_rows"])
-def kernel_expand(
-    rows_ptr, scales_ptr, row_ptr, out_ptr, out_scales_ptr, ends_ptr, control_ptr, out_rows, hidden,
-    groups, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, GROUP_LANES: tl.constexpr,
-):  # fmt: skip
-    """Copy rows to their positions in ``out`` [out_rows, hidden]. Rows of padding become zero.
-
-    Grid (programs,).
-    """
-    total = tl.load(ends_ptr + EXPERTS - 1)
-    if (tl.program_id(0) == 0) & (total > out_rows):
-        report_fault(control_ptr, FAULT_OUT)
-    total = tl.minimum(total, out_rows)
-    position = tl.program_id(0).to(tl.int64)
-    while position < total:
-        row = tl.load(row_ptr + position).to(tl.int64)
-        exists = row >= 0
-        for first in range(0, hidden, BLOCK):
-            column = first + tl.arange(0, BLOCK)
-            mask = column < hidden
-            x = tl.load(rows_ptr + row * hidden + column, mask=mask & exists, other=0.0)
-            tl.store(out_ptr + position * hidden + column, x, mask=mask)
-        if scales_ptr is not None:
-            group = tl.arange(0, GROUP_LANES)
-            mask = group < groups
-            scale = tl.load(scales_ptr + row * groups + group, mask=mask & exists, other=0.0)
-            tl.store(out_scales_ptr + position * groups + group, scale, mask=mask)
-        position += tl.num_programs(0)
