@@ -125,8 +125,7 @@ def checked_params(
     params = replace(params_for_device(default), **changes)
     if params.num_ctas not in range(1, max_ctas + 1):
         raise InvalidArgument(function, "num_ctas", params.num_ctas, f"1 to {max_ctas}")
-    nbytes = params.block_bytes
-    if not isinstance(nbytes, int) or nbytes < 512 or nbytes & (nbytes - 1):
+    if not isinstance(nbytes := params.block_bytes, int) or nbytes < 512 or nbytes & (nbytes - 1):
         raise InvalidArgument(function, "block_bytes", nbytes, "a power of two, at least 512")
     if params.num_chunks not in range(1, MAX_CHUNKS + 1):
         raise InvalidArgument(function, "num_chunks", params.num_chunks, f"1 to {MAX_CHUNKS}")
