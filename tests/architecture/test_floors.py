@@ -15,7 +15,7 @@ from tests.architecture.source import PACKAGE, ROOT, modules, name, tree, uses
 
 HARDWARE = ("torch.cuda", "torch.distributed")
 MAY_TOUCH_HARDWARE = ("runtime/", "debugging/", "kernels/", "layers/", "testing/", "test/")
-LONGEST = 620
+LONGEST = 680
 """Think again above 400, but do not split a class or a function to satisfy a number."""
 ENVIRONMENT = ("os.environ", "os.getenv", "os.putenv", "os.environb")
 

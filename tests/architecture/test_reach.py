@@ -21,7 +21,7 @@ MOST = {
     "moe_reduce": (32, 5590),
     "shard_collectives": (13, 1950),
     "allreduce": (11, 1990),
-    "expert_parallel": (18, 3700),
+    "expert_parallel": (18, 3740),
     "ep_group_gemm": (34, 6200),
     "sp_ag_attention": (13, 2000),
     "ulysses": (12, 2210),
