@@ -73,11 +73,11 @@ def parts(
     """Return the median us of each step of an ``ag_gemm`` call, without first calls of a row."""
     arguments = inspect.signature(ag_gemm.fn).bind(A, B, ctx, **config)
     arguments.apply_defaults()
-    values = tuple(arguments.arguments.values())
+    values = dict(arguments.arguments)
 
     def timed() -> list[float]:
         marks = [time.perf_counter()]
-        call = algorithms.Call(*values)
+        call = algorithms.Call(**values)
         marks.append(time.perf_counter())
         gathered = call.chosen.start(call)
         marks.append(time.perf_counter())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 
 import pytest
@@ -132,10 +133,10 @@ def test_alone(options):
 def test_tiles_of_the_context_are_those_of_calls_that_name_none():
     given = {"BLOCK_SIZE_M": 32, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 4}
     with AG_GROUP_GEMM.context(SHAPE, torch.float16, **given, stages=2, num_warps=4) as ctx:
-        call = algorithms.Call(
-            *AG_GROUP_GEMM.arguments(AG_GROUP_GEMM.operands(SHAPE, torch.float16, 1), ctx)[0],
-            None, 1, None, None, None,
-        )  # fmt: skip
+        args, kwargs = AG_GROUP_GEMM.arguments(AG_GROUP_GEMM.operands(SHAPE, torch.float16, 1), ctx)
+        arguments = inspect.signature(ag_group_gemm.fn).bind(*args, **kwargs)
+        arguments.apply_defaults()
+        call = algorithms.Call(**arguments.arguments)
         assert call.tiles.kwargs == given
         assert (call.tiles.num_stages, call.tiles.num_warps) == (2, 4)
 
