@@ -157,8 +157,10 @@ class Call(OpCall):
 
     def product(self, received: Received, algorithm: str) -> GroupedGemmCall:
         return GroupedGemmCall(
-            self.gemm_config, algorithm, None, None, False, None, received.rows, self.B,
-            received.positions, "route", self.activation, None, None,
+            A=received.rows, B=self.B, topk_ids=received.positions, order="route",
+            activation=self.activation, gemm_config=self.gemm_config, algorithm=algorithm,
+            A_scale=None, B_scale=None, use_fast_accum=False, out_dtype=None, routing_skew=None,
+            accepted_key=None,
         )  # fmt: skip
 
     def dispatched(self) -> Received:
