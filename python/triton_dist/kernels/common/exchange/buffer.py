@@ -224,7 +224,7 @@ class ExchangeBuffer:
         slots uint8 [2 * slot_bytes]: shards and sums of the last two calls, written by peers.
         arrivals int64 [slot, phase, program, source rank]: flags, written by kernels of the source.
         packets int64 [packet_slots, source rank, shard_words]: written by kernels of the source.
-        calls int64 [16]: word 0 is the call counter; the other words are padding.
+        calls int64 [16]: word 0 is the call counter. Expert parallelism also uses words 1 to 3.
         guard int64 [16]: timeout words.
 
     Args:

@@ -191,11 +191,18 @@ def apply_scales(accumulator, a_scale, b_scale_ptr, scales, column, N):
 @jit
 def add_bias(accumulator, scales, column, N, SCALING: tl.constexpr):
     """Return ``accumulator``, a tile, with the bias added if there is one."""
-    if SCALING != UNSCALED:  # noqa: SIM102  # constexpr conditions stay apart
-        if scales.bias is not None:
-            columns = column + tl.arange(0, accumulator.shape[1])
-            bias = tl.load(scales.bias + columns, mask=columns < N, other=0.0)
-            accumulator += bias.to(tl.float32)[None, :]
+    if SCALING != UNSCALED:
+        accumulator = add_bias_at(accumulator, scales.bias, column, N)
+    return accumulator
+
+
+@jit
+def add_bias_at(accumulator, bias_ptr, column, end):
+    """Return a tile plus the bias of its columns before ``end``, if there is a bias."""
+    if bias_ptr is not None:
+        columns = column + tl.arange(0, accumulator.shape[1])
+        bias = tl.load(bias_ptr + columns, mask=columns < end, other=0.0)
+        accumulator += bias.to(tl.float32)[None, :]
     return accumulator
 
 

@@ -370,14 +370,14 @@ def gemm_ms(
     block_m, block_n, block_k = (tile[f"BLOCK_SIZE_{axis}"] for axis in "MNK")
     rows = math.ceil(M / shards)
     tiles_m, tiles_n = math.ceil(rows / block_m), math.ceil(N / block_n)
-    tiles, splits = tiles_m * tiles_n * shards, tile.get("SPLIT_K", 1)
+    num_tiles, splits = tiles_m * tiles_n * shards, tile.get("SPLIT_K", 1)
     if experts and 2 * rows > block_m:  # the last tile of an expert is half full on average
-        tiles = math.ceil((rows / block_m + 0.5) * tiles_n * shards)
-    full, last = divmod(tiles, sms)
+        num_tiles = math.ceil((rows / block_m + 0.5) * tiles_n * shards)
+    full, last = divmod(num_tiles, sms)
     waves = full + math.ceil(last * splits / sms) / splits
 
     tile_bytes, flops_per_us = (block_m + block_n) * block_k * item, _flops_per_us(dtype)
-    concurrent = min(tile.get("PROGRAMS", 1 if persistent else 2), math.ceil(tiles / sms))
+    concurrent = min(tile.get("PROGRAMS", 1 if persistent else 2), math.ceil(num_tiles / sms))
     step_us = _norm(
         _ORDER_IN_SM,
         2.0 * block_m * (block_n + _EXTRA_COLUMNS) * block_k * sms / flops_per_us / _TENSOR_CORES,
@@ -398,7 +398,7 @@ def gemm_ms(
     tile_us = _TILE_US + block_m * block_n * _STORE_US * (2 if tile.get("EPILOGUE_SUBTILE") else 1)
     compute_us = math.ceil(K / block_k) * steps_us + waves * tile_us
 
-    columns = min(math.ceil(min(tiles, sms) / group), tiles_n)
+    columns = min(math.ceil(min(num_tiles, sms) / group), tiles_n)
     wave_bytes = (min(group * block_m, M) + min(columns * block_n, N)) * K * item
     once = (M * K + K * N * max(experts, 1) + M * N) * item
     memory_us = (once + _MISSES * max(waves * wave_bytes - once, 0.0)) / (peak.memory_gbps * 1e3)
@@ -432,7 +432,7 @@ class TransferCost(NamedTuple):
     slowdown: float
     """Relative time of the GEMM."""
     overlapping_chunks: float = math.inf
-    """The transfer runs while the GEMM runs if there are at least as many chunks."""
+    """Number of chunks from which on the transfer overlaps with the GEMM."""
 
 
 def op_ms(
@@ -440,9 +440,9 @@ def op_ms(
     received: float, shards: int = 1,
 ) -> float:  # fmt: skip
     """Return the predicted milliseconds of a GEMM and a transfer of ``received`` bytes per rank."""
-    tiles, gbps = config.get("gemm_config"), device_peak().link_gbps * _LINK
-    if tiles is not None:
-        gemm = gemm_ms(tiles, M, N, K, dtype, bool(config["persistent"]), shards)
+    gemm_config, gbps = config.get("gemm_config"), device_peak().link_gbps * _LINK
+    if gemm_config is not None:
+        gemm = gemm_ms(gemm_config, M, N, K, dtype, bool(config["persistent"]), shards)
     else:
         gemm = library_ms(M, N, K, dtype)
         programs = config.get("num_comm_sms") or config.get("num_ctas") or math.inf

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
+from triton_dist.kernels.common.gemm.scales import add_bias_at
 from triton_dist.kernels.common.gemm.tile import (
     multiply_steps,
     multiply_tile_by_pointers,
@@ -59,16 +60,6 @@ def describe_blocks(
     return descs
 
 
-@jit
-def add_bias(accumulator, bias_ptr, column, end, tile: tl.constexpr):
-    """Return the tile plus the bias of its columns; columns from ``end`` on are not stored."""
-    if bias_ptr is not None:
-        columns = column + tl.arange(0, tile.N)
-        bias = tl.load(bias_ptr + columns, mask=columns < end, other=0.0)
-        accumulator += bias.to(tl.float32)[None, :]
-    return accumulator
-
-
 @jit(do_not_specialize=["M", "length", "total", "batch", "rank"])
 def kernel_gemm_send(
     x_ptr, b_ptr, bias_ptr, strides, results, sequence, targets, M, N, K, length, total, batch,
@@ -111,7 +102,7 @@ def kernel_gemm_send(
         product = multiply_operands(
             a, b, row, first + column, M, N, K, strides, None, DESCRIPTORS, tile
         )
-        product = add_bias(product, bias_ptr, first + column, first + WIDTH, tile)
+        product = add_bias_at(product, bias_ptr, first + column, first + WIDTH)
         if DESCRIPTORS:
             desc = descs[0]
             for number in tl.static_range(1, 3 * NUM_RANKS):
@@ -203,7 +194,7 @@ def kernel_gemm_received(
                     dl.consume_token(row, token), rows - row, column, N, WIDTH, WIDTH, 1,
                     strides.bk, strides.bn, PRECISION, tile.M, tile.N, tile.K, tile.INT64_OFFSETS,
                 )  # fmt: skip
-        product = add_bias(product, bias_ptr, column, N, tile)
+        product = add_bias_at(product, bias_ptr, column, N)
         if DESCRIPTORS:
             store_tile(out, product, 0, row, column, tile.SUBTILE, tile.M, tile.N)
         else:
