@@ -1,28 +1,36 @@
 """Compare the sequence-parallel ops with NCCL, in CUDA graphs.
 
-    bash scripts/launch.sh benchmarks/bench_sequence_parallel.py --quick
+    bash scripts/launch.sh benchmarks/bench_sequence_parallel.py --best 4
     bash scripts/launch.sh benchmarks/bench_sequence_parallel.py --ops pre --tokens 8000,16384 \
         --heads 32/32,32/8 --verbose
-    bash scripts/launch.sh benchmarks/bench_sequence_parallel.py --tokens-random 40 --best 4
+    bash scripts/launch.sh benchmarks/bench_sequence_parallel.py --ops gemm_pre,post_gemm \
+        --lengths-random 40 --seed 0
 
 The baseline of the Ulysses ops ("pre", "post") is a permutation, NCCL's all-to-all, and another
-permutation. Their limit is the time to send a rank's bytes at --link GB/s. AllGather-attention
-("attn") has two baselines: NCCL's all-gather before the attention, and torch's
-``context_parallel``, which is not captured in a graph. Its limit is the larger of two times: the
-fastest library's whole attention divided by the ranks, and NCCL's all-gather. Every result is
-compared with the baseline. Calls are interleaved, with a cold L2 cache; a sample is the slowest
-rank's time.
+permutation. The baseline of the ops with projections ("gemm_pre", "post_gemm") has a GEMM by cuBLAS
+in addition. The limit is the time to send a rank's bytes at --link GB/s, or the GEMM alone if that
+takes longer. AllGather-attention ("attn") has two baselines: NCCL's all-gather before the
+attention, and torch's ``context_parallel``, which is not captured in a graph. Its limit is the
+larger of two times: the fastest library's whole attention divided by the ranks, and NCCL's
+all-gather.
+
+Before each check, the config runs on NaN, so that memory that it should write contains NaN. Every
+result is compared with the baseline. Calls are interleaved, with a cold L2 cache; a sample is the
+slowest rank's time. With --lengths-random, the tuned op runs instead of a list of configs.
 """
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
+import itertools
+import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,7 +41,9 @@ from triton_dist.kernels.nvidia import (
     create_sp_ag_attention_context,
     create_ulysses_context,
     sp_ag_attention,
+    ulysses_gemm_pre_attn,
     ulysses_post_attn,
+    ulysses_post_attn_gemm,
     ulysses_pre_attn,
 )
 from triton_dist.kernels.nvidia.sp_ag_attention.algorithms import attention as library_attention
@@ -42,74 +52,141 @@ from triton_dist.runtime.device import current_device
 from triton_dist.testing.timing import captured, interleaved
 from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
 
-LIBRARY = "library"
+LIBRARY, GEMM, TUNED = "library", "GEMM", "tuned"
+TOLERANCE = 0.01
+"""Largest error of an op with a GEMM, relative to the largest element. Other ops must be exact."""
+
+
+class Exchange(NamedTuple):
+    """A Ulysses op to measure."""
+
+    name: str
+    op: Any
+    args: tuple[Any, ...]
+    inputs: tuple[torch.Tensor, ...]
+    heads: int
+    """Number of heads of a token that all ranks together have after the exchange."""
+    gemm: Callable[[], torch.Tensor] | None = None
+    """The projection alone."""
 
 
 def shown(config: Mapping[str, Any]) -> str:
     return " ".join(str(value) for value in config.values())
 
 
-def configs(op: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the configs of our algorithms to measure."""
-    space = [each for each in op.config_space if each["algorithm"] != "collective"]
-    if options.quick:
-        space = [each for each in space if each["num_chunks"] >= 4]
-        space = [each for each in space if each["num_ctas"] * each["block_bytes"] >= 1 << 20]
-    return space[: options.best] if options.best else space
+def configs(op: Any, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return the configs of our algorithms to measure, by name."""
+    number: Counter[str] = Counter()
+    chosen = {}
+    for config in op.config_space:
+        number[config["algorithm"]] += 1
+        is_chosen = options.best == 0 or number[config["algorithm"]] <= options.best
+        if is_chosen and config["algorithm"] != "collective":
+            chosen[shown(config)] = dict(config)
+    return chosen
 
 
-def measure(
-    op: Any, call: Callable[..., Any], limit_us: float, options: argparse.Namespace, name: str
-) -> tuple[float, float]:
-    """Check and time the configs of ``op``; return the best time and the library's, in us."""
-    want = call(algorithm="collective")
-    calls: dict[str, Callable[[], Any]] = {LIBRARY: lambda: call(algorithm="collective")}
-    for config in configs(op, options):
-        found = call(**config)
-        wrong = [i for i, (a, b) in enumerate(zip(found, want, strict=True)) if not a.equal(b)]
-        verdict: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(verdict, wrong)
-        if any(verdict):
-            log(f"  WRONG {name} {shown(config)}: tensors {verdict}")
-            continue
-        calls[shown(config)] = lambda c=config: call(**c)
-    graphs = {each: captured(calls[each]) for each in calls}
+def is_wrong(each: Exchange, call: Callable[[], Any], want: Any) -> bool:
+    """Return whether a call differs from ``want`` on any rank. Collective."""
+    saved = [x.clone() for x in each.inputs]
+    for x in each.inputs:
+        x.fill_(float("nan"))
+    for _ in range(2):  # The receive memories of calls alternate.
+        call()
+    for x, values in zip(each.inputs, saved, strict=True):
+        x.copy_(values)
+    worst = 0.0
+    for a, b in zip(results_of(call()), results_of(want), strict=True):
+        error = (a.float() - b.float()).abs().nan_to_num(float("inf")).max()
+        worst = max(worst, float(error / b.float().abs().max()))
+    verdicts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(verdicts, not worst <= (TOLERANCE if each.gemm else 0.0))
+    return any(verdicts)
+
+
+def results_of(result: Any) -> tuple[torch.Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def measure(each: Exchange, limit_us: float, options: argparse.Namespace) -> float:
+    """Check and time an op; return its speed relative to the library."""
+    calls: dict[str, Callable[[], Any]] = {
+        LIBRARY: lambda: each.op.fn(*each.args, algorithm="collective")
+    }
+    want = calls[LIBRARY]()
+    if options.lengths_random:
+        each.op.tune(*each.args)
+        tried = {TUNED: lambda: each.op(*each.args)}
+    else:
+        tried = {
+            name: lambda c=config: each.op.fn(*each.args, **c)
+            for name, config in configs(each.op, options).items()
+        }
+    for name, call in tried.items():
+        if is_wrong(each, call, want):
+            log(f"  WRONG {each.name} {name}")
+        else:
+            calls[name] = call
+    if each.gemm is not None:
+        calls[GEMM] = each.gemm
+    graphs = {name: captured(call) for name, call in calls.items()}
     samples = interleaved(graphs, options.rounds)
-    times = {each: sample.median * 1e3 for each, sample in samples.items()}
-    ours = {each: times[each] for each in times if each != LIBRARY} or times
+    times = {name: sample.median * 1e3 for name, sample in samples.items()}
+    limit, library = max(limit_us, times.get(GEMM, 0.0)), times[LIBRARY]
+    ours = {name: us for name, us in times.items() if name not in (LIBRARY, GEMM)} or times
     best = min(ours, key=ours.__getitem__)
+    found = shown(each.op.best_config(*each.args)) if best == TUNED else best
     log(
-        f"  {name:5} {times[best]:8.1f} us ({best}); limit {limit_us:.1f}, "
-        f"{times[best] / limit_us:.2f} x; library {times[LIBRARY]:.1f} "
-        f"({times[LIBRARY] / times[best]:.2f} x)"
+        f"  {each.name:9} {times[best]:8.1f} us ({found}); limit {limit:.1f} (link "
+        f"{limit_us:.1f}), {times[best] / limit:.2f} x; library {library:.1f} "
+        f"({library / times[best]:.2f} x)"
     )
     if options.verbose:
-        for each, microseconds in sorted(times.items(), key=lambda item: item[1]):
-            log(f"      {microseconds:8.1f} {each}")
-    return times[best], times[LIBRARY]
+        for name, microseconds in sorted(times.items(), key=lambda item: item[1]):
+            log(f"      {microseconds:8.1f} {name}")
+    return library / times[best]
 
 
-def ulysses(tokens: int, heads: tuple[int, int], options: argparse.Namespace) -> list[float]:
+def exchanges(
+    local: int, heads: tuple[int, int], hidden: int, ctx: Any, options: argparse.Namespace
+) -> Iterator[Exchange]:
+    """Yield the ops of ``options`` for ``local`` tokens of a rank."""
+    size, dtype, dim = dist.get_world_size(), torch.bfloat16, options.dim
+    generator = torch.Generator(current_device().torch_device).manual_seed(dist.get_rank())
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=generator.device, dtype=dtype)
+
+    names, sent = options.ops.split(","), heads[0] + 2 * max(heads[1], size)
+    rows, columns = heads[0] * dim, (heads[0] + 2 * heads[1]) * dim
+    o = random(1, local * size, heads[0] // size, dim)
+    if "pre" in names:
+        q, k, v = (random(1, local, n, dim) for n in (heads[0], *heads[1:] * 2))
+        yield Exchange("pre", ulysses_pre_attn, (q, k, v, ctx), (q, k, v), sent)
+    if "post" in names:
+        yield Exchange("post", ulysses_post_attn, (o, ctx), (o,), heads[0])
+    if "gemm_pre" in names:
+        x, B = random(1, local, hidden), random(columns, hidden).T
+        dist.broadcast(B.T, 0)
+        yield Exchange("gemm_pre", ulysses_gemm_pre_attn, (x, B, ctx), (x,), sent, lambda: x[0] @ B)
+    if "post_gemm" in names:
+        C, own = random(hidden, rows).T, random(local, rows)
+        dist.broadcast(C.T, 0)
+        yield Exchange(
+            "post_gemm", ulysses_post_attn_gemm, (o, C, ctx), (o,), heads[0], lambda: own @ C
+        )
+
+
+def ulysses(
+    tokens: int, heads: tuple[int, int], hidden: int, options: argparse.Namespace
+) -> list[float]:
     """Measure the Ulysses ops; return the speed of each relative to the library."""
-    rank, size, dtype = dist.get_rank(), dist.get_world_size(), torch.bfloat16
-    device, dim = current_device().torch_device, options.dim
-    ratios = []
-    local = tokens // size
-    q, k, v = (
-        torch.randn(1, local, n, dim, device=device, dtype=dtype)
-        for n in (heads[0], *heads[1:] * 2)
-    )
-    o = torch.randn(1, local * size, heads[0] // size, dim, device=device, dtype=dtype)
-    with create_ulysses_context(rank, size, size, local * size, *heads, dim, dtype) as ctx:
+    rank, size, dim = dist.get_rank(), dist.get_world_size(), options.dim
+    local, ratios = tokens // size, []
+    with create_ulysses_context(rank, size, size, tokens, *heads, dim, torch.bfloat16) as ctx:
         share = local * dim * 2 * (size - 1) / size / options.link / 1e3
-        for name, op, call, width in (
-            ("pre", ulysses_pre_attn, lambda **c: ulysses_pre_attn.fn(q, k, v, ctx, **c),
-             heads[0] + 2 * max(heads[1], size)),
-            ("post", ulysses_post_attn, lambda **c: ulysses_post_attn.fn(o, ctx, **c), heads[0]),
-        ):  # fmt: skip
-            if name in options.ops.split(","):
-                ours, library = measure(op, call, share * width, options, name)
-                ratios.append(library / ours)
+        for each in exchanges(local, heads, hidden, ctx, options):
+            ratios.append(measure(each, share * each.heads, options))
         ctx.check()
     return ratios
 
@@ -209,14 +286,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ops", default="pre,post,attn", help="some of: %(default)s")
+    parser.add_argument("--ops", default="pre,post,gemm_pre,post_gemm,attn")
     parser.add_argument("--tokens", default="8000,16384", help="tokens over all ranks")
-    parser.add_argument("--tokens-random", type=int, metavar="N", help="measure N random numbers")
+    parser.add_argument("--lengths-random", type=int, default=0, metavar="N",
+                        help="measure the tuned ops at N random numbers of tokens")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers")
     parser.add_argument("--heads", default="32/32,32/8", help="q heads / KV heads")
+    parser.add_argument("--hidden", default="4096,8192", help="columns of x, for projections")
     parser.add_argument("--dim", type=int, default=128, help="elements of a head")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no row after this time")
-    parser.add_argument("--quick", action="store_true", help="few configs")
-    parser.add_argument("--best", type=int, default=0, help="number of configs; 0: all")
+    parser.add_argument("--best", type=int, default=0, help="configs of an algorithm; 0: all")
     parser.add_argument("--rounds", type=int, default=25 if is_cuda() else 1)
     parser.add_argument(
         "--link", type=float, default=375.0, help="GB/s of a GPU's links in one direction"
@@ -232,33 +311,47 @@ def log(text: str) -> None:
         print(text, flush=True)
 
 
+def rows_of(options: argparse.Namespace) -> list[tuple[int, str, int]]:
+    """Return the tokens, heads and hidden sizes of the rows to measure."""
+    heads, hidden = options.heads.split(","), [int(text) for text in options.hidden.split(",")]
+    if options.lengths_random:
+        lengths = random_sizes(options.lengths_random, 32768, options.seed)
+        others = itertools.cycle(itertools.product(heads, hidden))
+        return [(max(64, n), *other) for n, other in zip(lengths, others, strict=False)]
+    tokens = [int(text) for text in options.tokens.split(",")]
+    if not {"gemm_pre", "post_gemm"} & set(options.ops.split(",")):
+        hidden = hidden[:1]
+    return list(itertools.product(tokens, heads, hidden))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(sys.argv[1:] if arguments is None else arguments)
     initialize_distributed()
     size, start, ratios = dist.get_world_size(), time.perf_counter(), []
     gpu = torch.cuda.get_device_name() if is_cuda() else "CPU ranks"
     log(f"{gpu}, torch {torch.__version__}")
-    numbers = [int(text) for text in options.tokens.split(",")]
-    if options.tokens_random:
-        numbers = [max(64, n) for n in random_sizes(options.tokens_random, 32768, 0)]
-    for tokens in numbers:
-        for text in options.heads.split(","):
-            spent = [time.perf_counter() - start]
-            dist.broadcast_object_list(spent, 0)
-            if spent[0] > 60 * options.minutes:
-                continue
-            # A rank that hangs prints its stacks and ends.
-            faulthandler.dump_traceback_later(options.limit, exit=True, file=sys.__stderr__)
-            q_heads, kv_heads = map(int, text.split("/"))
-            number = max(1, tokens // options.scale // size) * size
-            log(f"{number} tokens, {text} heads of {options.dim}, {size} ranks")
-            if {"pre", "post"} & set(options.ops.split(",")):
-                ratios += ulysses(number, (q_heads, kv_heads), options)
-            if "attn" in options.ops.split(","):
-                ratios += attention(number, (q_heads, kv_heads), options)
-            faulthandler.cancel_dump_traceback_later()
+    for tokens, text, hidden in rows_of(options):
+        spent = [time.perf_counter() - start]
+        dist.broadcast_object_list(spent, 0)
+        if spent[0] > 60 * options.minutes:
+            log("no time for other rows")
+            break
+        # A rank that hangs prints its stacks and ends.
+        faulthandler.dump_traceback_later(options.limit, exit=True, file=sys.__stderr__)
+        q_heads, kv_heads = map(int, text.split("/"))
+        number = max(1, tokens // options.scale // size) * size
+        log(f"{number} tokens, {text} heads of {options.dim}, hidden {hidden}, {size} ranks")
+        if set(options.ops.split(",")) - {"attn"}:
+            ratios += ulysses(number, (q_heads, kv_heads), hidden, options)
+        if "attn" in options.ops.split(","):
+            ratios += attention(number, (q_heads, kv_heads), options)
+        faulthandler.cancel_dump_traceback_later()
     if ratios:
-        log(f"worst {min(ratios):.2f} x the library, {sum(r < 0.98 for r in ratios)} below 0.98")
+        below = sum(ratio < 0.98 for ratio in ratios)
+        log(
+            f"{len(ratios)} results: worst {min(ratios):.3f} x the library, geometric mean "
+            f"{statistics.geometric_mean(ratios):.3f}, {below} below 0.98"
+        )
     finalize_distributed()
 
 
