@@ -9,7 +9,6 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from importlinter.cli import lint_imports
 
 from tests.architecture.source import PACKAGE, ROOT, modules, name, tree, uses
 
@@ -29,6 +28,9 @@ def offences(path: Path, forbidden: tuple[str, ...]) -> list[str]:
 
 
 def test_imports_point_down(monkeypatch, capsys) -> None:
+    # Imported here, because machines that run only the tests on GPUs may lack it.
+    from importlinter.cli import lint_imports
+
     monkeypatch.chdir(ROOT)
     # Its logging set-up would disable the loggers of this process.
     monkeypatch.setattr("logging.config.dictConfig", lambda config: None)

@@ -165,7 +165,8 @@ class Collective(Calls):
             result = result.clone()
         method = options.get("method")
         asked = options.get("algorithm") or (method.value if method else "")
-        if asked == "collective":
+        may_be_library = not asked and op is self.op and current_device().has_nccl
+        if asked == "collective" or may_be_library:
             self.by_library.append(result)
         return result
 

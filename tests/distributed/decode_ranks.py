@@ -38,14 +38,14 @@ EVERY: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "heads": ((3, 1, 8, 2, 128, 128, BF16), {}),
     "paged": ((3, 1, 8, 1, 64, 64, FP16), {"page": 16, "interleave": 1}),
     "masked": ((2, 4, 12, 2, 128, 128, BF16), {"page": 1, "window": 100, "soft_cap": 30.0}),
-    "sinks": ((3, 1, 8, 2, 192, 192, BF16), {"sinks": True, "shard_output": True}),
+    "sinks": ((3, 1, 12, 2, 192, 192, BF16), {"sinks": True, "shard_output": True}),
     "cyclic": ((5, 8, 8, 1, 96, 96, FP16), {"interleave": 16, "lse_base": "2"}),
     "wide": ((2, 2, 4, 2, 256, 256, BF16), {"window": 40, "interleave": 3}),
     "mla": ((3, 1, 16, 1, 576, 512, BF16), {"page": 64, "shares_v": True}),
     "mla, cyclic": ((3, 2, 16, 1, 576, 512, BF16), {"interleave": 1, "shares_v": True}),
     "fp8": ((3, 1, 8, 2, 128, 128, BF16), {"page": 16, "is_fp8": True}),
     "fp8 mla": ((2, 1, 16, 1, 576, 512, FP16), {"shares_v": True, "is_fp8": True}),
-    "shards": ((3, 2, 8, 2, 128, 128, BF16), {"shard_queries": True, "shard_output": True}),
+    "shards": ((3, 2, 12, 2, 128, 128, BF16), {"shard_queries": True, "shard_output": True}),
 }
 
 

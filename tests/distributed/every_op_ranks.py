@@ -304,9 +304,9 @@ def refused_contexts(name: str) -> tuple[str, dict[str, tuple[str, str]], str]:
         error = refusal(lambda c=changes: create(**{**good, **c}))
         assert isinstance(error, InvalidArgument), which
         seen[which] = error.argument, str(error)
-    (size, *_) = {"K", "N", "head_dim", "hidden", "hidden_dim", "workspace_nbytes"} & set(good)
+    size = min({"K", "N", "head_dim", "hidden", "hidden_dim", "workspace_nbytes"} & set(good))
     error = refusal(lambda: create(**{**good, size: good[size] + 8 * rank}))
-    assert isinstance(error, RankDisagreement)
+    assert isinstance(error, RankDisagreement), error
     create(**good).finalize()
     return create.__name__, seen, str(error)
 

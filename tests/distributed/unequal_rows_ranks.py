@@ -238,7 +238,8 @@ def held_device() -> Iterator[None]:
     held.join(current)
     passed.record()
     try:
-        yield
+        with no_garbage_collection():  # freeing memory waits for the GPU
+            yield
     finally:
         gate[0] = 1
         passed.synchronize()

@@ -338,9 +338,9 @@ def symmetric_all_reduces(
     """Return calls of torch's all-reduces in symmetric memory, by name. Collective over ``group``.
 
     Each call first calls ``write`` to fill the input, a tensor with shape and dtype of ``like``.
-    The result is empty on CPU ranks and for a single rank.
+    The result is empty on CPU ranks, and where torch has no kernel for the number of ranks.
     """
-    if not current_device().has_async_tp or dist.get_world_size(group) == 1:
+    if not current_device().has_async_tp or dist.get_world_size(group) not in (2, 4, 8):
         return {}
     import torch.distributed._symmetric_memory as symm_mem  # registers the operators
 

@@ -273,9 +273,10 @@ class Collective(UnfusedAlgorithm[Call]):
         return product
 
 
-def sums_symmetric_memory(dtype: torch.dtype, row_bytes: int) -> bool:
+def sums_symmetric_memory(dtype: torch.dtype, row_bytes: int, num_ranks: int) -> bool:
     """Return whether ``two_shot_all_reduce`` works on this device for rows of ``row_bytes``."""
     fits_sizes = dtype in (torch.bfloat16, torch.float32) and row_bytes % _VECTOR_BYTES == 0
+    fits_sizes = fits_sizes and num_ranks in (2, 4, 8)  # torch compiles its kernel for these
     return fits_sizes and current_device().has_async_tp and has_operator("two_shot_all_reduce_out")
 
 
@@ -298,7 +299,8 @@ def two_shot_all_reduce(
 class SymmetricCollective(UnfusedAlgorithm[Call]):
     """Call ``torch.matmul`` into symmetric memory, then torch's two-shot all-reduce.
 
-    Requires one GPU per rank, bf16 or fp32, and rows whose bytes are a multiple of 16.
+    Requires 2, 4 or 8 ranks, one GPU per rank, bf16 or fp32, and rows whose bytes are a multiple of
+    16.
     """
 
     name, is_fallback = "symmetric_collective", True
@@ -307,13 +309,14 @@ class SymmetricCollective(UnfusedAlgorithm[Call]):
         yield ()
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        return self._supports(sizes.scaling.output_dtype(sizes.A), sizes.B.shape[1])
+        dtype = sizes.scaling.output_dtype(sizes.A)
+        return self._supports(dtype, sizes.B.shape[1], sizes.num_ranks)
 
     def check(self, call: Call) -> None:
         super().check(call)
-        if not self._supports(call.ctx.output_dtype, call.ctx.N):
+        if not self._supports(call.ctx.output_dtype, call.ctx.N, call.ctx.num_ranks):
             expected = "another algorithm: torch's all-reduce in symmetric memory requires bf16 or "
-            expected += "fp32, rows of a multiple of 16 bytes, and one GPU per rank"
+            expected += "fp32, rows of a multiple of 16 bytes, and 2, 4 or 8 ranks on a GPU each"
             raise InvalidArgument("gemm_ar", "algorithm", self.name, expected)
 
     def multiply(self, call: Call, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
@@ -327,8 +330,8 @@ class SymmetricCollective(UnfusedAlgorithm[Call]):
         return two_shot_all_reduce(product, call.ctx.group)
 
     @staticmethod
-    def _supports(dtype: torch.dtype, columns: int) -> bool:
-        return sums_symmetric_memory(dtype, columns * dtype.itemsize)
+    def _supports(dtype: torch.dtype, columns: int, num_ranks: int) -> bool:
+        return sums_symmetric_memory(dtype, columns * dtype.itemsize, num_ranks)
 
 
 ALGORITHMS = Algorithms(
