@@ -40,8 +40,8 @@ from triton_dist._archive import PACKAGE_RECORDS
 from triton_dist._tuning.values import unpack
 from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.nvidia.gemm import matmul
+from triton_dist.runtime import device as devices
 from triton_dist.runtime import peaks
-from triton_dist.runtime.device import detect
 from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.testing.opinfo import OPINFOS
 
@@ -72,13 +72,13 @@ class AbsentGpu(CpuDevice):
 @contextlib.contextmanager
 def on_gpu(gpu: str) -> Iterator[None]:
     """Context manager in which config spaces and predictions are computed for ``gpu``."""
-    device, original = AbsentGpu(gpu), (detect._cpu, spaces.compiles_for_hopper)
-    detect._cpu, spaces.compiles_for_hopper = lambda: device, lambda: True
+    device, original = AbsentGpu(gpu), (devices._cpu, spaces.compiles_for_hopper)
+    devices._cpu, spaces.compiles_for_hopper = lambda: device, lambda: True
     try:
         _clear_caches()
         yield
     finally:
-        detect._cpu, spaces.compiles_for_hopper = original
+        devices._cpu, spaces.compiles_for_hopper = original
         _clear_caches()
 
 

@@ -27,8 +27,7 @@ from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.runtime.device.cuda import CudaDevice
 from triton_dist.runtime.device.location import RankLocation, share_a_gpu, sharing_error
 from triton_dist.runtime.ranks import SoloRank, group_for
-from triton_dist.runtime.symmetric import lease
-from triton_dist.runtime.symmetric.shared_gpu import SharedGpuSymmetricMemory
+from triton_dist.runtime.symmetric.shared_gpu import SharedGpuSymmetricMemory, end_retired
 
 
 def every_rank_sees_every_rank(members=None):
@@ -63,7 +62,7 @@ def come_and_go():
             memory.free()
             assert not driver.own  # the other has closed it, so it goes at once
     ranks.barrier("all is free")
-    lease.end_retired()
+    end_retired()
     assert not driver.opened
     return held, len(driver.own)
 
@@ -80,7 +79,7 @@ def forget():
     del memory
     gc.collect()
     dist.barrier()
-    lease.end_retired()
+    end_retired()
     assert not driver.own
     assert not driver.opened
     return driver.log
@@ -100,7 +99,7 @@ def lose_a_peer(folder):
         os.kill(os.getpid(), signal.SIGKILL)
     memory.free()
     for _ in range(100):
-        lease.end_retired()
+        end_retired()
         if not driver.own:
             (folder / "freed").touch()
             return
@@ -127,7 +126,7 @@ def fork_while_mapped():
     assert driver.opened
     memory.free()
     dist.barrier()
-    lease.end_retired()
+    end_retired()
     left = len(driver.own)
     os.write(go, b"x")
     os.waitpid(child, 0)
@@ -144,7 +143,7 @@ def on_one_rank(**limits):
     with pytest.raises((DeviceUnavailable, SymmetricMemoryFull)) as refused:
         symmetric.allocate("test", {"region": ((1000,), torch.uint8)})
     dist.barrier()
-    lease.end_retired()
+    end_retired()
     assert not driver.own
     assert not driver.opened
     driver.capacity, driver.refuses = 1 << 30, ()

@@ -1,14 +1,21 @@
 """Symmetric memory of ranks that share GPUs: each rank maps the memory of all ranks by CUDA IPC.
 
 torch's symmetric memory rejects two ranks on one GPU. CUDA IPC works on one GPU, and between GPUs
-with peer access. A lease shows a rank when no other process maps its memory any more.
+with peer access.
+
+A *lease* shows the owner of memory when no other process maps the memory any more. The owner
+creates a file without a name (memfd). Each process that maps the memory opens this file through
+``/proc/<pid>/fd/<n>`` and holds a shared lock on it. The operating system releases the lock when
+the process closes the file or ends in any way. The owner needs no message and never waits, even if
+a rank has died.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -18,11 +25,66 @@ import torch.distributed as dist
 from triton_dist.errors import DeviceUnavailable, SymmetricMemoryFull
 from triton_dist.runtime.device import cuda_driver, current_device
 from triton_dist.runtime.ranks import ProcessGroupRanks, SoloRank, group_for
-from triton_dist.runtime.symmetric import lease
 from triton_dist.runtime.symmetric.block import Layout, SymmetricMemory
-from triton_dist.runtime.symmetric.lease import LeaseHolder, LeaseOffer, LeaseOwner
 
 _MAX_SYNCHRONIZE_SECONDS = 10.0
+
+
+class LeaseOffer(NamedTuple):
+    """Process and file descriptor through which other processes open the file."""
+
+    pid: int
+    fd: int
+
+
+class LeaseOwner:
+    """The file for memory of this process. ``release`` is called when the lease ends."""
+
+    def __init__(self, release: Callable[[], object]) -> None:
+        self._release = release
+        self._fd = os.memfd_create("triton_dist-lease", os.MFD_CLOEXEC)
+        self.offer = LeaseOffer(os.getpid(), self._fd)
+
+    def end(self) -> bool:
+        """Release the memory unless a process still uses it, and return whether it was released."""
+        if os.getpid() != self.offer.pid:  # a forked child does not own the memory
+            return True
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        os.close(self._fd)
+        self._release()
+        return True
+
+
+class LeaseHolder:
+    """Shared lock on the file for another process's memory, held until ``close``."""
+
+    def __init__(self, offer: LeaseOffer) -> None:
+        self._fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDWR | os.O_CLOEXEC)
+        fcntl.flock(self._fd, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        fcntl.flock(self._fd, fcntl.LOCK_UN)  # a forked child may keep the file open
+        os.close(self._fd)
+
+
+_retired: list[LeaseOwner] = []
+
+
+def retire(lease: LeaseOwner) -> None:
+    """End ``lease``, now or in a later ``end_retired``, once no process uses its memory."""
+    _retired.append(lease)
+    end_retired()
+
+
+def end_retired() -> None:
+    """End all retired leases that are no longer in use."""
+    _retired[:] = [lease for lease in _retired if not lease.end()]
+
+
+os.register_at_fork(after_in_child=_retired.clear)
 
 
 class _Offer(NamedTuple):
@@ -46,7 +108,7 @@ class SharedGpuSymmetricMemory(SymmetricMemory):
         self._ranks, self._device = group_for(group), device
         layout.check_and_gather(self._ranks, None)
         cuda_driver.use_gpu(device.index)
-        lease.end_retired()  # all ranks are here, so they have closed all memory freed before
+        end_retired()  # all ranks are here, so they have closed all memory freed before
         with ExitStack() as cleanup:
             self._own = 0
             offers = self._ranks.all_gather(
@@ -84,7 +146,7 @@ class SharedGpuSymmetricMemory(SymmetricMemory):
         except OSError as failure:
             cuda_driver.free(own)
             return _Offer(refusal=str(failure))
-        cleanup.callback(lease.retire, leased)
+        cleanup.callback(retire, leased)
         try:
             handle = cuda_driver.export(own)
         except RuntimeError as failure:
