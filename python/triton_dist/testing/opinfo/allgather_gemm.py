@@ -127,7 +127,6 @@ class AllGatherGEMMOpInfo(GEMMOpInfo):
             "num_streams (a text)": {"num_streams": "2"},
             "gathered": {"gathered": 1},
             "method": {"method": "full_mesh_push"},
-            "algorithm": {"algorithm": "ring"},
             "gathered.shape": {"gathered": A.new_ones(rows, K + 1)},
             "num_comm_sms": {"algorithm": "serial", "num_comm_sms": 0},
             "num_comm_sms (many)": {"algorithm": "serial", "num_comm_sms": MAX_CTAS + 1},

@@ -367,6 +367,17 @@ def other_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if dtype is torch.bfloat16 else torch.bfloat16
 
 
+def operand_errors(name: str, x: torch.Tensor) -> dict[str, dict[str, Any]]:
+    """Return invalid values of an operand and of ``algorithm``, for ``error_inputs``."""
+    return {
+        name: {name: None},
+        f"{name}.dtype": {name: x.to(other_dtype(x.dtype))},
+        f"{name}.device": {name: x.to("meta")},
+        f"{name}.requires_grad": {name: x.clone().requires_grad_()},
+        "algorithm": {"algorithm": "ring"},
+    }
+
+
 def meta(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
     """Return a meta tensor."""
     return torch.empty(sizes, dtype=dtype, device="meta")

@@ -32,6 +32,7 @@ from triton_dist.testing.opinfo.base import (
     Operands,
     OpInfo,
     meta,
+    operand_errors,
     other_dtype,
     own_rows,
     symmetric_all_reduces,
@@ -133,13 +134,11 @@ class CollectiveOpInfo(OpInfo[Size]):
         columns = x.new_ones(x.numel(), 2)
         algorithm = "two_shot" if self.name == "all_reduce" else "push"
         return {
-            "x": {"x": None},
+            **operand_errors("x", x),
             "x (of another library)": {"x": x.cpu().numpy()},
             "x.dtype": {"x": x.int()},
-            "x.device": {"x": x.to("meta")},
             "x.stride()": {"x": columns[:, 0]},
             "x.shape": {"x": x[:0]},
-            "x.requires_grad": {"x": x.clone().requires_grad_()},
             "output.dtype": {"output": x.to(other_dtype(x.dtype))},
             "output.device": {"output": x.to("meta")},
             "output.shape": {"output": x[:3]},
@@ -147,7 +146,6 @@ class CollectiveOpInfo(OpInfo[Size]):
             "output": {"output": "output"},
             "straggler_option": {"straggler_option": {}},
             "method": {"method": "one_shot"},
-            "algorithm": {"algorithm": "ring"},
             **{
                 f"{name} ({value!r})": {name: value, "algorithm": algorithm}
                 for name, value in (

@@ -18,7 +18,6 @@ from triton_dist.testing.opinfo.base import (
     Operands,
     OpInfo,
     S,
-    other_dtype,
     uniform,
 )
 
@@ -59,17 +58,6 @@ class ExchangeOpInfo(OpInfo[S]):
         args, _ = self.arguments(operands, ctx)
         call = lambda: self.output(self.op.fn(*args, algorithm=self.baseline_algorithm))  # noqa: E731
         return {self.serial: self.checked_baseline(call, operands, ctx.group)}
-
-
-def operand_errors(name: str, x: torch.Tensor) -> dict[str, dict[str, Any]]:
-    """Return invalid values of an operand, for ``error_inputs``."""
-    return {
-        name: {name: None},
-        f"{name}.dtype": {name: x.to(other_dtype(x.dtype))},
-        f"{name}.device": {name: x.to("meta")},
-        f"{name}.requires_grad": {name: x.clone().requires_grad_()},
-        "algorithm": {"algorithm": "ring"},
-    }
 
 
 def gathered(shard: torch.Tensor, group: Group) -> torch.Tensor:

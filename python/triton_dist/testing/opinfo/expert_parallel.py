@@ -26,15 +26,11 @@ from triton_dist.testing.opinfo.base import (
     Group,
     Operands,
     meta,
+    operand_errors,
     tolerance,
     uniform,
 )
-from triton_dist.testing.opinfo.exchange import (
-    META_DEVICE,
-    ExchangeOpInfo,
-    gathered,
-    operand_errors,
-)
+from triton_dist.testing.opinfo.exchange import META_DEVICE, ExchangeOpInfo, gathered
 from triton_dist.testing.opinfo.moe import uniform_ids
 
 LOCAL_EXPERTS = 4

@@ -22,6 +22,7 @@ from triton_dist.testing.opinfo.base import (
     fill,
     meta,
     meta_with_layout,
+    operand_errors,
     other_dtype,
 )
 from triton_dist.testing.opinfo.moe import (
@@ -127,7 +128,7 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
         A, B, ids = good["A"], good["B"], good["topk_ids"]
         (M, K), N = A.shape, B.shape[2]
         return {
-            "A": {"A": None},
+            **operand_errors("A", A),
             "B": {"B": "B"},
             "topk_ids": {"topk_ids": ids.tolist()},
             "gemm_config (no tiles)": {"gemm_config": triton.Config({})},
@@ -135,7 +136,6 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
             "B.dtype": {"B": B.to(other_dtype(A.dtype))},
             "B.device": {"B": B.to("meta")},
             "topk_ids.device": {"topk_ids": ids.to("meta")},
-            "A.requires_grad": {"A": A.clone().requires_grad_()},
             "A.shape": {"A": A.new_ones(M, K + 1)},
             "A.shape (rows)": {"A": A.new_ones(M + 1, K)},
             "A.shape (vector)": {"A": A[0]},
@@ -150,7 +150,6 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
             "topk_ids.stride()": {"topk_ids": ids.new_zeros(2, M).T},
             "order": {"order": "expert"},
             "activation": {"activation": "gelu"},
-            "algorithm": {"algorithm": "loop"},
             "routing_skew": {"routing_skew": "uniform"},
             "algorithm (odd sizes)": {"algorithm": "library", "B": B.new_ones(2, K, N + 1)},
             "gemm_config": {"gemm_config": None},

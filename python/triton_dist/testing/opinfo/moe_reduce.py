@@ -35,6 +35,7 @@ from triton_dist.testing.opinfo.base import (
     fill,
     meta,
     meta_with_layout,
+    operand_errors,
     other_dtype,
     own_rows,
     tolerance,
@@ -211,13 +212,12 @@ class MoEReduceOpInfo(RoutedOpInfo):
             "expert_weight": expert_weight.new_zeros(more, topk),
         }
         return {
-            "x": {"x": None},
+            **operand_errors("x", x),
             "weights": {"weights": weights.cpu().numpy()},
             "expert_weight": {"expert_weight": 1.0},
             "num_chunks": {"num_chunks": 0},
             "num_chunks (a text)": {"num_chunks": "2"},
             "gemm_config (no tiles)": {"gemm_config": triton.Config({})},
-            "x.dtype": {"x": x.to(other_dtype(x.dtype))},
             "x.dtype (integers)": {"x": x.int()},
             "x.device": {
                 "x": x.to("meta"), "chosen_experts": ids.to("meta"),
@@ -227,7 +227,6 @@ class MoEReduceOpInfo(RoutedOpInfo):
             "x.shape (K)": {"x": x.new_ones(len(x), K + 1)},
             "x.shape (vector)": {"x": x[0]},
             "x.stride()": {"x": x.new_ones(K, len(x)).T},
-            "x.requires_grad": {"x": x.clone().requires_grad_()},
             "weights.dtype": {"weights": weights.to(other_dtype(x.dtype))},
             "weights.device": {"weights": weights.to("meta")},
             "weights.shape (E)": {"weights": weights.new_ones(E + 1, K, N)},
@@ -246,7 +245,6 @@ class MoEReduceOpInfo(RoutedOpInfo):
             "n_chunks": {"n_chunks": 9},
             "n_chunks (none)": {"n_chunks": 0},
             "config": {"config": "128x128"},
-            "algorithm": {"algorithm": "ring"},
             "routing_skew": {"routing_skew": "uniform"},
             "gemm_config": {"gemm_config": None},
             "reduction": {"algorithm": "serial", "reduction": "ring"},

@@ -30,16 +30,12 @@ from triton_dist.testing.opinfo.base import (
     fill,
     meta,
     meta_with_layout,
+    operand_errors,
     other_dtype,
     tolerance,
     uniform,
 )
-from triton_dist.testing.opinfo.exchange import (
-    META_DEVICE,
-    ExchangeOpInfo,
-    gathered,
-    operand_errors,
-)
+from triton_dist.testing.opinfo.exchange import META_DEVICE, ExchangeOpInfo, gathered
 
 
 @dataclass(frozen=True)
