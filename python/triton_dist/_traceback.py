@@ -63,7 +63,9 @@ class _FoldedStack(traceback.StackSummary):
         lines: list[str] = []
         folded: list[bool] = []
         for index, frame in enumerate(self):
-            is_inside = _is_ours(frame) or (any(folded[-1:]) and _is_of_python(frame))
+            is_of_python = frame.filename.startswith(_LIBRARY) and "-packages" not in frame.filename
+            # A frame of the standard library is folded after a folded frame.
+            is_inside = _is_ours(frame) or (any(folded[-1:]) and is_of_python)
             folded.append(is_inside and index < self.foldable)
         for is_folded, run in itertools.groupby(range(len(self)), folded.__getitem__):
             frames = [self[index] for index in run]
@@ -88,11 +90,6 @@ def _fold(formatted: traceback.TracebackException, error: BaseException) -> None
     ):
         if formatted_cause is not None and cause is not None:
             _fold(formatted_cause, cause)
-
-
-def _is_of_python(frame: traceback.FrameSummary) -> bool:
-    """Return whether a frame is in the standard library. It is folded after a folded frame."""
-    return frame.filename.startswith(_LIBRARY) and "-packages" not in frame.filename
 
 
 def _is_ours(frame: traceback.FrameSummary) -> bool:

@@ -82,11 +82,17 @@ def _run(arguments: argparse.Namespace) -> int:
     if not arguments.dry_run:
         for path in removed:
             path.unlink(missing_ok=True)
+    removed = dict(sorted(removed.items()))
     if arguments.json:
-        _print_json(arguments, dict(sorted(removed.items())), kept)
+        tree = {
+            "dry_run": arguments.dry_run,
+            "removed": [{"file": str(path), "kind": kind} for path, kind in removed.items()],
+            "left_alone": [{"file": file, "why": why} for file, why in kept.items()],
+        }
+        text.print_json(tree)
     else:
         settings = {Path(where): record.fingerprint.settings for record, where in records}
-        _print(arguments, dict(sorted(removed.items())), kept, settings)
+        _print(arguments, removed, kept, settings)
     return 0 if removed or arguments.all else 1
 
 
@@ -131,14 +137,3 @@ def _print(
     ]
     done = "would remove" if arguments.dry_run else "removed"
     print(f"{done} {', '.join(parts)} of {arguments.function or 'all functions'}")
-
-
-def _print_json(
-    arguments: argparse.Namespace, removed: dict[Path, Any], kept: dict[str, str]
-) -> None:
-    tree = {
-        "dry_run": arguments.dry_run,
-        "removed": [{"file": str(path), "kind": kind} for path, kind in removed.items()],
-        "left_alone": [{"file": file, "why": why} for file, why in kept.items()],
-    }
-    text.print_json(tree)

@@ -151,17 +151,13 @@ def merge_reports(reports: Mapping[str, Report]) -> list[str]:
 def _findings(text: str) -> Iterator[str]:
     """Yield the text of each finding: the error, and the kernel and line of the access."""
     for paragraph in re.split(r"^========= *$", text, flags=re.M):
-        lines = [message for message in map(_tool_text, paragraph.splitlines()) if message]
+        # A line of the program, not of the tool, has a text before the marker.
+        parts = (line.partition("========= ") for line in paragraph.splitlines())
+        lines = [message.rstrip() for before, _, message in parts if not before and message.strip()]
         first = next((line for line in lines if not line.startswith(_NOT_FINDINGS)), None)
         if first is not None:
             places = (line.strip() for line in lines if line.strip().startswith("at "))
             yield f"{first} {next(places, '')}".rstrip()
-
-
-def _tool_text(line: str) -> str:
-    """Return the tool's text in a line of the log, or "" if the program printed the line."""
-    prefix, _, message = line.partition("========= ")
-    return "" if prefix else message.rstrip()
 
 
 def _kind(line: str) -> str:

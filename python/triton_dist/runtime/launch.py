@@ -179,6 +179,13 @@ def normalise_strides(matrix: torch.Tensor) -> torch.Tensor:
     return matrix
 
 
+def int32_vectors(device: torch.device, *sizes: int) -> tuple[torch.Tensor, ...]:
+    """Return int32 vectors of ``sizes`` in one allocation, each at a multiple of 16 bytes."""
+    padded = [-(-size // 4) * 4 for size in sizes]
+    vectors = torch.empty(sum(padded), dtype=torch.int32, device=device).split(padded)
+    return tuple(vector[:size] for vector, size in zip(vectors, sizes, strict=True))
+
+
 def dot_precision(dtype: torch.dtype) -> str:
     """Return the ``input_precision`` for ``tl.dot``: ``"ieee"`` for fp32 unless torch allows TF32,
     else ``"tf32"``, which has no effect on other dtypes."""

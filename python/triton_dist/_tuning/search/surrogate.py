@@ -17,7 +17,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -84,7 +84,9 @@ class Model:
         self._logs = _targets(np.array(times)[kept])
         self._num_fits += 1
         self._weights = self._learned_weights
-        for _ in range(self._gradient_steps(len(kept))):
+        is_small = len(kept) < _SMALL_MODEL
+        steps = _GRADIENT_STEPS if is_small else int(self._num_fits % _LEARN_EVERY == 0)
+        for _ in range(steps):
             self._fit()
             # Ascend the likelihood with one stride per parameter (Rprop): the stride grows while
             # the sign of the gradient stays, and shrinks when it changes.
@@ -140,11 +142,6 @@ class Model:
         self._inverse = np.linalg.inv(self._matrix + _NOISE * np.eye(len(self._logs)))
         self._coefficients = self._inverse @ self._logs
 
-    def _gradient_steps(self, number: int) -> int:
-        if number < _SMALL_MODEL:
-            return _GRADIENT_STEPS
-        return int(self._num_fits % _LEARN_EVERY == 0)
-
 
 def _targets(times: Numbers) -> Numbers:
     """Return the logarithms of ``times``, normalised. A failure counts as the clipping limit."""
@@ -172,15 +169,6 @@ parameter. The next good value may be far, for example the next multiple of a po
 NUM_PAIRS, NUM_RANDOM = 150, 150
 """The other choices also include 150 configs that differ from one of the four fastest in two
 parameters, and 150 random configs."""
-
-
-def _one_blas_thread() -> AbstractContextManager[object]:
-    """Context manager in which numpy uses one thread, if threadpoolctl is installed.
-
-    Several threads do not help for matrices of this size, and wait for each other on busy cores.
-    """
-    controller = _thread_pools()
-    return nullcontext() if controller is None else controller.limit(limits=1, user_api="blas")
 
 
 @functools.cache
@@ -236,7 +224,10 @@ class Surrogate(GridProposer):
         pool = list(dict.fromkeys(pool))
         if not pool or not fastest:
             return iter(pool)
-        with _one_blas_thread():
+        # Several threads of numpy do not help for matrices of this size, and wait for each other on
+        # busy cores.
+        controller = _thread_pools()
+        with controller.limit(limits=1, user_api="blas") if controller else nullcontext():
             self._model.learn(list(self._times), list(self._times.values()))
             pending = [point for point, _ in [*self._queue, *self._next_batch]]
             if pending:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
@@ -105,21 +105,13 @@ class Algorithms(dict[str, Algorithm[C, S]]):
             raise InvalidArgument(self.function, "method", method, expected)
         return str(method.value)
 
-    def has_candidates(self, name: str, sizes: S) -> bool:
-        """Return whether any config of algorithm ``name`` fits a key's sizes."""
-        return any(self[name].fits(config, sizes) for config in self._configs(self[name]))
-
     def config_space(self) -> list[dict[str, Any]]:
         """Return the configs of all algorithms; the first is the default."""
-        return [config for algorithm in self.values() for config in self._configs(algorithm)]
-
-    @staticmethod
-    def _configs(algorithm: Algorithm[C, S]) -> Iterator[dict[str, Any]]:
-        for values in algorithm.candidates():
-            yield {
-                "algorithm": algorithm.name,
-                **dict(zip(algorithm.tunables, values, strict=True)),
-            }
+        return [
+            {"algorithm": each.name, **dict(zip(each.tunables, values, strict=True))}
+            for each in self.values()
+            for values in each.candidates()
+        ]
 
 
 def check_straggler(function: str, option: object) -> None:
@@ -226,7 +218,11 @@ def op(
                 check_straggler(algorithms.function, arguments["straggler_option"])
             op_sizes = sizes_of(*args, **kwargs)
             requested = getattr(op_sizes, "requested", None)
-            if requested is not None and not algorithms.has_candidates(requested, op_sizes):
+            if requested is not None and not any(
+                algorithms[requested].fits(config, op_sizes)
+                for config in algorithms.config_space()
+                if config["algorithm"] == requested
+            ):
                 keyword = next(
                     name for name in _ALGORITHM_KEYWORDS if arguments.get(name) is not None
                 )

@@ -41,7 +41,7 @@ from triton_dist._jit import jit
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.gemm.tile import shard_in_arrival_order, tile_in_group
 from triton_dist.kernels.common.peers import timeout_word_of
-from triton_dist.runtime.launch import Launch
+from triton_dist.runtime.launch import Launch, int32_vectors
 
 RECORD_WORDS = tl.constexpr(8)
 """int32 words of a tile's record.
@@ -382,9 +382,9 @@ def block_map(
     chunks_at_a_time = _COUNTS_AT_A_TIME // e_pad
     chunks, chunk_segments = _chunks_and_segments(routes, max(1, chunks_at_a_time // num_sources))
     all_chunks, total = num_sources * chunks, routes * num_sources
-    counts, before, routes_of, rows_of, row_ends, num_tiles, tiles = _memory(
-        topk_ids, all_chunks * e_pad, all_chunks * chunk_segments * (E + 1), total, total, E + 1, 1,
-        max_tiles(total, E + 1, block_m) * RECORD_WORDS.value,
+    counts, before, routes_of, rows_of, row_ends, num_tiles, tiles = int32_vectors(
+        topk_ids.device, all_chunks * e_pad, all_chunks * chunk_segments * (E + 1), total, total,
+        E + 1, 1, max_tiles(total, E + 1, block_m) * RECORD_WORDS.value,
     )  # fmt: skip
     options = {
         "E_PAD": e_pad,
@@ -395,7 +395,7 @@ def block_map(
     chunking = chunks, chunk_segments, routes, rank
     count = Launch(
         kernel_count_routes,
-        (all_chunks, ceil_div(E + 1, _EXPERTS)),
+        (all_chunks, -(-(E + 1) // _EXPERTS)),
         (topk_ids, counts, before, *chunking, E),
         {**options, "SEGMENTS": _SEGMENTS, "EXPERTS": _EXPERTS},
     )
@@ -437,20 +437,9 @@ def check_ids(function: str, topk_ids: torch.Tensor, E: int, argument: str = "to
         raise InvalidArgument(function, f"{argument}.stride()", topk_ids.stride(), expected)
 
 
-def ceil_div(number: int, by: int) -> int:
-    """Return ``number / by``, rounded up. ``triton.cdiv`` would take 3 us of host time."""
-    return -(-number // by)
-
-
 def _chunks_and_segments(routes: int, max_chunks: int) -> tuple[int, int]:
     """Return (number of chunks, segments per chunk) for the ``routes`` of a source."""
-    segments = ceil_div(routes, _SEGMENT_ROUTES)
-    chunk_segments = min(segments, ceil_div(ceil_div(segments, max_chunks), _SEGMENTS) * _SEGMENTS)
-    return ceil_div(segments, chunk_segments), chunk_segments
-
-
-def _memory(like: torch.Tensor, *sizes: int) -> tuple[torch.Tensor, ...]:
-    """Return int32 vectors of ``sizes`` in one allocation, each at a multiple of 16 bytes."""
-    padded = [-(-size // 4) * 4 for size in sizes]
-    vectors = torch.empty(sum(padded), dtype=torch.int32, device=like.device).split(padded)
-    return tuple(vector[:size] for vector, size in zip(vectors, sizes, strict=True))
+    segments = -(-routes // _SEGMENT_ROUTES)
+    steps = -(-segments // (max_chunks * _SEGMENTS))
+    chunk_segments = min(segments, steps * _SEGMENTS)
+    return -(-segments // chunk_segments), chunk_segments

@@ -50,7 +50,7 @@ from triton_dist.kernels.nvidia.expert_parallel.kernel import (
 from triton_dist.kernels.nvidia.expert_parallel.packets import kernel_dispatch_packets
 from triton_dist.runtime import waits
 from triton_dist.runtime.device import current_device
-from triton_dist.runtime.launch import Launch
+from triton_dist.runtime.launch import Launch, int32_vectors
 
 _MAX_META, _MAX_LAYOUTS = 32, 32
 _MIN_PROGRAMS = 4
@@ -90,17 +90,6 @@ class Key(NamedTuple):
     alignment: int
     num_sms: int | None
     routing_skew: str | None
-
-
-def ceil_div(number: int, by: int) -> int:
-    return -(-number // by)
-
-
-def int32s(device: torch.device, *sizes: int) -> tuple[torch.Tensor, ...]:
-    """Return int32 vectors in one allocation. Each begins at a multiple of 16 bytes."""
-    padded = [ceil_div(size, 4) * 4 for size in sizes]
-    vectors = torch.empty(sum(padded), dtype=torch.int32, device=device).split(padded)
-    return tuple(vector[:size] for vector, size in zip(vectors, sizes, strict=True))
 
 
 def most_programs(num_sms: int | None, per_sm: int = 2) -> int:
@@ -195,7 +184,7 @@ class DispatchCall(OpCall):
         checked_buffer(ctx, EPContext, self.function, "create_ep_context")
         limit = ctx.max_tokens if self.max_tokens is None else self.max_tokens
         fp8 = self.x_scale is not None
-        groups = ceil_div(ctx.hidden, SCALE_ELEMENTS)
+        groups = -(-ctx.hidden // SCALE_ELEMENTS)
 
         def checks() -> Iterator[Check]:
             at_most = f"an int from 1 to {ctx.max_tokens}, equal on all ranks"
@@ -232,7 +221,7 @@ class DispatchCall(OpCall):
 
     def programs(self, plan: EPPlan, copies: int | None = None) -> tuple[int, int, int]:
         """Return the numbers of meta, copy and layout programs."""
-        total, blocks = most_programs(self.num_sms), ceil_div(self.limit, plan.META_TOKENS)
+        total, blocks = most_programs(self.num_sms), -(-self.limit // plan.META_TOKENS)
         meta = max(1, min(_MAX_META, blocks, total // 8))
         layouts = min(_MAX_LAYOUTS, self.ctx.num_ranks * blocks)
         if copies is None:
@@ -269,7 +258,7 @@ class DispatchCall(OpCall):
         ctx = self.ctx
         topk, experts, num_ranks = self.topk_ids.shape[1], ctx.local_experts, ctx.num_ranks
         routes, device = num_ranks * self.limit * topk, ctx.device.torch_device
-        row_of_position, position_of_route, local_ids, ends, counts, destinations = int32s(
+        row_of_position, position_of_route, local_ids, ends, counts, destinations = int32_vectors(
             device, routes + experts * (self.alignment - 1), routes, routes, experts,
             experts * num_ranks, self.limit,
         )  # fmt: skip
@@ -277,7 +266,7 @@ class DispatchCall(OpCall):
         if self.topk_weights is not None:
             weights = torch.empty(len(row_of_position), dtype=torch.float32, device=device)
         rows, scales = num_ranks * self.capacity, None
-        groups = ceil_div(ctx.hidden, SCALE_ELEMENTS)
+        groups = -(-ctx.hidden // SCALE_ELEMENTS)
         if self.key.scales != "none":
             scales = ctx.buffer.memory["scales"].local[: rows * groups].view(rows, groups)
         layout = EPLayout(
@@ -317,7 +306,7 @@ class DispatchCall(OpCall):
     def locate(self, dropped: torch.Tensor) -> torch.Tensor:
         """Return ``kernel_locate``'s locations for a limited capacity; count in ``dropped``."""
         ctx = self.ctx
-        (locations,) = int32s(ctx.device.torch_device, ctx.num_ranks * self.limit)
+        (locations,) = int32_vectors(ctx.device.torch_device, ctx.num_ranks * self.limit)
         arguments = (
             self.topk_ids, self.expert_map, locations, dropped, self.tokens, self.limit,
             self.capacity, self.logical_experts, ctx.rank,
@@ -409,19 +398,19 @@ class Packets(Push):
     def launch(self, call: DispatchCall, layout: EPLayout, locations: Any) -> Launch:
         ctx, topk = call.ctx, call.topk_ids.shape[1]
         meta_tokens = block_tokens(topk, True)
-        metas = ceil_div(call.limit, meta_tokens)
+        metas = -(-call.limit // meta_tokens)
         plan = call.plan()._replace(
             BLOCK=max(4 * SCALE_ELEMENTS, call.params.block_bytes // call.x.element_size()),
             BLOCKS=triton.next_power_of_2(ctx.num_ranks * metas), META_TOKENS=meta_tokens,
         )  # fmt: skip
         per_sm = packet_programs_of_sm(ctx.num_ranks)
         total = most_programs(call.num_sms, per_sm)
-        metas = min(metas, ceil_div(total, 8))
-        layouts = min(ctx.num_ranks * metas, ceil_div(total, 4))
+        metas = min(metas, -(-total // 8))
+        layouts = min(ctx.num_ranks * metas, -(-total // 4))
         copies = min(call.params.num_ctas, total - metas - layouts)
         # Each copy program handles the same block of columns in all its rows. It then waits only
         # for programs with smaller numbers.
-        blocks = ceil_div(ctx.hidden, plan.BLOCK)
+        blocks = -(-ctx.hidden // plan.BLOCK)
         copies -= copies % blocks if copies > blocks else 0
         programs = metas + copies + layouts
         digest = call.digest(plan, metas, copies)
@@ -459,7 +448,7 @@ class Collective(Push):
         call.launch_kernel(received.layout, True, True, copies=0)
         x, scale = call.x.detach(), call.x_scale
         if call.quantise:
-            groups = ceil_div(x.shape[1], SCALE_ELEMENTS)
+            groups = -(-x.shape[1] // SCALE_ELEMENTS)
             scale = x.new_empty((groups, len(x)), dtype=torch.float32).T
             x = torch.empty_like(x, dtype=call.wire_dtype)
             if len(x):

@@ -37,7 +37,6 @@ from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
     DEFAULT_PARAMS,
     MAX_COMBINE_PROGRAMS,
     Key,
-    ceil_div,
     launch_options,
     most_programs,
     num_sms_check,
@@ -384,7 +383,7 @@ class CombinePush(Algorithm[CombineCall, Key]):
             sizes.num_sms, packet_programs_of_sm(sizes.num_ranks, nbytes, sizes.topk)
         )
         smallest = min(ctas for ctas, *_ in self.candidates())
-        blocks = sizes.M * ceil_div(sizes.hidden * sizes.dtype.itemsize, nbytes)
+        blocks = sizes.M * -(-sizes.hidden * sizes.dtype.itemsize // nbytes)
         enough = blocks > config["num_ctas"] * (config["num_chunks"] - 1)
         return bool(enough and config["num_ctas"] <= max(limit, smallest))
 
