@@ -15,7 +15,7 @@ from triton_dist.kernels.common.exchange.buffer import (
     LARGE_PARAMS,
     SMALL_PARAMS,
     LaunchParams,
-    plan_of,
+    make_plan,
     shard_elements,
 )
 from triton_dist.kernels.common.exchange.protocol import Lengths, Peers, Slots
@@ -51,7 +51,7 @@ def prepared(name, shape, elements=1 << 22, num_ranks=4, dtype=torch.bfloat16, r
     total = elements * (1 if name == "one shot" else num_ranks)
     lengths = Lengths(elements, shard_elements(elements), total)
     chunks = 1 if name == "one shot" else shape.num_chunks
-    options = {"plan": plan_of(num_ranks, shape, x, chunks), "num_warps": shape.num_warps}
+    options = {"plan": make_plan(num_ranks, shape, x, chunks), "num_warps": shape.num_warps}
     if name in PUSHED:
         arguments = (x, out, pushed.Pushed(slots, words(), words()), lengths, 100, rank)
         return Launch(PUSHED[name], (64,), arguments, options)

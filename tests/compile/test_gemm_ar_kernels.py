@@ -34,7 +34,7 @@ from triton_dist.kernels.common.gemm.spaces import (
 )
 from triton_dist.kernels.common.scatter.kernel import scattered_gemm
 from triton_dist.kernels.common.scatter.one_launch import exchanged_gemm
-from triton_dist.kernels.common.scatter.partials import Scattering, Slot
+from triton_dist.kernels.common.scatter.partials import Slot, TileMemory
 from triton_dist.kernels.common.scatter.to_all import TwoShotLaunches, copy_sums
 from triton_dist.runtime.triton_compat import triton_version
 
@@ -56,10 +56,10 @@ KINDS = {
 }
 
 
-def scattering(rank=1, num_ranks=4, dtype=torch.bfloat16):
+def tile_memory(rank=1, num_ranks=4, dtype=torch.bfloat16):
     flags, table, left = words(), words(num_ranks), matrix(4096, dtype=torch.int32)
     slot = Slot(matrix(1, dtype=dtype), 1 << 21, table, table, flags, flags, left)
-    return Scattering("all", rank, num_ranks, slot, table, table)
+    return TileMemory("all", rank, num_ranks, slot, table, table)
 
 
 def ranks_of(kind, persistent):
@@ -87,7 +87,7 @@ def prepared(
             rank=rank, num_ranks=num_ranks, to_owners=kind != "one shot",
             broadcasts_sums=kind == "two shot, one launch", **common,
         )  # fmt: skip
-    to = scattering(rank, num_ranks, dtype)
+    to = tile_memory(rank, num_ranks, dtype)
     options = common | {"kernel": TwoShotLaunches.kernel, "num_chunks": num_chunks}
     return scattered_gemm(A, B, C, vector, config, to, **options)
 
@@ -172,7 +172,7 @@ def assert_whole_vectors(kernel, kind, num_ranks):
 
 @pytest.mark.parametrize("copy", [True, False])
 def test_sums_are_copied_in_whole_vectors_once_they_are_there(sm90, copy):
-    C, to = matrix(4000, 8192), scattering()
+    C, to = matrix(4000, 8192), tile_memory()
     kernel = compile_launch(
         copy_sums(C, C, words(), PERSISTENT_TILES[0], to, num_chunks=2, copy=copy)
     )

@@ -31,7 +31,7 @@ from triton_dist.kernels.common.gemm.spaces import (
     tiles,
 )
 from triton_dist.kernels.common.scatter.kernel import scattered_gemm
-from triton_dist.kernels.common.scatter.partials import Scattering, Slot
+from triton_dist.kernels.common.scatter.partials import Slot, TileMemory
 from triton_dist.kernels.common.scatter.tiles import add_deferred
 from triton_dist.kernels.common.scatter.to_owners import ReduceScatterLaunches, add_row_block
 from triton_dist.testing.compile_only import compile_only
@@ -46,17 +46,17 @@ def prepared(
     B = right(4096, columns, layout, dtype)
     return scattered_gemm(
         A, B, C, matrix(columns, dtype=dtype) if bias else None, config,
-        scattering(scatter, rank, num_ranks, dtype), kernel=ReduceScatterLaunches.kernel,
+        tile_memory(scatter, rank, num_ranks, dtype), kernel=ReduceScatterLaunches.kernel,
         num_sms=132, persistent=persistent, num_chunks=num_chunks,
     )  # fmt: skip
 
 
-def scattering(scatter, rank, num_ranks, dtype=torch.bfloat16):
+def tile_memory(scatter, rank, num_ranks, dtype=torch.bfloat16):
     flags, table, left = words(), words(num_ranks), matrix(4096, dtype=torch.int32)
     partials = matrix(1, dtype=torch.float32 if scatter == "add" else dtype)
     slot = Slot(partials, 1 << 23, table, table, flags, flags, left)
     sums = (table, table) if scatter == "all" else ()
-    return Scattering(scatter, rank, num_ranks, slot, *sums)
+    return TileMemory(scatter, rank, num_ranks, slot, *sums)
 
 
 TILES = {True: PERSISTENT_TILES, False: POINTER_TILES}
@@ -161,7 +161,7 @@ def deferred(scatter, config, num_ranks):
     """The launch for row blocks of 1000 rows, 8192 columns; no memory."""
     M = 1000 * num_ranks
     C = matrix(M if scatter == "all" else 1000, 8192)
-    to = scattering(scatter, 1, num_ranks)
+    to = tile_memory(scatter, 1, num_ranks)
     return add_deferred(C, matrix(8192), config, to, M=M, num_sms=132, num_chunks=2)
 
 
@@ -190,7 +190,7 @@ def test_deferred_tiles_are_awaited_then_added_in_whole_vectors(sm90, scatter, n
 
 @pytest.mark.parametrize("num_ranks", [2, 8])
 def test_a_row_block_is_awaited_then_added_in_whole_vectors(sm90, num_ranks):
-    C, to = matrix(1000, 8192), scattering("row_block", 1, num_ranks)
+    C, to = matrix(1000, 8192), tile_memory("row_block", 1, num_ranks)
     (config,) = tiles((64, 256, 64, 8, 1, 1))
     kernel = compile_launch(add_row_block(C, matrix(8192), config, to, 1000 * num_ranks, 2))
     assert_fits(kernel, has=[ACQUIRE])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.compile.scattered import assert_fits, compile_launch, matrix, quick, words
-from triton_dist.kernels.common.exchange.buffer import LaunchParams, lengths_of, plan_of
+from triton_dist.kernels.common.exchange.buffer import LaunchParams, exchange_lengths, make_plan
 from triton_dist.kernels.common.exchange.protocol import Packets
 from triton_dist.kernels.common.exchange.sums import one_shot_exchange, two_shot_exchange
 from triton_dist.kernels.common.gemm.spaces import (
@@ -42,12 +42,12 @@ def packets_of(num_ranks):
 def exchanged(shape, elements=1 << 14, num_ranks=4, dtype=torch.bfloat16, rank=1, two_shot=False):
     """The launch of an all-reduce."""
     x, out = matrix(1, dtype=dtype), matrix(1, dtype=dtype)
-    plan = plan_of(num_ranks, shape, x)
+    plan = make_plan(num_ranks, shape, x)
     options = {"plan": plan, "num_warps": shape.num_warps_in_packets}
     exchange = one_shot_exchange(elements, shape, 100, True)
     if two_shot:
         exchange = two_shot_exchange(elements, num_ranks, shape, 100, True)
-    arguments = (x, out, packets_of(num_ranks), lengths_of(exchange), 100, rank)
+    arguments = (x, out, packets_of(num_ranks), exchange_lengths(exchange), 100, rank)
     return Launch(exchange.kernel, (shape.num_ctas,), arguments, options)
 
 

@@ -19,7 +19,7 @@ from tests.compile.scattered import (
 )
 from triton_dist.kernels.common.exchange.protocol import Peers, Slots
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
-from triton_dist.kernels.common.gemm.scales import Recipe, Scaling, blocks
+from triton_dist.kernels.common.gemm.scales import Recipe, Scaling, scale_blocks
 from triton_dist.kernels.common.gemm.spaces import (
     PERSISTENT_TILES,
     POINTER_TILES,
@@ -29,7 +29,7 @@ from triton_dist.kernels.common.gemm.spaces import (
 from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.kernels.common.scatter.kernel import scattered_gemm
 from triton_dist.kernels.common.scatter.one_launch import exchanged_gemm
-from triton_dist.kernels.common.scatter.partials import Scattering, Slot
+from triton_dist.kernels.common.scatter.partials import Slot, TileMemory
 from triton_dist.kernels.common.scatter.to_owners import ReduceScatterLaunches
 from triton_dist.testing.compile_only import compile_only
 
@@ -41,8 +41,8 @@ def scaling(recipe, use_fast_accum=False):
     shapes = {"row": ((M,), (N,)), "tensor": ((1,), (1,))}
     a, b = (matrix(*each, dtype=torch.float32) for each in shapes.get(recipe, ((1,), (1,))))
     if recipe == "block":
-        a = matrix(blocks(K), M, dtype=torch.float32).t()
-        b = matrix(blocks(N), blocks(K), dtype=torch.float32)
+        a = matrix(scale_blocks(K), M, dtype=torch.float32).t()
+        b = matrix(scale_blocks(N), scale_blocks(K), dtype=torch.float32)
     return Scaling(a, b, use_fast_accum=use_fast_accum)
 
 
@@ -51,7 +51,7 @@ def compiled(recipe, tiles, use_fast_accum=False, persistent=True, num_ranks=1):
     shards = None
     if num_ranks > 1:
         rows, flags = matrix(num_ranks * M, K, dtype=A.dtype), words()
-        scales = matrix(num_ranks * M * blocks(K), dtype=torch.float32)
+        scales = matrix(num_ranks * M * scale_blocks(K), dtype=torch.float32)
         shards = GatheredShards(rows, flags, flags[:32], M, 8, scales=scales)
     scales = scaling(recipe, use_fast_accum).kernel_argument(A, B, shards and shards.scales)
     C = matrix(num_ranks * M, N)
@@ -113,7 +113,7 @@ def test_a_sum_over_ranks_multiplies_fp8(kind):
     if kind == "gemm_rs":
         slot = Slot(matrix(1), 1 << 23, table, table, flags, flags, matrix(4096, dtype=torch.int32))
         launch = scattered_gemm(
-            A, B, matrix(M // 2, N), None, PERSISTENT_TILES[5], Scattering("tile", 1, 2, slot),
+            A, B, matrix(M // 2, N), None, PERSISTENT_TILES[5], TileMemory("tile", 1, 2, slot),
             kernel=ReduceScatterLaunches.kernel, **options,
         )  # fmt: skip
     else:

@@ -135,7 +135,7 @@ def fused_push(rounds: int) -> int:
 def specialized_warps() -> list[int]:
     """Every tile for specialised warps, which only GPUs have: shards of a few clipped tiles and
     such of more tiles than a GPU has SMs, each rank late in turn, on all schedules."""
-    methods = itertools.cycle(method for method in AllGatherMethod if method.by_copy_engine)
+    methods = itertools.cycle(method for method in AllGatherMethod if method.uses_copy_engines)
     late = itertools.cycle(range(dist.get_world_size()))
     counts = []
     for most, columns, K, dtype in (
@@ -201,7 +201,7 @@ def counts_are_reset() -> list[int]:
 def too_many_rows_for_serial() -> str:
     """What a call of more rows than one launch gathers is told."""
     room = 5 * dist.get_world_size() * 72 * torch.float16.itemsize
-    with mock.patch.object(allgather_gemm_context, "GATHERED_BYTES", room):
+    with mock.patch.object(allgather_gemm_context, "MAX_GATHERED_BYTES", room):
         calls = AllGatherGEMM(max_rows=6, columns=40, K=72)
     with pytest.raises(InvalidArgument) as raised:
         calls(6, method=AllGatherMethod.SERIAL)

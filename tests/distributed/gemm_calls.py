@@ -343,7 +343,7 @@ class GEMMReduceScatter(SummedGEMM):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        assert self.ctx.buffer.with_sums is options.get("reduce_st", False)
+        assert self.ctx.buffer.has_sums is options.get("reduce_st", False)
 
     @staticmethod
     def rows_of_a(rows: int, num_ranks: int) -> int:

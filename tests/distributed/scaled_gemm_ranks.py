@@ -17,9 +17,9 @@ from triton_dist.kernels.common.gemm.scales import (
     FP8,
     Recipe,
     Scaling,
-    blocks,
-    fits_async_tp,
-    fits_library,
+    async_tp_supports,
+    library_supports,
+    scale_blocks,
 )
 from triton_dist.kernels.common.gemm.spaces import fits_registers, warp_specialized_tiles
 from triton_dist.kernels.common.libraries import has_async_tp
@@ -60,11 +60,11 @@ def all_rows(shards: list[Operands]) -> tuple[torch.Tensor, torch.Tensor]:
 def runs(algorithm: str, A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool:
     """Return whether an algorithm multiplies these operands, if it is a library's."""
     if algorithm in ("row_blocks", "serial", "collective"):
-        return fits_library(A, B, scaling)
+        return library_supports(A, B, scaling)
     if algorithm not in ("async_tp", "symmetric_collective"):
         return True
-    fits = algorithm == "symmetric_collective" or fits_async_tp(A, B, scaling)
-    return fits and has_async_tp() and fits_library(A, B, scaling)
+    fits = algorithm == "symmetric_collective" or async_tp_supports(A, B, scaling)
+    return fits and has_async_tp() and library_supports(A, B, scaling)
 
 
 GATHERED = (
@@ -120,13 +120,13 @@ def late_block_scales() -> list[bool]:
     rows, N, K = 128, 256, 256
     A, B = torch.ones(rows, K).to(FP8[0]), torch.ones(N, K).to(FP8[0])
     A, B = A.to(device.torch_device), B.to(device.torch_device).t()
-    B_scale = torch.ones(blocks(N), blocks(K), device=A.device)
+    B_scale = torch.ones(scale_blocks(N), scale_blocks(K), device=A.device)
     results = []
     with create_ag_gemm_context(rows * size, N * size, K, FP8[0], rank, size) as ctx:
         for number in range(4 * size * len(tiles)):
             # The slot had other scales two calls ago.
             scales = [2.0 ** ((number + each) % 5) for each in range(size)]
-            A_scale = torch.full((blocks(K), rows), scales[rank], device=A.device).t()
+            A_scale = torch.full((scale_blocks(K), rows), scales[rank], device=A.device).t()
             if rank == number % size:
                 device.sleep(2_000_000)
             config = tiles[number // (4 * size)]

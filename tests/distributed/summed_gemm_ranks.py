@@ -33,7 +33,7 @@ from triton_dist.kernels.common.scatter import algorithms as scatter_algorithms
 from triton_dist.kernels.common.scatter.partials import MAX_CHUNKS
 from triton_dist.kernels.common.slots import epochs
 from triton_dist.kernels.nvidia import gemm_ar
-from triton_dist.kernels.nvidia.gemm_allreduce.algorithms import sums_symmetric_memory
+from triton_dist.kernels.nvidia.gemm_allreduce.algorithms import supports_symmetric_all_reduce
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.cpu import CpuTransfer
 from triton_dist.runtime.launch import Launch
@@ -317,7 +317,7 @@ def whole_alternating(rounds: int) -> int:
     """Products that are summed as a whole, by libraries too, between calls by tiles, the number of
     rows changing; and what torch's sum in symmetric memory refuses."""
     calls = GEMMAllReduce(max_rows=64, columns=64, K=64, dtype=torch.bfloat16)
-    has_symmetric = sums_symmetric_memory(torch.bfloat16, 64 * 2, dist.get_world_size())
+    has_symmetric = supports_symmetric_all_reduce(torch.bfloat16, 64 * 2, dist.get_world_size())
     libraries = (
         (GEMMAllReduce.COLLECTIVE, GEMMAllReduce.SYMMETRIC)
         if has_symmetric

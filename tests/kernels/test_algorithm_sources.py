@@ -34,7 +34,11 @@ def test_the_source_of_the_ops_has_all_of_their_algorithms():
     own = Counter(each.__name__ for each in classes if ".kernels." in each.__module__)
     assert own <= found
     assert found["ALGORITHMS"] >= 3
-    called = {"fits_serial", "serial_params", "_COMM_SMS"}  # in methods of ag_gemm's algorithms
+    called = {
+        "is_serial_worth_trying",
+        "serial_params",
+        "_VALID_NUM_COMM_SMS",
+    }  # in methods of ag_gemm's algorithms
     assert called <= {
         name.rpartition(":")[2]
         for name in source_of([ag_gemm.fn]).digests

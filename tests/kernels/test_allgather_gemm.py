@@ -29,10 +29,10 @@ from triton_dist.kernels.nvidia import (
 from triton_dist.kernels.nvidia.allgather_gemm import algorithms as allgather_gemm_algorithms
 from triton_dist.kernels.nvidia.allgather_gemm.algorithms import (
     ALGORITHMS,
-    fits_serial,
+    is_serial_worth_trying,
     serial_params,
 )
-from triton_dist.kernels.nvidia.allgather_gemm.context import GATHERED_BYTES, exchanged_rows
+from triton_dist.kernels.nvidia.allgather_gemm.context import MAX_GATHERED_BYTES, exchanged_rows
 from triton_dist.runtime.device import cpu
 
 config_space, prune_fn = ALGORITHMS.config_space, ag_gemm.prune_fn
@@ -161,10 +161,10 @@ def test_what_the_key_keeps_the_context_has_room_for():
         rows = range(1, max_M // num_ranks + 1)
         for bucket in sorted({max_rows_of_key(each, num_ranks) for each in rows}):
             A = torch.empty(bucket, K, dtype=torch.float16, device="meta")
-            if fits_serial(A, 8, num_ranks):
+            if is_serial_worth_trying(A, 8, num_ranks):
                 assert min(bucket * num_ranks, max_M) <= most
             else:
-                assert bucket * num_ranks * K * 2 > GATHERED_BYTES
+                assert bucket * num_ranks * K * 2 > MAX_GATHERED_BYTES
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_the_context_says_how_a_call_that_names_no_way_gathers(monkeypatch):
 
 def test_the_workspace_for_parts_of_tiles_is_allocated_once_when_it_is_needed():
     calls = AllGatherGEMM(max_rows=20, columns=40, K=72)
-    local = calls.ctx._split
+    local = calls.ctx._lazy_split_workspace
     calls(20)
     assert "workspace" not in vars(local)
     seen = set()

@@ -12,8 +12,8 @@ from triton_dist.kernels.common.gemm.launch import (
     FUSED_TILES,
     SPLIT_K_TILES,
     is_worth_trying,
+    max_split_workspace_size,
     split_k_tiles,
-    split_workspace_size,
 )
 from triton_dist.kernels.common.gemm.sharded import workspace_size
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, max_rows_of_key
@@ -71,7 +71,7 @@ def test_shards_of_a_wave_or_more_are_not_visited_together():
 
 @pytest.mark.parametrize("num_sms", [2, 132, 148])
 def test_every_last_wave_has_room_in_the_workspace(num_sms):
-    room = split_workspace_size(num_sms)
+    room = max_split_workspace_size(num_sms)
     for config in split_k_tiles():
         needed = [workspace_size(config, tiles, num_sms) for tiles in range(3 * num_sms)]
         assert max(elements for elements, _ in needed) <= room[0]

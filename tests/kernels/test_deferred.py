@@ -7,7 +7,7 @@ import torch
 import triton.language as tl
 
 from triton_dist import jit
-from triton_dist.kernels.common.scatter.partials import Out, Slot
+from triton_dist.kernels.common.scatter.partials import Slot, SumOutput
 from triton_dist.kernels.common.scatter.tiles import (
     BEGUN,
     MAY_WAIT,
@@ -53,7 +53,7 @@ def test_what_was_left_is_added_once_and_the_next_call_counts_anew(has_left):
     left = torch.full((1,), int(has_left), dtype=torch.int32)
     slot = Slot(partials, rows * N, flags, flags, flags, epoch, left)
     kernel_add_deferred[(1,)](
-        slot, Out(C, None, None, None), N, rows, rows, 1, 0, NUM_SMS=1,
+        slot, SumOutput(C, None, None, None), N, rows, rows, 1, 0, NUM_SMS=1,
         tile=Tile(16, 16, 0, 1, False, False, "tf32"), summing=Summing(1, "tile", False, 16),
     )  # fmt: skip
     assert torch.equal(C, partials) if has_left else bool(C.isnan().all())

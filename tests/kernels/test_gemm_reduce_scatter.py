@@ -153,11 +153,11 @@ def test_one_call_before_a_capture_is_enough(monkeypatch):
     """What a call makes for later ones is made for both slots: a graph may begin with either."""
     with create_gemm_rs_context(32, 48, 0, 1, 1, torch.float16) as ctx:
         buffer, device = ctx.buffer, type(current_device())
-        before = buffer.describe("row_block")
+        before = buffer.tile_memory("row_block")
         monkeypatch.setattr(device, "is_capturing", lambda _: True)
         buffer.slots.take()
-        assert buffer.describe("row_block") is not before
+        assert buffer.tile_memory("row_block") is not before
     with create_gemm_rs_context(32, 48, 0, 1, 1, torch.float16) as ctx:
-        assert ctx.buffer.describe("tile").scatter == "tile"
+        assert ctx.buffer.tile_memory("tile").mode == "tile"
         with pytest.raises(CaptureInProgress, match="before the capture"):
-            ctx.buffer.describe("row_block")
+            ctx.buffer.tile_memory("row_block")

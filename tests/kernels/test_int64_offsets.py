@@ -13,7 +13,7 @@ import triton.language as tl
 from tests.distributed.gemm_calls import uniform
 from triton_dist import jit
 from triton_dist.kernels.common.scatter.one_launch import _copy_sub_tiles
-from triton_dist.kernels.common.scatter.partials import Out
+from triton_dist.kernels.common.scatter.partials import SumOutput
 from triton_dist.kernels.common.scatter.tiles import (
     add_deferred,
     add_partials,
@@ -129,7 +129,7 @@ def kernel_store(
 def test_a_tile_is_stored_summed_and_copied_where_its_rows_are_far_apart():
     values = torch.arange(1.0, ROWS + 1).half()[:, None].expand(ROWS, COLUMNS)
     partials, sums, out = (spread(torch.zeros(ROWS, COLUMNS).half(), (FAR, 1)) for _ in range(3))
-    kernel_store[(1,)](out, partials, Out(sums, None, None, None), FAR, ROWS, COLUMNS, True)
+    kernel_store[(1,)](out, partials, SumOutput(sums, None, None, None), FAR, ROWS, COLUMNS, True)
     for written in (partials, sums, out):
         assert torch.equal(written, values)
 

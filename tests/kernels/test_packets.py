@@ -12,7 +12,7 @@ import triton_dist
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.exchange.buffer import LaunchParams
 from triton_dist.kernels.common.exchange.packets import payload_of, tag_of, values_of
-from triton_dist.kernels.common.exchange.sums import PACKET_BYTES
+from triton_dist.kernels.common.exchange.sums import MAX_PACKET_BYTES
 from triton_dist.kernels.common.peers import flag_value
 from triton_dist.kernels.nvidia import AllReduceMethod, all_reduce, create_allreduce_ctx
 from triton_dist.kernels.nvidia.allreduce.algorithms import ALGORITHMS, PACKET_CANDIDATES
@@ -80,7 +80,7 @@ def test_a_tag_is_never_zero_and_says_which_call_of_which_size(epoch):
 
 
 def test_packets_are_tried_where_they_fit():
-    for nbytes, tried in ((2, True), (1 << 14, True), (PACKET_BYTES, True), (1 << 20, False)):
+    for nbytes, tried in ((2, True), (1 << 14, True), (MAX_PACKET_BYTES, True), (1 << 20, False)):
         x = torch.empty(nbytes // 2, dtype=torch.float16, device="meta")
         for method in (None, AllReduceMethod.ONE_SHOT):
             kept = [

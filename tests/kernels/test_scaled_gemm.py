@@ -10,7 +10,13 @@ import torch
 
 from tests.fp8 import largest_error, quantised
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.gemm.scales import FP8, NO_SCALING, Recipe, blocks, library_matmul
+from triton_dist.kernels.common.gemm.scales import (
+    FP8,
+    NO_SCALING,
+    Recipe,
+    library_matmul,
+    scale_blocks,
+)
 from triton_dist.kernels.nvidia import (
     ag_gemm,
     create_ag_gemm_context,
@@ -95,7 +101,7 @@ def test_a_single_scale_beside_row_scales():
 def test_both_layouts_of_block_scales_of_b(n):
     A, B, scaling = operands("block", 4, n, 256)
     deepseek = scaling.B_scale
-    assert deepseek.shape == (blocks(n), 2)
+    assert deepseek.shape == (scale_blocks(n), 2)
     transposed = scaling._replace(B_scale=deepseek.t())
     expected = matmul(A, B, autotune=False, **scaling._asdict())
     check(expected, A, B, scaling)

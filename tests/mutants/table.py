@@ -274,8 +274,8 @@ MUTANTS = (
     Mutant(
         "fp8: long sums are promoted to fp32",
         _SCALES,
-        "whole = FAST if self.use_fast_accum else PROMOTED",
-        "whole = FAST",
+        "accumulation = FAST if self.use_fast_accum else PROMOTED",
+        "accumulation = FAST",
         ("tests/compile/test_scaled_gemm_kernels.py",),
     ),
     Mutant(

@@ -80,7 +80,7 @@ class AutoTuner(Decorated[P, R_co]):
             buffer. No warning is given if trials change them.
         omitted_if_untuned: names of tunable arguments that are not passed if tuning is off. The
             function's own defaults then apply.
-        known_key_parameter: name of the parameter that receives the key if the config is cached.
+        key_parameter: name of the parameter that receives the key if the config is cached.
             The function can then skip the checks in ``key_fn``. Empty: no parameter.
     """
 
@@ -107,7 +107,7 @@ class AutoTuner(Decorated[P, R_co]):
         self.key_fn, self.prune_fn = key_fn, prune_fn
         self.tuning_count = 0
         self.omitted_if_untuned: tuple[str, ...] = ()
-        self.known_key_parameter = ""
+        self.key_parameter = ""
         self.overwritten: tuple[str, ...] = ()
         self._process = process
         self._hooks, self._origin_of = hooks, origin_of
@@ -354,7 +354,7 @@ class AutoTuner(Decorated[P, R_co]):
     def _keep(self, process_group: Any, key: Any, choice: Choice) -> dict[str, Any]:
         """Cache the config of ``choice`` for calls with this exact key. Return its arguments."""
         arguments = choice.config.arguments()
-        known_key = {self.known_key_parameter: key} if self.known_key_parameter else {}
+        known_key = {self.key_parameter: key} if self.key_parameter else {}
         self._choices.keep(process_group, key, {**arguments, **known_key})
         return arguments
 

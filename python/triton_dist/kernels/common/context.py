@@ -46,7 +46,7 @@ class Buffer(Memory, Protocol):
 
 
 B = TypeVar("B", bound=Buffer)
-M = TypeVar("M", bound=Memory)
+MemoryT = TypeVar("MemoryT", bound=Memory)
 
 
 class OpContext(Generic[B]):
@@ -66,13 +66,13 @@ class OpContext(Generic[B]):
         self._memories: tuple[Memory, ...] = ()
 
     @contextmanager
-    def allocating(self) -> Iterator[Callable[[M], M]]:
+    def allocating(self) -> Iterator[Callable[[MemoryT], MemoryT]]:
         """Yield a function that registers a memory with the context and returns it.
 
         If the block raises, for example in a later allocation, the registered memories are freed.
         """
 
-        def add(memory: M) -> M:
+        def add(memory: MemoryT) -> MemoryT:
             self._memories += (memory,)
             return memory
 
@@ -153,7 +153,7 @@ class OpContext(Generic[B]):
 
 def agree_to_create(
     function: str,
-    a_context: str,
+    context_name: str,
     group: Group,
     rank: int,
     group_sizes: Mapping[str, int],
@@ -165,7 +165,7 @@ def agree_to_create(
 
     Args:
         function: name of the caller's public function, for errors.
-        a_context: kind of context with its article, for errors.
+        context_name: kind of context with its article, for errors.
         rank: the caller's rank in the group.
         group_sizes: numbers of ranks of the group and on one host, by argument name.
         sizes: ints that must be at least 1 and equal on all ranks, by argument name.
@@ -181,28 +181,28 @@ def agree_to_create(
         error = first_error(function, all_checks) or (
             None if current_device().runs_kernels else missing_gpu_error()
         )
-    # A check compared a value that is not a number. Inform the other ranks before raising.
+    # A check compared a value that is not a number. First send the error to the other ranks.
     except TypeError as failure:
         error = InvalidArgument(function, "an argument", str(failure), "int sizes")
     ranks = group_for(group)
-    # Send other values as text, because any two texts can be compared.
+    # Texts replace values of other types, because any two texts can be compared.
     values = [
         each if isinstance(each, numbers.Integral | str) else repr(each)
         for each in equal_arguments.values()
     ]
-    answers = ranks.all_gather(f"creation of {a_context} context", (*values, str(error or "")))
+    answers = ranks.all_gather(f"creation of {context_name} context", (*values, str(error or "")))
     if error is not None:
         raise error
     if len(set(answers)) > 1:
         raise RankDisagreement(
-            f"{', '.join(equal_arguments)} or validity of {a_context} context",
+            f"{', '.join(equal_arguments)} or validity of {context_name} context",
             {ranks.global_rank(rank): answer for rank, answer in enumerate(answers)},
         )
 
 
 def first_error(function: str, checks: Iterable[Check]) -> InvalidArgument | None:
-    for argument, value, good, expected in checks:
-        if not good:
+    for argument, value, is_valid, expected in checks:
+        if not is_valid:
             return InvalidArgument(function, argument, value, expected)
     return None
 
@@ -236,7 +236,7 @@ def group_checks(group: Group, rank: int, **sizes: int) -> Iterator[Check]:
     yield local_name, local_size, local_size >= 1, "at least 1"
 
 
-def from_1_to(maximum: int, name: str, value: int) -> Check:
+def range_check(maximum: int, name: str, value: int) -> Check:
     return name, value, 1 <= value <= maximum, f"1 to {maximum}"
 
 
@@ -275,11 +275,11 @@ class GEMMContext(OpContext[B]):
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__(self.title, group)
-        # Signatures of operands that passed the checks: checking takes several us, a lookup < 1 us.
+        # Tuning keys by ``operand_signature``: checking takes several us, a lookup < 1 us.
         self.checked_keys: BoundedDict[Any, Any] = BoundedDict()
 
 
-def kernel_checks(dtype_name: str, dtype: torch.dtype) -> Iterator[Check]:
+def dtype_checks(dtype_name: str, dtype: torch.dtype) -> Iterator[Check]:
     """Yield the check that our kernels can multiply ``dtype``."""
     yield dtype_name, dtype, dtype in DTYPES, DTYPE_NAMES
 
@@ -287,8 +287,9 @@ def kernel_checks(dtype_name: str, dtype: torch.dtype) -> Iterator[Check]:
 def operand_signature(aligned: torch.Tensor, *tensors: torch.Tensor | None) -> tuple[Any, ...]:
     """Return all properties of the tensors that the checks of operands depend on.
 
-    This includes the address of ``aligned`` modulo 16, because TMA requires 16-byte alignment. If
-    an argument is not a tensor, the result differs from all accepted signatures, so the checks run.
+    Calls with equal signatures skip the checks. The signature includes the address of ``aligned``
+    modulo 16, because TMA requires 16-byte alignment. If an argument is not a tensor, the signature
+    matches no checked call.
     """
     try:
         properties = tuple(
@@ -323,19 +324,19 @@ class ProductKey(NamedTuple):
     num_ranks: int
 
 
-def checked_once(
+def cached_after_checks(
     cache: dict[Any, Any],
     signature: Hashable,
     function: str,
     checks: Callable[[], Iterable[Check]],
-    make: Callable[[], KeyT],
+    make_key: Callable[[], KeyT],
 ) -> KeyT:
-    """Return ``make()``, cached by ``signature``. The first call of a signature runs ``checks``."""
-    accepted: KeyT | None = cache.get(signature)
-    if accepted is None:
+    """Return ``make_key()``, cached by ``signature``. The first call with a signature checks."""
+    key: KeyT | None = cache.get(signature)
+    if key is None:
         raise_first_error(function, checks())
-        accepted = cache[signature] = make()
-    return accepted
+        key = cache[signature] = make_key()
+    return key
 
 
 def operand_checks(

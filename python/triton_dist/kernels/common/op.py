@@ -23,18 +23,18 @@ import triton
 from triton_dist import tune
 from triton_dist.errors import InvalidArgument
 
-C = TypeVar("C", bound="OpCall")
-S = TypeVar("S")
+CallT = TypeVar("CallT", bound="OpCall")
+SizesT = TypeVar("SizesT")
 P = ParamSpec("P")
-K = TypeVar("K", bound=Callable[..., object])
+KeyFnT = TypeVar("KeyFnT", bound=Callable[..., object])
 R = TypeVar("R")
 
-_ALGORITHM_KEYWORDS = ("method", "fuse_scatter")
+_DEPRECATED_KEYWORDS = ("method", "fuse_scatter")
 """Deprecated keywords that select an algorithm."""
 
 
-class Algorithm(ABC, Generic[C, S]):
-    """An algorithm of an op. ``C`` is the type of its calls, ``S`` the type of a key's sizes."""
+class Algorithm(ABC, Generic[CallT, SizesT]):
+    """An algorithm of an op, for calls of type ``CallT`` with sizes of type ``SizesT``."""
 
     name: str
     """Name of the algorithm in ``algorithm=`` and in records."""
@@ -49,21 +49,21 @@ class Algorithm(ABC, Generic[C, S]):
         """Return the values of ``tunables`` to try on this device, most promising first."""
 
     @abstractmethod
-    def fits(self, config: Mapping[str, Any], sizes: S) -> bool:
+    def fits(self, config: Mapping[str, Any], sizes: SizesT) -> bool:
         """Return whether a config is worth trying for every call of a key with these sizes."""
 
-    def check(self, call: C) -> None:
+    def check(self, call: CallT) -> None:
         """Raise ``InvalidArgument`` if this algorithm cannot run the call."""
 
-    def compile(self, call: C) -> None:
+    def compile(self, call: CallT) -> None:
         """Compile and load what ``run`` launches, without launching it. Libraries need nothing."""
 
     @abstractmethod
-    def run(self, call: C) -> torch.Tensor:
+    def run(self, call: CallT) -> torch.Tensor:
         """Launch the call and return its result."""
 
 
-class SelectableAlgorithm(Algorithm[C, S]):
+class SelectableAlgorithm(Algorithm[CallT, SizesT]):
     """An algorithm that a deprecated keyword can select. Only the selected algorithm is then tried.
 
     Sizes have the attribute ``requested``: the name of the selected algorithm, or ``None``.
@@ -73,22 +73,24 @@ class SelectableAlgorithm(Algorithm[C, S]):
         return sizes.requested in (None, self.name) and self.fits_sizes(config, sizes)
 
     @abstractmethod
-    def fits_sizes(self, config: Mapping[str, Any], sizes: S) -> bool:
+    def fits_sizes(self, config: Mapping[str, Any], sizes: SizesT) -> bool:
         """Return whether a config is worth trying if the caller allows this algorithm.
 
         The result must not depend on the context, because calls with different contexts share keys.
         """
 
 
-class Algorithms(dict[str, Algorithm[C, S]]):
-    """Dict of an op's algorithms by name, in the order in which they are tried. ``function`` is the
-    op's name in errors."""
+class Algorithms(dict[str, Algorithm[CallT, SizesT]]):
+    """Dict of an op's algorithms by name, in the order in which they are tried.
 
-    def __init__(self, function: str, algorithms: Iterable[Algorithm[C, S]]) -> None:
+    ``function`` is the op's name in errors.
+    """
+
+    def __init__(self, function: str, algorithms: Iterable[Algorithm[CallT, SizesT]]) -> None:
         super().__init__((algorithm.name, algorithm) for algorithm in algorithms)
         self.function = function
 
-    def __missing__(self, name: object) -> Algorithm[C, S]:
+    def __missing__(self, name: object) -> Algorithm[CallT, SizesT]:
         expected = f"None or one of {', '.join(map(repr, self))}"
         raise InvalidArgument(self.function, "algorithm", name, expected)
 
@@ -173,7 +175,7 @@ def op(
     sizes: Callable[..., Any] | None = None,
     key_sizes: Sequence[str] = (),
     agree_fn: Callable[..., object] = lambda *_, **__: "",
-    predict: Callable[[Mapping[str, Any], Any], float] | None = None,
+    predict_ms: Callable[[Mapping[str, Any], Any], float] | None = None,
     **settings: Any,
 ) -> Callable[[Callable[P, R]], tune.AutoTuner[P, R]]:
     """Decorate the function of an op's ``op.py``, whose parameters are the fields of ``call``.
@@ -189,7 +191,7 @@ def op(
         sizes: converts the op's arguments to the argument ``sizes`` of ``Algorithm.fits``; default:
             ``key_fn``. All calls of a key must have equal sizes, because they share one winner.
         key_sizes: argument ``sizes`` of ``tune.autotune``.
-        predict: returns the predicted milliseconds of a config, from the result of ``sizes``.
+        predict_ms: returns the predicted milliseconds of a config, from the result of ``sizes``.
         agree_fn, settings: arguments of ``tune.autotune``.
     """
     key_of = key_fn or (lambda *args, **kwargs: call(*args, **kwargs).key)
@@ -200,8 +202,8 @@ def op(
 
         def prune(config: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> bool:
             algorithm = algorithms[config["algorithm"]]
-            # If the caller fixes the algorithm, the space still has the configs of other
-            # algorithms, with their tunables.
+            # If the caller passes ``algorithm``, it replaces the algorithm of every config, but the
+            # configs still have their own tunables.
             if config.keys() != {"algorithm", *algorithm.tunables}:
                 return False
             return algorithm.fits(config, sizes_of(*args, **kwargs))
@@ -224,7 +226,7 @@ def op(
                 if config["algorithm"] == requested
             ):
                 keyword = next(
-                    name for name in _ALGORITHM_KEYWORDS if arguments.get(name) is not None
+                    name for name in _DEPRECATED_KEYWORDS if arguments.get(name) is not None
                 )
                 call_of_fn = f"{algorithms.function}.fn(…, algorithm={requested!r})"
                 expected = "an algorithm that fits these sizes. To run it anyway, pass "
@@ -241,7 +243,7 @@ def op(
             key_fn=key_of,
             prune_fn=prune,
             prepare_fn=prepare,
-            prior_fn=predict and (lambda c, /, *args, **kw: predict(c, sizes_of(*args, **kw))),
+            prior_fn=predict_ms and (lambda c, /, *a, **kw: predict_ms(c, sizes_of(*a, **kw))),
             agree_fn=agree,
             recover_fn=recover if "ctx" in signature.parameters else None,
             # Measure in CUDA graphs, as in serving. Host time then does not hide the overlap.
@@ -254,20 +256,20 @@ def op(
         tuner.overwritten = ("output", "gathered")
         # Without tuning, omit ``algorithm``: the context's algorithm or the op's default then runs.
         tuner.omitted_if_untuned = ("algorithm",)
-        tuner.known_key_parameter = "accepted_key" if "accepted_key" in signature.parameters else ""
+        tuner.key_parameter = "accepted_key" if "accepted_key" in signature.parameters else ""
         return tuner
 
     return decorate
 
 
-def tuned(key_fn: K, **settings: Any) -> tune.Decorator[K]:
+def tuned(key_fn: KeyFnT, **settings: Any) -> tune.Decorator[KeyFnT]:
     """Decorate a function of an ``op.py`` without algorithms.
 
     ``key_fn`` and ``settings`` are arguments of ``tune.autotune``.
     """
 
     def decorate(fn: Any) -> Any:
-        # Name the package instead of its op.py, so that files can be renamed.
+        # Records then contain the name of the package instead of its op.py, which can be renamed.
         fn.__module__ = fn.__module__.rpartition(".")[0] or fn.__module__
         return tune.autotune(key_fn=key_fn, **settings)(fn)
 

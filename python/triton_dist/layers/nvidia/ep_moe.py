@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS, blocks
+from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS, scale_blocks
 from triton_dist.layers.nvidia.expert_parallel import ep_experts, ep_experts_fp8
 from triton_dist.layers.nvidia.fp8 import INPUT_SCALES, SCALES, is_silu, with_fp8_linears
 from triton_dist.layers.nvidia.stock_weights import StockWeight
@@ -78,7 +78,7 @@ class EP_MoE(TP_MoE):
         self._check_split("number of experts", num_experts)
         if self.scales is not None and self.scales.is_block and columns % BLOCK_ELEMENTS:
             self.stock_columns = columns
-            columns = blocks(columns) * BLOCK_ELEMENTS
+            columns = scale_blocks(columns) * BLOCK_ELEMENTS
         return num_experts // self.world_size, columns
 
     def _stacked_weight(self, name: str, stacked: torch.Tensor) -> StockWeight:

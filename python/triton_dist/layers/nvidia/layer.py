@@ -15,7 +15,7 @@ import torch.distributed as dist
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.agreement import compare_over_ranks, every_call_compares
 from triton_dist.kernels.common.context import is_differentiated
-from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS, blocks
+from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS, scale_blocks
 from triton_dist.layers.nvidia import experts, functional
 from triton_dist.layers.nvidia.fp8 import INPUT_SCALES, SCALES, WeightScales, fp8_product, quantise
 from triton_dist.layers.nvidia.stock_weights import (
@@ -142,7 +142,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
             stock.append(
                 replace(
                     weight, name=prefix + scales.name, dim=weight.dim if is_sharded else None,
-                    unpadded_size=weight.unpadded_size and blocks(weight.unpadded_size),
+                    unpadded_size=weight.unpadded_size and scale_blocks(weight.unpadded_size),
                     scalar_shape=scales.scalar_shape,
                 )
             )  # fmt: skip
@@ -388,7 +388,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         if self.scales is None or not self.scales.is_block:
             self._check_split(name, columns)
             return columns // self.world_size
-        own = -(-blocks(columns) // self.world_size) * BLOCK_ELEMENTS
+        own = -(-scale_blocks(columns) // self.world_size) * BLOCK_ELEMENTS
         self.stock_columns = None if own * self.world_size == columns else columns
         return own
 
@@ -400,7 +400,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
             parameter: torch.Tensor = getattr(self, name)
             *num_experts, rows, columns = parameter.shape
             if self.scales.is_block:
-                rows, columns = blocks(rows), blocks(columns)
+                rows, columns = scale_blocks(rows), scale_blocks(columns)
             elif num_experts:  # [E, K, N]
                 rows = 1
             else:

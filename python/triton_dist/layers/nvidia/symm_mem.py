@@ -21,7 +21,7 @@ import triton
 
 from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.context import Check, raise_first_error
-from triton_dist.kernels.common.gemm.scales import FP8, OUTPUTS
+from triton_dist.kernels.common.gemm.scales import FP8, OUTPUT_DTYPES
 from triton_dist.kernels.nvidia import ag_gemm, gemm_rs, matmul
 from triton_dist.layers.nvidia.tensor_parallel import TensorParallel
 
@@ -71,7 +71,7 @@ def fused_all_gather_scaled_matmul(
         expected = "a dimension of A before the last"
         yield "gather_dim", gather_dim, 0 <= gather_dim < A.ndim - 1, expected
         for number, (scale, dtype) in enumerate(zip(result_scales, out_dtypes, strict=True)):
-            good = scale is None or dtype in OUTPUTS
+            good = scale is None or dtype in OUTPUT_DTYPES
             yield f"result_scales[{number}]", scale, good, "None for an fp8 result"
         good = A_scale.numel() == 1 or tuple(A_scale.shape) in (shard, whole)
         yield "A_scale.shape", tuple(A_scale.shape), good, f"one element, {shard} or {whole}"
@@ -162,7 +162,8 @@ def fused_scaled_matmul_reduce_scatter(
         expected = f"one element, or {(*A.shape[:-1], 1)}"
         good = A_scale.numel() == 1 or A_scale.shape == (*A.shape[:-1], 1)
         yield "A_scale.shape", tuple(A_scale.shape), good, expected
-        yield "out_dtype", out_dtype, out_dtype in OUTPUTS, "bf16, fp16 or fp32: sums are not fp8"
+        expected = "bf16, fp16 or fp32: sums are not fp8"
+        yield "out_dtype", out_dtype, out_dtype in OUTPUT_DTYPES, expected
 
     raise_first_error("fused_scaled_matmul_reduce_scatter", checks())
     assert out_dtype is not None

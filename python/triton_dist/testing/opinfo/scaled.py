@@ -8,7 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from triton_dist.kernels.common.gemm.scales import FP8, Recipe, Scaling, blocks, library_matmul
+from triton_dist.kernels.common.gemm.scales import (
+    FP8,
+    Recipe,
+    Scaling,
+    library_matmul,
+    scale_blocks,
+)
 from triton_dist.kernels.common.libraries import all_gather_rows
 from triton_dist.kernels.common.moe.rows import grouped_mm, scaled_grouped_mm
 from triton_dist.kernels.common.moe.scales import OperandScales
@@ -31,7 +37,7 @@ def new_scales(
     shapes: dict[Recipe | None, tuple[Sequence[int], Sequence[int]]] = {
         Recipe.TENSOR: ((1,), experts or (1,)),
         Recipe.ROW: ((M,), (*experts, N)),
-        Recipe.BLOCK: ((blocks(K), M), (*experts, blocks(N), blocks(K))),
+        Recipe.BLOCK: ((scale_blocks(K), M), (*experts, scale_blocks(N), scale_blocks(K))),
     }
     if recipe is None:
         return {}

@@ -17,8 +17,8 @@ from triton_dist.kernels.common.context import Check
 from triton_dist.kernels.common.exchange.buffer import (
     MAX_CHUNKS,
     Exchange,
-    lengths_of,
-    plan_of,
+    exchange_lengths,
+    make_plan,
     shard_elements,
 )
 from triton_dist.kernels.common.exchange.pushed import Pushed, kernel_add_pushed
@@ -90,8 +90,8 @@ class PushedShards(PushedSlots):
         slots, params = self.slots, exchange.params
         shards, arrivals = slots["shards"].local.view(x.dtype), slots["arrivals"].local
         pushed = Pushed(shards, arrivals, slots.epoch)
-        arguments = (x, out, pushed, lengths_of(exchange), exchange.call_tag, self.rank)
-        plan = plan_of(self.num_ranks, params, x, params.num_chunks)
+        arguments = (x, out, pushed, exchange_lengths(exchange), exchange.call_tag, self.rank)
+        plan = make_plan(self.num_ranks, params, x, params.num_chunks)
         options = {"plan": plan, "num_warps": params.num_warps}
         return Launch(exchange.kernel, (params.num_ctas,), arguments, options)
 

@@ -88,7 +88,7 @@ LARGE_PARAMS = tuple(
 """For many bytes, where the number of bytes in flight determines the time of a call."""
 
 
-def params_in(config: Mapping[str, Any]) -> LaunchParams:
+def params_from_config(config: Mapping[str, Any]) -> LaunchParams:
     return LaunchParams(config["num_ctas"], config["block_bytes"], config.get("num_chunks", 1))
 
 
@@ -178,11 +178,11 @@ def bytes_of_slot(elements: int, dtype: torch.dtype, num_ranks: int) -> int:
     return max(1, nbytes) if num_ranks > 1 else 1
 
 
-def lengths_of(exchange: Exchange) -> Lengths:
+def exchange_lengths(exchange: Exchange) -> Lengths:
     return Lengths(exchange.elements, shard_elements(exchange.elements), exchange.total)
 
 
-def plan_of(num_ranks: int, params: LaunchParams, x: torch.Tensor, num_chunks: int = 1) -> Plan:
+def make_plan(num_ranks: int, params: LaunchParams, x: torch.Tensor, num_chunks: int = 1) -> Plan:
     lanes = triton.next_power_of_2(num_ranks)
     return Plan(num_ranks, lanes, params.block_bytes // x.element_size(), num_chunks)
 
@@ -298,11 +298,11 @@ class ExchangeBuffer:
         params = exchange.params
         arguments: tuple[Any, ...] = (x, out)
         if exchange.in_packets:
-            arguments += (self.packet_regions(), lengths_of(exchange))
-            plan, num_warps = plan_of(self.num_ranks, params, x), params.num_warps_in_packets
+            arguments += (self.packet_regions(), exchange_lengths(exchange))
+            plan, num_warps = make_plan(self.num_ranks, params, x), params.num_warps_in_packets
         else:
-            arguments += (*self.regions(x.dtype), lengths_of(exchange))
-            plan = plan_of(self.num_ranks, params, x, params.num_chunks)
+            arguments += (*self.regions(x.dtype), exchange_lengths(exchange))
+            plan = make_plan(self.num_ranks, params, x, params.num_chunks)
             num_warps = params.num_warps
         arguments += (exchange.call_tag, self.rank)
         options = {"plan": plan, "num_warps": num_warps}

@@ -50,19 +50,19 @@ ONE_SHOT, TWO_SHOT = "one_shot", "two_shot"
 TWO_SHOT_IN_PACKETS = "two_shot_in_packets"
 # Maximum bytes of a tensor in a one-shot launch. It limits the memory: a slot holds one tensor per
 # rank. For two ranks the limit is 8 times as large, because two shots would not reduce the bytes.
-ONE_SHOT_BYTES = 4 << 20
+MAX_ONE_SHOT_BYTES = 4 << 20
 # Maximum bytes of a tensor sent in packets, which take twice the memory and link time.
-PACKET_BYTES = 256 << 10
+MAX_PACKET_BYTES = 256 << 10
 # Maximum bytes of a tensor sent in packets in two shots, for more than two ranks.
-TWO_SHOT_PACKET_BYTES = 2 << 20
+MAX_TWO_SHOT_PACKET_BYTES = 2 << 20
 # Bytes of a tensor up to which one shot uses packets by default, and the parameters of the launch.
-PACKETS_UP_TO = 64 << 10
+DEFAULT_PACKET_BYTES = 64 << 10
 PACKET_PARAMS = LaunchParams(32, 2048)
 TWO_SHOT_PACKET_CANDIDATES = tuple(
     LaunchParams(*each) for each in ((32, 2048), (64, 2048), (128, 1024), (128, 2048), (128, 4096))
 )
 # Bytes of a tensor from which two shots are the default. Tuning finds the faster algorithm.
-TWO_SHOT_FROM = 256 << 10
+DEFAULT_TWO_SHOT_BYTES = 256 << 10
 
 
 @jit(do_not_specialize=["call_tag", "rank"])
@@ -125,7 +125,7 @@ def kernel_all_reduce_two_shot(
 
 
 def max_one_shot_bytes(num_ranks: int) -> int:
-    return 8 * ONE_SHOT_BYTES if num_ranks == 2 else ONE_SHOT_BYTES
+    return 8 * MAX_ONE_SHOT_BYTES if num_ranks == 2 else MAX_ONE_SHOT_BYTES
 
 
 def slot_bytes(nbytes: int, num_ranks: int) -> int:
@@ -146,12 +146,12 @@ def packet_bytes(nbytes: int, num_ranks: int) -> int:
     if num_ranks == 1:
         return 0
     two_shot = shard_bytes(min(nbytes, max_two_shot_packet_bytes(num_ranks)), num_ranks)
-    return max(min(nbytes, PACKET_BYTES), 2 * two_shot)
+    return max(min(nbytes, MAX_PACKET_BYTES), 2 * two_shot)
 
 
 def max_two_shot_packet_bytes(num_ranks: int) -> int:
     # Two ranks would send as many bytes in one shot.
-    return PACKET_BYTES if num_ranks == 2 else TWO_SHOT_PACKET_BYTES
+    return MAX_PACKET_BYTES if num_ranks == 2 else MAX_TWO_SHOT_PACKET_BYTES
 
 
 def max_elements(
@@ -162,7 +162,7 @@ def max_elements(
     The number is a multiple of ``VECTOR_ELEMENTS``, if that many elements fit.
     """
     if one_shot:
-        nbytes = min(nbytes, PACKET_BYTES if in_packets else max_one_shot_bytes(num_ranks))
+        nbytes = min(nbytes, MAX_PACKET_BYTES if in_packets else max_one_shot_bytes(num_ranks))
     elif in_packets:
         nbytes = min(nbytes, max_two_shot_packet_bytes(num_ranks))
     max_total = nbytes // item_bytes
@@ -248,8 +248,10 @@ class SumBuffer(ExchangeBuffer):
         # Round up the number of rows. Ranks with different numbers then usually launch the same
         # kernel, which detects the difference.
         nbytes = triton.next_power_of_2(product.shape[0]) * product.shape[1] * item_bytes
-        one_shot = nbytes < TWO_SHOT_FROM if reduction is None else reduction == ONE_SHOT
-        in_packets = nbytes <= PACKETS_UP_TO if one_shot else reduction == TWO_SHOT_IN_PACKETS
+        one_shot = nbytes < DEFAULT_TWO_SHOT_BYTES if reduction is None else reduction == ONE_SHOT
+        in_packets = (
+            nbytes <= DEFAULT_PACKET_BYTES if one_shot else reduction == TWO_SHOT_IN_PACKETS
+        )
         default = PACKET_PARAMS if in_packets else DEFAULT_PARAMS
         params = checked_params(
             "gemm_ar", num_ctas, block_bytes, 1 if one_shot or in_packets else num_chunks, default

@@ -30,7 +30,7 @@ from triton_dist.kernels.common.gemm.sharded import (
 )
 from triton_dist.kernels.common.gemm.spaces import (
     can_specialize_warps,
-    config_for,
+    config_for_dtype,
     max_rows_of_key,
     tiles,
 )
@@ -39,7 +39,8 @@ from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch, dot_precision, fits_descriptor
 
-# Value of GROUP_SIZE_SHARDS (shards whose tiles are traversed together) for all of up to 8 shards.
+# Value of GROUP_SIZE_SHARDS (shards whose tiles are traversed together) that groups all shards of
+# up to 8 ranks.
 GROUP_ALL_SHARDS = 8
 # A GEMM with at least this number of waves does not need small tiles.
 _MANY_WAVES = 16
@@ -48,18 +49,18 @@ _MIN_WAVE_SAVING = 0.03
 # Limits per shard for fused push. For larger shards, copy engines leave all SMs to the GEMM.
 _MAX_FUSED_ROWS = 1024
 _MAX_FUSED_BYTES = 16 << 20
-_DESCRIPTOR_ONLY = ("EPILOGUE_SUBTILE", "GROUP_SIZE_SHARDS", "SPLIT_K")
+_DESCRIPTOR_KERNEL_CONSTANTS = ("EPILOGUE_SUBTILE", "GROUP_SIZE_SHARDS", "SPLIT_K")
 
 
-_SPLIT_NAMES = ("GROUP_SIZE_M", "SPLIT_K", "GROUP_SIZE_SHARDS", "EPILOGUE_SUBTILE")
+_SPLIT_K_CONSTANTS = ("GROUP_SIZE_M", "SPLIT_K", "GROUP_SIZE_SHARDS", "EPILOGUE_SUBTILE")
 SPLIT_K_TILES = tiles(
-    (128, 256, 64, 8, 3, 8, 2, 1), (128, 256, 64, 8, 3, 16, 2, 1), names=_SPLIT_NAMES
+    (128, 256, 64, 8, 3, 8, 2, 1), (128, 256, 64, 8, 3, 16, 2, 1), names=_SPLIT_K_CONSTANTS
 )
 WARP_SPECIALIZED_SPLIT_K_TILES = tiles(
     (128, 256, 64, 8, 3, 8, 2, 1, False),
     (128, 256, 64, 8, 3, 16, 2, 1, False),
     (128, 256, 64, 8, 4, 8, 2, 1, True),
-    names=_SPLIT_NAMES,
+    names=_SPLIT_K_CONSTANTS,
     WARP_SPECIALIZED=True,
 )
 # For tests in the interpreter: SPLIT_K equal to and above the number of blocks along K, and groups
@@ -68,10 +69,10 @@ INTERPRETED_SPLIT_K_TILES = tiles(
     (32, 64, 64, 4, 2, 2, 2, 1),
     (16, 32, 64, 4, 2, 4, 5, GROUP_ALL_SHARDS),
     (16, 32, 32, 8, 2, 4, 3, 2),
-    names=_SPLIT_NAMES,
+    names=_SPLIT_K_CONSTANTS,
 )
 # The configs, numbers of sending programs and numbers of chunks of a fused push.
-_HIGH, _LOW, *_INTERPRETED = tiles(
+_TALL, _FLAT, *_INTERPRETED = tiles(
     (128, 256, 64, 8, 3, 8, GROUP_ALL_SHARDS),
     (64, 256, 64, 4, 4, 8, GROUP_ALL_SHARDS),
     (32, 64, 64, 4, 2, 2, GROUP_ALL_SHARDS),
@@ -79,8 +80,8 @@ _HIGH, _LOW, *_INTERPRETED = tiles(
     names=("GROUP_SIZE_M", "GROUP_SIZE_SHARDS"),
 )
 FUSED_TILES = (
-    *((_HIGH, *numbers) for numbers in ((16, 4), (16, 2), (16, 8), (8, 4), (20, 4))),
-    (_LOW, 16, 4),
+    *((_TALL, *numbers) for numbers in ((16, 4), (16, 2), (16, 8), (8, 4), (20, 4))),
+    (_FLAT, 16, 4),
 )
 INTERPRETED_FUSED_TILES = ((_INTERPRETED[0], 1, 2), (_INTERPRETED[1], 2, 3))
 
@@ -93,10 +94,10 @@ def split_k_tiles() -> list[triton.Config]:
     return [*SPLIT_K_TILES, *specialized]
 
 
-def split_workspace_size(num_sms: int) -> tuple[int, int]:
+def max_split_workspace_size(num_sms: int) -> tuple[int, int]:
     """Return the workspace size for all ``split_k_tiles`` as (fp32 elements, counters).
 
-    It takes 33 MiB for 132 programs.
+    For 132 programs, the workspace takes 33 MiB.
     """
     return max(workspace_size(config, num_sms - 1, num_sms) for config in split_k_tiles())
 
@@ -110,16 +111,16 @@ class LazySplitWorkspace:
 
     def __init__(self) -> None:
         self._device = current_device()
-        self._partials, counters = split_workspace_size(self._device.num_sms)
-        # Zero the counters now: a zeroing in a graph capture would run only in replays.
-        self._counters = self._new(torch.int32, counters)
-        self.reset()  # also waits for the device: calls may use any stream
+        self._partials, counters = max_split_workspace_size(self._device.num_sms)
+        # Zero the counters now. If a graph capture recorded this, it would run only in replays.
+        self._counters = self._allocate(torch.int32, counters)
+        self.reset()  # also waits for the device, because calls may use any stream
 
     @functools.cached_property
     def workspace(self) -> SplitWorkspace:
-        return SplitWorkspace(self._new(torch.float32, self._partials), self._counters)
+        return SplitWorkspace(self._allocate(torch.float32, self._partials), self._counters)
 
-    def _new(self, dtype: torch.dtype, elements: int) -> torch.Tensor:
+    def _allocate(self, dtype: torch.dtype, elements: int) -> torch.Tensor:
         with torch.inference_mode(False):
             return torch.empty(elements, dtype=dtype, device=self._device.torch_device)
 
@@ -167,14 +168,14 @@ def is_worth_trying(config: triton.Config, rows: int, columns: int, num_ranks: i
     rows = max_rows_of_key(rows, num_ranks)
     tiles_m = triton.cdiv(rows, tile["BLOCK_SIZE_M"])
     tiles_n = triton.cdiv(columns, tile["BLOCK_SIZE_N"])
-    full, last = divmod(tiles_m * tiles_n * num_ranks, sms)
-    waves = full + (last > 0)
+    full_waves, last_wave_tiles = divmod(tiles_m * tiles_n * num_ranks, sms)
+    waves = full_waves + (last_wave_tiles > 0)
     if waves >= _MANY_WAVES and tile["BLOCK_SIZE_M"] == 64:
         return False
     if tile.get("GROUP_SIZE_SHARDS", 1) > 1 and tiles_m * tiles_n >= sms:
         return False
     splits = tile.get("SPLIT_K", 1)
-    waves_of_splits = full + triton.cdiv(last * splits, sms) / splits
+    waves_of_splits = full_waves + triton.cdiv(last_wave_tiles * splits, sms) / splits
     return bool(splits == 1 or waves_of_splits <= (1 - _MIN_WAVE_SAVING) * waves)
 
 
@@ -222,7 +223,7 @@ def sharded_gemm(
     num_tiles = num_ranks * triton.cdiv(local_shard.shape[0], block_m) * triton.cdiv(N, block_n)
     source = gathered or GatheredShards(local_shard, local_shard, local_shard, 1, 1)
     push = source.push
-    senders = 0 if push is None else push.num_comm_sms
+    num_senders = 0 if push is None else push.num_comm_sms
     shards = Shards(source.rows, source.arrivals, source.epoch, None, None, None, *scales[0])
     if push is not None:
         shards = shards._replace(
@@ -232,14 +233,14 @@ def sharded_gemm(
     plan = GEMMPlan(
         GATHERED=gathered is not None, B_COLUMN_MAJOR=B.stride(0) == 1,
         PRECISION=dot_precision(local_shard.dtype), FLAGS_PER_RANK=source.flags_per_rank,
-        NUM_SMS=num_sms, NUM_COMM_SMS=senders, NUM_CHUNKS=1 if push is None else push.num_chunks,
-        NUM_WARPS=config.num_warps, NUM_STAGES=0, INT64_OFFSETS=False,
-        SCALING=scales[1],
+        NUM_SMS=num_sms, NUM_COMM_SMS=num_senders,
+        NUM_CHUNKS=1 if push is None else push.num_chunks,
+        NUM_WARPS=config.num_warps, NUM_STAGES=0, INT64_OFFSETS=False, SCALING=scales[1],
     )  # fmt: skip
-    options = config_for(config, local_shard.dtype, C.dtype).all_kwargs()
+    options = config_for_dtype(config, local_shard.dtype, C.dtype).all_kwargs()
     # Only the ordinary kernel can send the shard.
-    specialized = options.pop("WARP_SPECIALIZED", False) and push is None
-    specialized = specialized and can_specialize_warps(local_shard.dtype) and C.itemsize == 2
+    is_specialized = options.pop("WARP_SPECIALIZED", False) and push is None
+    is_specialized = is_specialized and can_specialize_warps(local_shard.dtype) and C.itemsize == 2
     by_descriptor = persistent and plan.PRECISION != "ieee" and local_shard.is_contiguous()
     if by_descriptor and fits_descriptor(local_shard, source.rows, B, C):
         options.setdefault("EPILOGUE_SUBTILE", False)
@@ -252,7 +253,7 @@ def sharded_gemm(
                 raise InvalidArgument("sharded_gemm", "split", sizes, expected)
             options["partials"] = split
         kernel: Any = kernel_gemm_persistent
-        if specialized:
+        if is_specialized:
             # Imported late, because not every Triton has Gluon.
             from triton_dist.kernels.common.gemm.warp_specialized import (
                 WARPS_PER_GROUP,
@@ -263,21 +264,21 @@ def sharded_gemm(
 
             plan = plan._replace(NUM_STAGES=options["num_stages"], NUM_WARPS=0)
             options["num_warps"] = WARPS_PER_GROUP
-        grid = (min(num_sms, num_tiles * splits + senders),)
+        grid = (min(num_sms, num_tiles * splits + num_senders),)
         return Launch(
             kernel, grid, (*operands, max(B.stride()), *sharding), {**options, "gemm_plan": plan}
         )
-    for name in _DESCRIPTOR_ONLY:
+    for name in _DESCRIPTOR_KERNEL_CONSTANTS:
         options.pop(name, None)
-    along_k = config.kwargs["BLOCK_SIZE_K"] * max(source.rows.stride(1), B.stride(0))
+    max_k_offset = config.kwargs["BLOCK_SIZE_K"] * max(source.rows.stride(1), B.stride(0))
     # Reset constants that the pointer kernel does not read, to avoid needless compilations.
     plan = plan._replace(
-        B_COLUMN_MAJOR=False, NUM_SMS=0, NUM_WARPS=0, INT64_OFFSETS=along_k >= 2**31
+        B_COLUMN_MAJOR=False, NUM_SMS=0, NUM_WARPS=0, INT64_OFFSETS=max_k_offset >= 2**31
     )
     return Launch(
         kernel_gemm_non_persistent,
-        (num_tiles + senders,),
-        # The row stride of a one-row ``local_shard`` is arbitrary: use the gathered rows' strides.
+        (num_tiles + num_senders,),
+        # Use the strides of the gathered rows, because a one-row ``local_shard`` may have any.
         (*operands, Strides(*source.rows.stride(), *B.stride()), *sharding),
         {**options, "gemm_plan": plan},
     )

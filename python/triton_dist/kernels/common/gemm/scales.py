@@ -1,7 +1,7 @@
 """Scales of fp8 operands: recipes, checks, and their application inside the GEMM kernels.
 
-Before rounding to fp8, numbers were divided by a scale, an fp32 factor. There are three recipes, in
-the layouts of ``torch.nn.functional.scaled_mm``:
+Before rounding to fp8, numbers were divided by an fp32 scale. A *recipe* is the granularity of the
+scales. There are three, with the layouts of ``torch.nn.functional.scaled_mm``:
 
 =======  ======================================  =================================================
 recipe   ``A_scale``                             ``B_scale``
@@ -12,11 +12,11 @@ BLOCK    [M, K / 128], strides (1, M)            [K / 128, N / 128] with strides
                                                  [N / 128, K / 128], contiguous (DeepSeek-V3)
 =======  ======================================  =================================================
 
-Divisions round up. If B holds the weights of E experts, [E, K, N], ``B_scale`` has a leading
-dimension E; TENSOR may have a single scale for all experts. With experts, BLOCK scales of A may
-also be row-major. In a ROW call, one of the operands may have a single scale. TENSOR and ROW scales
-multiply the accumulator once. BLOCK scales multiply the product of every 128 elements of K, and the
-scaled products are added in fp32.
+K / 128 and N / 128 are rounded up. If B holds the weights of E experts, [E, K, N], ``B_scale`` has
+a leading dimension E; TENSOR may have a single scale for all experts. With experts, BLOCK scales of
+A may also be row-major. In a ROW call, one of the operands may have a single scale. TENSOR and ROW
+scales multiply the accumulator once. BLOCK scales multiply the product of every 128 elements of K,
+and the scaled products are added in fp32.
 
 Hopper's tensor cores add fp8 products with fewer bits than fp32. Unless ``use_fast_accum`` is set,
 partial sums over 128 elements of K are added in fp32, as cuBLAS does. BLOCK always does this.
@@ -40,7 +40,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 BLOCK_ELEMENTS = 128
 """Length of a block along K, and along N for B."""
 SCALE_BLOCK = tl.constexpr(BLOCK_ELEMENTS)
-OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
+OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Recipe(enum.Enum):
@@ -53,7 +53,7 @@ class Recipe(enum.Enum):
     __repr__ = enum.Enum.__str__
 
 
-# Values of the kernels' constant SCALING, in an order that kernels compare. They are ints because
+# Values of the kernels' constant SCALING; kernels compare them with < and >=. They are ints because
 # Triton 3.6 rejects a str as a default. With FAST and larger values, a bias is optional.
 UNSCALED = tl.constexpr(0)
 """Neither scales nor a bias."""
@@ -206,7 +206,7 @@ def add_bias_at(accumulator, bias_ptr, column, end):
     return accumulator
 
 
-def blocks(size: int) -> int:
+def scale_blocks(size: int) -> int:
     """Return the number of blocks of 128 that cover ``size`` elements."""
     return -(-size // BLOCK_ELEMENTS)
 
@@ -275,7 +275,7 @@ class Scaling(NamedTuple):
                 if isinstance(scale, torch.Tensor):
                     shown = f"{scale.dtype}, shape {tuple(scale.shape)}"
                 yield name, shown, scale is None, f"None: {a} is {A.dtype}, not fp8"
-        good = out_dtype is None or out_dtype in (OUTPUTS if is_fp8 else (A.dtype,))
+        good = out_dtype is None or out_dtype in (OUTPUT_DTYPES if is_fp8 else (A.dtype,))
         expected = "torch.bfloat16, torch.float16 or torch.float32" if is_fp8 else f"{a}'s dtype"
         yield "out_dtype", out_dtype, good, f"None or {expected}"
         if bias is not None:
@@ -310,10 +310,10 @@ class Scaling(NamedTuple):
         if has_rows and has_columns and a.is_contiguous() and b.is_contiguous():
             return Recipe.TENSOR if a.numel() == 1 and is_single else Recipe.ROW
         fits = a.t().is_contiguous() or (experts and a.is_contiguous())
-        if a_shape != (M, blocks(K)) or not fits or b.ndim != B.ndim:
+        if a_shape != (M, scale_blocks(K)) or not fits or b.ndim != B.ndim:
             return None
-        in_memory = [*experts, blocks(N), blocks(K)]  # both layouts of B_scale are equal in memory
-        has_blocks = any(list(x.shape) == in_memory and x.is_contiguous() for x in (b, b.mT))
+        memory_shape = [*experts, scale_blocks(N), scale_blocks(K)]  # of both layouts of B_scale
+        has_blocks = any(list(x.shape) == memory_shape and x.is_contiguous() for x in (b, b.mT))
         return Recipe.BLOCK if has_blocks else None
 
     def key_of(self, key: KeyT, A: torch.Tensor, B: torch.Tensor) -> KeyT:
@@ -323,14 +323,14 @@ class Scaling(NamedTuple):
             return key
         recipe = self.recipe(A, B)
         name = "" if recipe is None else recipe.value
-        single: Any = tuple(x is not None and x.numel() == 1 for x in self[:2])
+        has_single_scale: Any = tuple(x is not None and x.numel() == 1 for x in self[:2])
         dtype, fast = self.output_dtype(A), self.use_fast_accum
-        return ScaledKey(key, name, single, dtype, fast, has_bias)  # type: ignore[return-value]
+        return ScaledKey(key, name, has_single_scale, dtype, fast, has_bias)  # type: ignore[return-value]
 
     def scaling_constant(self, recipe: Recipe | None) -> int:
         """Return the kernels' constant SCALING for scales of this recipe."""
-        whole = FAST if self.use_fast_accum else PROMOTED
-        return int((BLOCKWISE if recipe is Recipe.BLOCK else whole).value)
+        accumulation = FAST if self.use_fast_accum else PROMOTED
+        return int((BLOCKWISE if recipe is Recipe.BLOCK else accumulation).value)
 
     def kernel_argument(
         self, A: torch.Tensor, B: torch.Tensor, gathered: torch.Tensor | None = None
@@ -346,7 +346,7 @@ class Scaling(NamedTuple):
             return NO_SCALES._replace(bias=self.bias), scaling.value
         strides = (int(A_scale.numel() > 1), 0, 0, int(B_scale.numel() > 1))
         if recipe is Recipe.BLOCK:
-            strides = (1, A.shape[0], 1, blocks(A.shape[1]))
+            strides = (1, A.shape[0], 1, scale_blocks(A.shape[1]))
         scales = Scales(A_scale, B_scale, self.bias, *strides, gathered, A_scale.numel())
         return scales, self.scaling_constant(recipe)
 
@@ -358,12 +358,12 @@ class Scaling(NamedTuple):
         With BLOCK the scales are [M, K / 128] and [..., K / 128, N / 128], else [M, 1] and
         [..., 1, N]. ``...`` is the dimension of experts, if B has one.
         """
-        found: Any = self.recipe(A, B), self.A_scale, self.B_scale
-        recipe, a, b = found
+        recipe_and_scales: Any = self.recipe(A, B), self.A_scale, self.B_scale
+        recipe, a, b = recipe_and_scales
         *experts, K, N = B.shape
         if recipe is Recipe.BLOCK:
-            in_torch = b.shape[-2:] == (blocks(K), blocks(N)) and b.mT.is_contiguous()
-            return recipe, a, b if in_torch else b.mT
+            is_k_by_n = b.shape[-2:] == (scale_blocks(K), scale_blocks(N)) and b.mT.is_contiguous()
+            return recipe, a, b if is_k_by_n else b.mT
         b = b.reshape(*((1,) * len(experts) if b.numel() == 1 else experts), 1, -1)
         return recipe, a.reshape(-1, 1).expand(len(A), 1), b.expand(*experts, 1, N)
 
@@ -409,23 +409,23 @@ def scaling_of(
     return Scaling(A_scale, B_scale, bias, out_dtype, use_fast_accum)
 
 
-def fits_library(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool:
+def library_supports(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool:
     """Return whether torch can multiply the operands: cuBLAS restricts fp8 operands."""
     if A.dtype not in FP8 or A.device.type == "cpu":
         return True
     (K, N), is_block = B.shape, scaling.recipe(A, B) is Recipe.BLOCK
-    fits = K % 16 == N % 16 == 0 and not (is_block and (blocks(K) % 4 or A.dtype is FP8[1]))
+    fits = K % 16 == N % 16 == 0 and not (is_block and (scale_blocks(K) % 4 or A.dtype is FP8[1]))
     return fits and scaling.output_dtype(A) is torch.bfloat16
 
 
 def library_check(algorithm: str, A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> Check:
-    """Return the check that torch can multiply the operands; ``algorithm`` requires it."""
+    """Return the check that torch can multiply the operands, for an error about ``algorithm``."""
     expected = "another algorithm: scaled_mm requires bf16 output and K and N divisible by 16; "
     expected += "block scales also require e4m3 and K / 128, rounded up, divisible by 4"
-    return "algorithm", algorithm, fits_library(A, B, scaling), expected
+    return "algorithm", algorithm, library_supports(A, B, scaling), expected
 
 
-def fits_async_tp(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool:
+def async_tp_supports(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool:
     """Return whether async tensor parallelism supports the operands.
 
     It supports fp8 only as e4m3 without BLOCK scales.
@@ -436,9 +436,9 @@ def fits_async_tp(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool:
 
 
 def async_tp_check(algorithm: str, A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> Check:
-    """Return the check that async tensor parallelism supports A and B, for ``algorithm``."""
+    """Return the check that async TP supports A and B, for an error about ``algorithm``."""
     expected = "another algorithm for block scales and for e5m2"
-    return "algorithm", algorithm, fits_async_tp(A, B, scaling), expected
+    return "algorithm", algorithm, async_tp_supports(A, B, scaling), expected
 
 
 def library_matmul(
@@ -466,12 +466,12 @@ def library_matmul(
     if out is not None or not hasattr(functional, "scaled_mm"):  # torch below 2.11
         options: Any = {"bias": bias, "out_dtype": dtype, "use_fast_accum": fast, "out": out}
         return torch._scaled_mm(A, B, a_scale, b_scale, **options)
-    kinds = functional.ScalingType
-    a_kind = b_kind = kinds.RowWise if recipe is Recipe.ROW else kinds.TensorWise
+    types = functional.ScalingType
+    a_type = b_type = types.RowWise if recipe is Recipe.ROW else types.TensorWise
     if recipe is Recipe.BLOCK:
-        a_kind, b_kind = kinds.BlockWise1x128, kinds.BlockWise128x128
+        a_type, b_type = types.BlockWise1x128, types.BlockWise128x128
     return functional.scaled_mm(  # type: ignore[no-any-return]
-        A, B, a_scale, a_kind, b_scale, b_kind,
+        A, B, a_scale, a_type, b_scale, b_type,
         bias=bias, output_dtype=dtype, use_fast_accum=fast,
     )  # fmt: skip
 
@@ -481,9 +481,9 @@ def _padded_matmul(
 ) -> torch.Tensor:
     """Return ``library_matmul`` with rows padded to a multiple of 4, which cuBLAS requires."""
     assert scaling.A_scale is not None
-    pad, more = torch.nn.functional.pad, -len(A) % 4
-    scaling = scaling._replace(A_scale=pad(scaling.A_scale.t(), (0, more)).t())
-    padded = pad(A.view(torch.uint8), (0, 0, 0, more)).view(A.dtype)
+    pad, num_padding_rows = torch.nn.functional.pad, -len(A) % 4
+    scaling = scaling._replace(A_scale=pad(scaling.A_scale.t(), (0, num_padding_rows)).t())
+    padded = pad(A.view(torch.uint8), (0, 0, 0, num_padding_rows)).view(A.dtype)
     product = library_matmul(padded, B, scaling)[: len(A)]
     return product if out is None else out.copy_(product)
 
@@ -504,8 +504,8 @@ def _fp8_checks(
         yield f"{name}.dtype", scale.dtype, scale.dtype is torch.float32, "torch.float32"
         yield f"{name}.device", scale.device, scale.device == A.device, f"{A.device}, like {a}"
         yield gradient_check(name, scale)
-    M, along_k, along_n = len(A), blocks(K), blocks(N)
-    given = "; ".join(f"{tuple(scale.shape)}, {scale.stride()}" for scale in (A_scale, B_scale))
+    M, along_k, along_n = len(A), scale_blocks(K), scale_blocks(N)
+    passed = "; ".join(f"{tuple(scale.shape)}, {scale.stride()}" for scale in (A_scale, B_scale))
     of_expert = f", each for {experts} experts" if experts else ""
     expected = (
         f"shapes and strides of one recipe: one element each; [{M}] or [{M}, 1] for {a}, and "
@@ -514,4 +514,4 @@ def _fp8_checks(
         f"(1, {along_k}) or a contiguous [{along_n}, {along_k}] for {b}{of_expert}"
     )
     good = Scaling(A_scale, B_scale).recipe(A, B) is not None
-    yield "A_scale, B_scale", given, good, expected
+    yield "A_scale, B_scale", passed, good, expected

@@ -7,15 +7,14 @@ waits until its rows have arrived.
 
 No tile has rows of two shards, so a tile has one source, and shards may have any number of rows.
 The last tile of a shard is clipped on store, by a mask or by a 3-D descriptor [rank, row, column].
-For sm_90 the 3-D descriptor needs as many registers, shared memory and instructions as a 2-D
-descriptor.
+On sm_90 a 3-D descriptor costs no more registers, shared memory or instructions than a 2-D one.
 
 Flag ``shards.arrivals[s * FLAGS_PER_RANK + c]`` covers chunk c of shard s; a chunk has
 ``chunk_rows`` rows. The chunk has arrived when the flag reaches the epoch at ``shards.epoch``. The
 lowest 20 bits of a flag hold the number of rows of a shard, which must be equal on all ranks
 (``common/peers.py``).
 
-A work item is a tile of the output, or with split-K a part of its product along K.
+A work item is a tile of the output or, with split-K, the product of a tile over a part of K.
 
 *Fused push.* Copy engines take a few microseconds per copy, and a tile that waits for whole rows
 starts only after their last byte. For small shards, such waits are most of a call's time. With
@@ -132,8 +131,8 @@ class GEMMPlan(NamedTuple):
 
 # A sending program reads a block of this size once and stores it to every peer. A row of the block
 # has 256 contiguous bytes; with 8 warps a thread has 64 bytes in flight.
-_CHUNK_ROWS = tl.constexpr(64)
-_CHUNK_BYTES = tl.constexpr(256)
+_PUSH_BLOCK_ROWS = tl.constexpr(64)
+_PUSH_BLOCK_ROW_BYTES = tl.constexpr(256)
 # Number of peers whose flags a program awaits or sets at the same time.
 _PEERS_PER_WAIT = tl.constexpr(16)
 
@@ -177,13 +176,13 @@ def push_local_shard(
     NUM_CHUNKS: tl.constexpr = gemm_plan.NUM_CHUNKS
     NUM_COMM_SMS: tl.constexpr = gemm_plan.NUM_COMM_SMS
     program = tl.program_id(0)
-    last = (epoch_at(shards.epoch) - 1).to(tl.int32)
+    last_use = (epoch_at(shards.epoch) - 1).to(tl.int32)
     value = flag_of(shards.epoch, rows)
     # The last use of the slot must be consumed before its rows are overwritten.
     peers = num_ranks - 1
     for first_peer in range(0, peers, _PEERS_PER_WAIT):
         peer = (rank + 1 + first_peer + tl.arange(0, _PEERS_PER_WAIT)) % num_ranks
-        dl.wait(shards.consumed + peer, peers - first_peer, last, timeout_word_of(shards.epoch))
+        dl.wait(shards.consumed + peer, peers - first_peer, last_use, timeout_word_of(shards.epoch))
 
     # Elements per 16 bytes, for ``tl.multiple_of``. The hints are repeated below, because Triton
     # loses hints on arguments and results of calls.
@@ -200,11 +199,11 @@ def push_local_shard(
                 vector,
             )  # fmt: skip
             for first_peer in range(0, peers, _PEERS_PER_WAIT):
-                number = first_peer + tl.arange(0, _PEERS_PER_WAIT)
-                peer = (rank + 1 + number) % num_ranks
+                step = first_peer + tl.arange(0, _PEERS_PER_WAIT)
+                peer = (rank + 1 + step) % num_ranks
                 flags_ptr = dl.symm_at(shards.arrivals, shards.arrivals_table, peer)
                 flag = rank * gemm_plan.FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program
-                dl.notify(flags_ptr + flag, value, mask=number < peers)
+                dl.notify(flags_ptr + flag, value, mask=step < peers)
 
 
 @jit
@@ -227,23 +226,23 @@ def _push_columns(
     are accessed at a time. Peers get a block in the order in which they need this shard.
     """
     itemsize: tl.constexpr = local_ptr.dtype.element_ty.primitive_bitwidth // 8
-    columns: tl.constexpr = _CHUNK_BYTES // itemsize
+    columns: tl.constexpr = _PUSH_BLOCK_ROW_BYTES // itemsize
     shard_begin = tl.multiple_of(rank.to(tl.int64) * rows * K, VECTOR)
-    chunks_down = tl.cdiv(rows, _CHUNK_ROWS)
-    chunks = chunks_down * tl.cdiv(end - column, columns)
-    for chunk in range(program, chunks, NUM_COMM_SMS):
-        row_index = chunk % chunks_down * _CHUNK_ROWS + tl.arange(0, _CHUNK_ROWS)
-        column_index = column + chunk // chunks_down * columns + tl.arange(0, columns)
+    blocks_down = tl.cdiv(rows, _PUSH_BLOCK_ROWS)
+    num_blocks = blocks_down * tl.cdiv(end - column, columns)
+    for block in range(program, num_blocks, NUM_COMM_SMS):
+        row_index = block % blocks_down * _PUSH_BLOCK_ROWS + tl.arange(0, _PUSH_BLOCK_ROWS)
+        column_index = column + block // blocks_down * columns + tl.arange(0, columns)
         begin_of_row = tl.multiple_of(row_index.to(tl.int64) * K, VECTOR)
         offsets = begin_of_row[:, None] + column_index[None, :]
         mask = (row_index < rows)[:, None] & (column_index < end)[None, :]
-        block = tl.load(local_ptr + offsets, mask=mask)
+        values = tl.load(local_ptr + offsets, mask=mask)
         for step in range(1, num_ranks):
             peer = (rank + num_ranks - step) % num_ranks
             # Not a call of ``target_at``, because a called function would lose the hint.
             peer_ptr = tl.load(shards.rows_table + peer).to(shards.rows.dtype)
             peer_ptr = tl.multiple_of(peer_ptr, VECTOR * itemsize)
-            tl.store(peer_ptr + shard_begin + offsets, block, mask=mask)
+            tl.store(peer_ptr + shard_begin + offsets, values, mask=mask)
 
 
 @jit
@@ -263,7 +262,7 @@ def multiply_arriving_tile(
     BLOCK_SIZE_N: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
 ):
-    """Return the product like ``multiply_tile``, but wait for each chunk along K before its use.
+    """Return the product of a tile like ``multiply_tile``, but first wait for each chunk along K.
 
     The waits are outside the pipelined loop.
     """
@@ -292,8 +291,8 @@ def workspace_size(config: triton.Config, tiles: int, num_sms: int) -> tuple[int
     splits = tile.get("SPLIT_K", 1)
     if splits == 1:
         return 0, 0
-    split = tiles % num_sms
-    return split * splits * tile["BLOCK_SIZE_M"] * tile["BLOCK_SIZE_N"], split
+    split_tiles = tiles % num_sms
+    return split_tiles * splits * tile["BLOCK_SIZE_M"] * tile["BLOCK_SIZE_N"], split_tiles
 
 
 @jit
@@ -314,9 +313,9 @@ def split_of_work_item(work_item, unsplit_tiles, SPLIT_K: tl.constexpr):
     if SPLIT_K == 1:
         return work_item, 0, 1
     else:
-        beyond = max(work_item - unsplit_tiles, 0)
+        excess = max(work_item - unsplit_tiles, 0)
         num_splits = tl.where(work_item < unsplit_tiles, 1, SPLIT_K)
-        return min(work_item, unsplit_tiles) + beyond // SPLIT_K, beyond % SPLIT_K, num_splits
+        return min(work_item, unsplit_tiles) + excess // SPLIT_K, excess % SPLIT_K, num_splits
 
 
 @jit
@@ -356,8 +355,8 @@ def publish_partial(
     block_ptr = partials.partials + start + tl.arange(0, size)
     tl.store(block_ptr, _to_register_order(accumulator, NUM_WARPS))
     tl.debug_barrier()  # One thread issues the release, so first wait for all threads' stores.
-    before = tl.atomic_add(partials.counters + tile, 1, sem="acq_rel", scope="gpu")
-    is_last = before == SPLIT_K - 1
+    previous_count = tl.atomic_add(partials.counters + tile, 1, sem="acq_rel", scope="gpu")
+    is_last = previous_count == SPLIT_K - 1
     if is_last:
         tl.store(partials.counters + tile, 0)
     return is_last
@@ -407,10 +406,10 @@ def gathered_tile(
         )
         return 1 + tile // (num_tiles_m * num_tiles_n), m, n
     else:
-        width = GROUP_SIZE_SHARDS * num_tiles_m * num_tiles_n
-        first = tile // width * GROUP_SIZE_SHARDS
-        shards = min(num_ranks - 1 - first, GROUP_SIZE_SHARDS)
-        row, n = tile_in_group(tile % width, shards * num_tiles_m, num_tiles_n, GROUP_SIZE_M)
+        tiles_per_group = GROUP_SIZE_SHARDS * num_tiles_m * num_tiles_n
+        first = tile // tiles_per_group * GROUP_SIZE_SHARDS
+        num_tiles_down = min(num_ranks - 1 - first, GROUP_SIZE_SHARDS) * num_tiles_m
+        row, n = tile_in_group(tile % tiles_per_group, num_tiles_down, num_tiles_n, GROUP_SIZE_M)
         return 1 + first + row // num_tiles_m, row % num_tiles_m, n
 
 

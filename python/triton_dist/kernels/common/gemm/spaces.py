@@ -37,7 +37,7 @@ def max_rows_of_key(rows: int, num_ranks: int = 1) -> int:
     return tune.fine_bucket(rows * num_ranks) // num_ranks
 
 
-def config_for(
+def config_for_dtype(
     config: triton.Config, dtype: torch.dtype, out_dtype: torch.dtype | None = None
 ) -> triton.Config:
     """Return the config that is launched for operands of ``dtype``.
@@ -74,12 +74,12 @@ def tiles(
     return tuple(
         triton.Config(
             {"BLOCK_SIZE_M": m, "BLOCK_SIZE_N": n, "BLOCK_SIZE_K": k}
-            | dict(zip(names, others, strict=False))
+            | dict(zip(names, optional_constants, strict=False))
             | constants,
             num_warps=warps,
             num_stages=stages,
         )
-        for m, n, k, warps, stages, *others in rows
+        for m, n, k, warps, stages, *optional_constants in rows
     )
 
 
@@ -315,7 +315,7 @@ def fits_gemm(
         and scaling_of(**kwargs).output_dtype(A).itemsize == 2
     ):
         return False
-    launched = {"gemm_config": config_for(_gemm_config(config), A.dtype)}
+    launched = {"gemm_config": config_for_dtype(_gemm_config(config), A.dtype)}
     return prune_fn_by_shared_memory(launched, A) and prune_fn_by_group_size_m(
         launched, A, B, *args, **kwargs
     )
@@ -364,7 +364,7 @@ def gemm_ms(
         shards: number of parts of A's rows, which are tiled separately.
         experts: if not 0, number of parts of A's rows, each multiplied by its own B.
     """
-    peak, config, shards = device_peak(), config_for(config, dtype), experts or shards
+    peak, config, shards = device_peak(), config_for_dtype(config, dtype), experts or shards
     tile, item, sms = config.kwargs, dtype.itemsize, peak.sms
     M, N = max(M, 1), max(N, 1)  # an empty product has no tiles, by whose number we divide
     block_m, block_n, block_k = (tile[f"BLOCK_SIZE_{axis}"] for axis in "MNK")

@@ -31,10 +31,10 @@ def tile_in_group(tile, num_tiles_m, num_tiles_n, GROUP_SIZE_M: tl.constexpr):
     then share rows of A and columns of B in the L2 cache (grouped ordering of the Triton matmul
     tutorial).
     """
-    width = GROUP_SIZE_M * num_tiles_n
-    first_m = tile // width * GROUP_SIZE_M
+    tiles_per_group = GROUP_SIZE_M * num_tiles_n
+    first_m = tile // tiles_per_group * GROUP_SIZE_M
     group_m = min(num_tiles_m - first_m, GROUP_SIZE_M)
-    return first_m + tile % width % group_m, tile % width // group_m
+    return first_m + tile % tiles_per_group % group_m, tile % tiles_per_group // group_m
 
 
 @jit

@@ -34,7 +34,7 @@ from triton_dist.kernels.common.gemm.scales import (
     add_product,
     apply_scales,
 )
-from triton_dist.kernels.common.gemm.spaces import can_specialize_warps, config_for
+from triton_dist.kernels.common.gemm.spaces import can_specialize_warps, config_for_dtype
 from triton_dist.kernels.common.moe.routing import (
     RECORD_WORDS,
     BlockMap,
@@ -335,7 +335,7 @@ def grouped_product(
         routes_of_row: routes per row of A; default: R / M. 0 if the rows of A are sorted by expert.
     """
     precision = dot_precision(A.dtype)
-    options = config_for(config, A.dtype).all_kwargs()
+    options = config_for_dtype(config, A.dtype).all_kwargs()
     options.pop("EPILOGUE_SUBTILE", None)
     options.setdefault("GROUP_SIZE_M", 8)
     programs = current_device().num_sms * options.pop("PROGRAMS", 1)

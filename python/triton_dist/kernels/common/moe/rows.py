@@ -76,11 +76,11 @@ def has_fast_library() -> bool:
 
 
 def is_library_candidate(key: Any) -> bool:
-    """Return whether torch's kernel is worth trying: for bf16 or e4m3, if ``fits_library``."""
-    return key.dtype in (torch.bfloat16, torch.float8_e4m3fn) and fits_library(key)
+    """Return whether torch's kernel is worth trying: for bf16 or e4m3, if ``library_supports``."""
+    return key.dtype in (torch.bfloat16, torch.float8_e4m3fn) and library_supports(key)
 
 
-def fits_library(key: Any) -> bool:
+def library_supports(key: Any) -> bool:
     """Return whether torch can multiply by weights with the sizes, dtype and layout in ``key``.
 
     For fp8, torch on Hopper supports e4m3 operands with scales per tensor or row, and bf16 output.
@@ -94,8 +94,8 @@ def fits_library(key: Any) -> bool:
 
 
 def check_library(function: str, algorithm: str, key: Any) -> None:
-    """Raise ``InvalidArgument`` unless ``fits_library(key)``, which ``algorithm`` requires."""
-    if not fits_library(key):
+    """Raise ``InvalidArgument`` unless ``library_supports(key)``, which ``algorithm`` requires."""
+    if not library_supports(key):
         expected = "another algorithm: K, N and the strides of the weights must be multiples of 16 "
         expected += "bytes, fp8 operands e4m3 without block scales, and their output bf16"
         raise InvalidArgument(function, "algorithm", algorithm, expected)

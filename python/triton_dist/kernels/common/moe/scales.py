@@ -14,7 +14,7 @@ from triton_dist.kernels.common.gemm.scales import (
     BLOCKWISE,
     FP8,
     Scaling,
-    blocks,
+    scale_blocks,
 )
 
 _ALIGNMENT = 16
@@ -66,7 +66,7 @@ class OperandScales(NamedTuple):
         With BLOCK scales, ``first`` must be a multiple of 128.
         """
         if self.is_block:
-            first, end = first // BLOCK_ELEMENTS, blocks(end)
+            first, end = first // BLOCK_ELEMENTS, scale_blocks(end)
         return self._replace(b=self.b[:, :, first:end])
 
     def of_rows(self, rows: torch.Tensor, own: torch.Tensor | None = None) -> OperandScales:
@@ -94,7 +94,7 @@ def packed_form(K: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
 
 def _begin_of_elements(K: int) -> int:
     """Return the number of bytes from the begin of a packed row to its elements."""
-    return -(-4 * blocks(K) // _ALIGNMENT) * _ALIGNMENT
+    return -(-4 * scale_blocks(K) // _ALIGNMENT) * _ALIGNMENT
 
 
 def pack(A: torch.Tensor, scales: OperandScales, out: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ import triton
 from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS, FP8, Recipe
 from triton_dist.kernels.common.gemm.spaces import (
     can_specialize_warps,
-    config_for,
+    config_for_dtype,
     fits_registers,
     max_rows_of_key,
     prune_fn_by_shared_memory,
@@ -107,7 +107,7 @@ def fits_grouped(
     m, n = gemm.kwargs["BLOCK_SIZE_M"], gemm.kwargs["BLOCK_SIZE_N"]
     rows = max_rows_of_key(tokens) * topk / E
     is_high_enough = rows <= _MAX_TILES_PER_EXPERT * m or m == _MAX_BLOCK_M
-    launched = {"gemm_config": config_for(gemm, dtype)}
+    launched = {"gemm_config": config_for_dtype(gemm, dtype)}
     if gemm.kwargs.get("WARP_SPECIALIZED"):
         is_block = dtype in FP8 and key.recipe == Recipe.BLOCK.value
         if not is_block or key.K % BLOCK_ELEMENTS or key.layout != "column-major":

@@ -24,14 +24,14 @@ from triton_dist.kernels.common.context import (
     Check,
     GEMMContext,
     agree_to_create,
+    cached_after_checks,
     checked_buffer,
-    checked_once,
-    from_1_to,
+    dtype_checks,
     gradient_check,
-    kernel_checks,
     operand_checks,
     operand_signature,
     raise_first_error,
+    range_check,
     tensor_checks,
 )
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer
@@ -170,15 +170,15 @@ def create(
     members = process_group_of(group)
 
     def checks() -> Iterator[Check]:
-        yield from_1_to(MAX_TOPK, "topk", topk)
+        yield range_check(MAX_TOPK, "topk", topk)
         expected = f"a positive multiple of topk = {topk}: routes, not tokens"
         good = max_token_num >= 1 and max_token_num % topk == 0
         yield "max_token_num", max_token_num, good, expected
         tokens = ctx_type.tokens_check("", max_token_num // topk, world_size)
         yield "max_token_num", max_token_num, tokens[2], f"topk = {topk} times {tokens[3]}"
-        yield from_1_to(MAX_EXPERTS, "num_experts", num_experts)
-        yield from kernel_checks("input_dtype", input_dtype)
-        yield from_1_to(MAX_COLUMN_CHUNKS, "n_chunks_max", n_chunks_max)
+        yield range_check(MAX_EXPERTS, "num_experts", num_experts)
+        yield from dtype_checks("input_dtype", input_dtype)
+        yield range_check(MAX_COLUMN_CHUNKS, "n_chunks_max", n_chunks_max)
 
     sizes = {
         "max_token_num": max_token_num, "hidden_dim": hidden_dim, "num_experts": num_experts,
@@ -356,7 +356,7 @@ class SumCall(GEMMCall):
 
         signature = operand_signature(weights, x, weights, *routing)
         signature = (*signature, *scaling.signature(weights))
-        return checked_once(ctx.checked_keys, signature, function, checks, key)
+        return cached_after_checks(ctx.checked_keys, signature, function, checks, key)
 
     @classmethod
     def key_fn(

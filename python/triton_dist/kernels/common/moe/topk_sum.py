@@ -24,8 +24,8 @@ from triton_dist.kernels.common.exchange.buffer import (
     SMALL_PARAMS,
     ExchangeBuffer,
     LaunchParams,
+    make_plan,
     params_for_device,
-    plan_of,
     shard_elements,
 )
 from triton_dist.kernels.common.exchange.protocol import (
@@ -300,7 +300,7 @@ class RoutedSums(NamedTuple):
         (rows, N), (M, topk), params = out.shape, self.topk_ids.shape, self._launch_params(out)
         operands = self.products, self.expert_weight, self.topk_ids, self.rows, out
         sizes = rows, N, self.E, shard_elements(rows * N), M, buffer.rank
-        plan = plan_of(buffer.num_ranks, params, out)
+        plan = make_plan(buffer.num_ranks, params, out)
         return Launch(
             kernel_topk_exchange,
             (params.num_ctas,),

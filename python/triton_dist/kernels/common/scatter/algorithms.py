@@ -15,8 +15,8 @@ from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.context import (
     Check,
     ProductKey,
+    cached_after_checks,
     checked_buffer,
-    checked_once,
     layout_of,
     operand_checks,
     operand_signature,
@@ -30,10 +30,10 @@ from triton_dist.kernels.common.gemm.scales import (
     NO_SCALING,
     Recipe,
     Scaling,
-    blocks,
-    fits_library,
     library_check,
     library_matmul,
+    library_supports,
+    scale_blocks,
     scaling_of,
 )
 from triton_dist.kernels.common.gemm.spaces import fits_gemm, fits_rows, max_rows_of_key
@@ -44,11 +44,11 @@ from triton_dist.kernels.common.op import (
     check_tiles,
 )
 from triton_dist.kernels.common.scatter.kernel import scattered_gemm
-from triton_dist.kernels.common.scatter.one_launch import exchanged_gemm, num_programs_of
+from triton_dist.kernels.common.scatter.one_launch import exchanged_gemm, num_exchange_programs
 from triton_dist.kernels.common.scatter.partials import (
     MAX_CHUNKS,
-    Scattering,
     SummingContext,
+    TileMemory,
     chunks_of_row_block,
     tiles_of_row_block,
 )
@@ -56,7 +56,7 @@ from triton_dist.kernels.common.scatter.tiles import add_deferred
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch, dot_precision
 
-_CHUNKS = range(1, MAX_CHUNKS + 1)
+_VALID_NUM_CHUNKS = range(1, MAX_CHUNKS + 1)
 
 
 @dataclass(eq=False, repr=False)  # Not frozen, because that would take 1 us more per call.
@@ -71,7 +71,7 @@ class SummingCall(GEMMCall):
         num_ctas, block_bytes: launch parameters of the sum, for algorithms that sum in a separate
             launch.
         A_scale, B_scale: scales of fp8 operands.
-        operands: tuning key of the operands.
+        gemm_key: tuning key of the operands.
         scaling: the scales, ``use_fast_accum`` and the output's dtype, without the bias, which is
             added to the sum over ranks.
     """
@@ -87,27 +87,26 @@ class SummingCall(GEMMCall):
     method: enum.Enum | None
     num_ctas: int | None
     block_bytes: int | None
-    operands: ProductKey = field(init=False)
+    gemm_key: ProductKey = field(init=False)
     scaling: Scaling = field(init=False)
 
     def __post_init__(self) -> None:
         self.scaling = self.scaling_of(self.ctx, self.A_scale, self.B_scale, self.use_fast_accum)
         # If the tuner has already checked the operands, it passes their key.
-        known = self.accepted_key
-        if known is None:
-            self.operands = self.check_operands(self.A, self.B, self.bias, self.ctx, self.scaling)
+        if self.accepted_key is None:
+            self.gemm_key = self.check_operands(self.A, self.B, self.bias, self.ctx, self.scaling)
         else:
-            self.operands = known[0]
+            self.gemm_key = self.accepted_key[0]
         if self.straggler_option is not None:
             check_straggler(self.ctx_type.function, self.straggler_option)
-        if self.num_chunks not in _CHUNKS:  # The slots have this number of flags.
+        if self.num_chunks not in _VALID_NUM_CHUNKS:  # a slot has a flag per chunk
             expected = f"1 to {MAX_CHUNKS}"
             raise InvalidArgument(self.ctx_type.function, "num_chunks", self.num_chunks, expected)
 
-    def layouts(self) -> tuple[object, ...]:
-        """Return the properties of the operands, except addresses, that determine the launches."""
+    def launch_key(self) -> tuple[object, ...]:
+        """Return all properties of the operands that determine the launches, except addresses."""
         A, B = self.A, self.B
-        return self.operands, A.stride(), B.stride(), self.bias is None, dot_precision(A.dtype)
+        return self.gemm_key, A.stride(), B.stride(), self.bias is None, dot_precision(A.dtype)
 
     @staticmethod
     def scaling_of(
@@ -130,7 +129,10 @@ class SummingCall(GEMMCall):
     @staticmethod
     @abstractmethod
     def options_in_key(ctx: Any) -> bool:
-        """Return the option in the key: ``reduce_st`` of gemm_rs, ``copy_to_local`` of gemm_ar."""
+        """Return the option that is part of the tuning key.
+
+        It is ``reduce_st`` for gemm_rs and ``copy_to_local`` for gemm_ar.
+        """
 
     @staticmethod
     def sums_on_arrival(ctx: Any, **_: Any) -> bool:
@@ -199,7 +201,7 @@ class SummingCall(GEMMCall):
             yield from operand_checks(ctx.output_dtype, device, bias=bias)
             yield from scaling.checks(A, B)
             if scaling.recipe(A, B) is Recipe.BLOCK:
-                padded = blocks(K) * BLOCK_ELEMENTS
+                padded = scale_blocks(K) * BLOCK_ELEMENTS
                 expected = (
                     f"whole blocks of 128 on each rank: pad K_per_rank with zeros to {padded}"
                 )
@@ -211,7 +213,7 @@ class SummingCall(GEMMCall):
             return scaling.key_of(key, A, B)
 
         signature = (*operand_signature(B, A, B, bias), *scaling.signature(B))
-        return checked_once(ctx.checked_keys, signature, function, checks, key)
+        return cached_after_checks(ctx.checked_keys, signature, function, checks, key)
 
     def check_tiles(self) -> None:
         check_tiles(self.ctx_type.function, self.gemm_config, self.chosen.name)
@@ -233,8 +235,8 @@ class SummingSizes:
         M: maximum number of rows over the calls of the key.
         requested: algorithm that deprecated keywords of the call select.
         scaling: scales of fp8 operands, and the output's dtype.
-        adds_on_arrival: tiles are added to a single sum on the owner rank. This excludes algorithms
-            that store the tiles of each rank separately.
+        adds_on_arrival: whether arriving tiles are added to a single sum on the owner rank.
+            Algorithms that store the tiles of each rank separately then do not fit.
     """
 
     A: torch.Tensor
@@ -263,17 +265,17 @@ class SummingSizes:
 
     def has_chunks(self, config: Mapping[str, Any], rows: int) -> bool:
         """Return whether ``rows`` rows can be divided into the config's number of chunks."""
-        number: int = config["num_chunks"]
-        chunks = chunks_of_row_block(config["gemm_config"], rows, self.B.shape[1], number)
-        return len(chunks.rows) == number
+        num_chunks: int = config["num_chunks"]
+        chunks = chunks_of_row_block(config["gemm_config"], rows, self.B.shape[1], num_chunks)
+        return len(chunks.rows) == num_chunks
 
 
-def outputs(C: torch.Tensor, bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
+def output_tensors(C: torch.Tensor, bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
     """Return output and bias by kernel argument name. Their addresses change between calls."""
     return {"out.c": C} if bias is None else {"out.c": C, "out.bias": bias}
 
 
-def inputs(call: SummingCall) -> dict[str, torch.Tensor]:
+def input_tensors(call: SummingCall) -> dict[str, torch.Tensor]:
     """Return the operands and their scales by kernel argument name."""
     tensors = {"a_ptr": call.A, "b_ptr": call.B}
     if call.A_scale is not None and call.B_scale is not None:
@@ -285,28 +287,28 @@ def inputs(call: SummingCall) -> dict[str, torch.Tensor]:
 class ScatteredLaunches:
     """Launches of a call that sends tiles to the ranks that own their rows, and sums them in C.
 
-    ``scattering`` is the memory in which tiles arrive. ``scattered_gemm`` is the main launch.
+    ``scattered_gemm`` is the main launch.
     """
 
     kernel: ClassVar[Any]
     """The persistent GEMM kernel."""
     call: SummingCall
     C: torch.Tensor
-    scattering: Scattering
+    tile_memory: TileMemory
 
     def __post_init__(self) -> None:
         self.key = self._key()
         """Key of the launches: all their properties except the addresses of tensors."""
         # The key contains the id() of these objects, so they must stay alive.
-        self._keep_alive = self.scattering, self.call.gemm_config
+        self._keep_alive = self.tile_memory, self.call.gemm_config
 
     def run(self) -> None:
         self.multiply()
         self.add_deferred()
 
     def multiply(self) -> None:
-        """Load all kernels that follow the GEMM, then launch the GEMM."""
-        self._launch(self.key, self._gemm, inputs(self.call) | self._output_tensors())
+        """Launch the GEMM, after loading the kernels that follow it."""
+        self._launch(self.key, self._gemm_launch, input_tensors(self.call) | self._outputs())
 
     def add_deferred(self) -> None:
         """Launch the kernel that adds deferred tiles, if the GEMM may defer tiles.
@@ -314,41 +316,41 @@ class ScatteredLaunches:
         ``scatter/tiles.py`` describes deferred tiles.
         """
         if self._may_defer():
-            self._launch(("deferred", *self.key), self._deferred, self._output_tensors())
+            self._launch(("deferred", *self.key), self._deferred_launch, self._outputs())
 
     def compile(self) -> None:
-        self._gemm().compile()
+        self._gemm_launch().compile()
 
     def _key(self) -> tuple[object, ...]:
         call = self.call
-        ids = id(self.scattering), id(call.gemm_config)
-        return *call.layouts(), *ids, call.persistent, call.num_chunks
+        ids = id(self.tile_memory), id(call.gemm_config)
+        return *call.launch_key(), *ids, call.persistent, call.num_chunks
 
     def _launch(self, key: object, make: Any, tensors: dict[str, torch.Tensor]) -> None:
         self.call.ctx.buffer.slots.launcher.run(key, make, tensors, self._keep_alive)
 
-    def _output_tensors(self) -> dict[str, torch.Tensor]:
-        return outputs(self.C, self.call.bias)
+    def _outputs(self) -> dict[str, torch.Tensor]:
+        return output_tensors(self.C, self.call.bias)
 
     def _may_defer(self) -> bool:
-        return self.call.persistent and self.scattering.num_ranks > 1
+        return self.call.persistent and self.tile_memory.num_ranks > 1
 
     def _later_launches(self) -> Iterator[Launch]:
         if self._may_defer():
-            yield self._deferred()
+            yield self._deferred_launch()
 
-    def _gemm(self) -> Launch:
+    def _gemm_launch(self) -> Launch:
         call = self.call
         return scattered_gemm(
-            call.A, call.B, self.C, call.bias, call.gemm_config, self.scattering,
+            call.A, call.B, self.C, call.bias, call.gemm_config, self.tile_memory,
             kernel=self.kernel, num_sms=current_device().num_sms, persistent=call.persistent,
             num_chunks=call.num_chunks, scales=call.scaling.kernel_argument(call.A, call.B),
         ).preload(*self._later_launches())  # fmt: skip
 
-    def _deferred(self) -> Launch:
+    def _deferred_launch(self) -> Launch:
         call = self.call
         return add_deferred(
-            self.C, call.bias, call.gemm_config, self.scattering,
+            self.C, call.bias, call.gemm_config, self.tile_memory,
             M=call.A.shape[0], num_sms=current_device().num_sms, num_chunks=call.num_chunks,
         )  # fmt: skip
 
@@ -369,18 +371,18 @@ class ExchangeLaunch:
 
     def run(self) -> torch.Tensor:
         call, buffer, C = self.call, self.buffer, self._output()
-        num_ctas = num_programs_of(
+        num_ctas = num_exchange_programs(
             call.gemm_config, call.A.shape[0], C.shape[1], buffer.device.num_sms, buffer.num_ranks,
             self.to_owners,
         )  # fmt: skip
         buffer.begin(self.phases(), num_ctas, num_chunks=1)
         buffer.launcher.run(
             (
-                type(self), *call.layouts(), id(call.gemm_config), call.persistent, self.to_owners,
-                self.broadcasts_sums,
+                type(self), *call.launch_key(), id(call.gemm_config), call.persistent,
+                self.to_owners, self.broadcasts_sums,
             ),
             lambda: self.gemm(C),
-            inputs(call) | outputs(C, call.bias),
+            input_tensors(call) | output_tensors(C, call.bias),
             keep_alive=(call.gemm_config,),
         )  # fmt: skip
         buffer.timeout_words.end()
@@ -390,7 +392,7 @@ class ExchangeLaunch:
         self.gemm(self._output()).compile()
 
     def phases(self) -> int:
-        """Return how often a program waits for flags of its peers."""
+        """Return the number of times that a program waits for flags of its peers."""
         return 2 if self.broadcasts_sums else 1
 
     def gemm(self, C: torch.Tensor) -> Launch:
@@ -435,49 +437,49 @@ class OverlappedAlgorithm(SummingAlgorithm[C], Generic[C]):
         call.check_tiles()
 
     def compile(self, call: C) -> None:
-        self.scattered(call).compile()
+        self.scatter_launches(call).compile()
 
     def run(self, call: C) -> torch.Tensor:
-        ctx, work_items, awaited = call.ctx, self.work_items(call), False
+        ctx, num_flags, has_awaited_peers = call.ctx, self.flags_per_row_block(call), False
         ctx.buffer.slots.take(call.A.shape[0], copied=self.uses_copy_engines)
         try:
             ctx.sleep(call.straggler_option)
-            scattered = self.scattered(call)
+            scattered = self.scatter_launches(call)
             scattered.run()
-            awaited = True  # the kernels wait for tiles of each peer
+            has_awaited_peers = True  # the kernels wait for tiles of each peer
         finally:
-            ctx.buffer.slots.finish(awaited, lambda: ctx.buffer.expected(work_items))
+            ctx.buffer.slots.finish(has_awaited_peers, lambda: ctx.buffer.awaited_flags(num_flags))
         return scattered.C
 
-    def work_items(self, call: C) -> int:
+    def flags_per_row_block(self, call: C) -> int:
         """Return the number of flags of a row block: by default one per tile."""
         rows = call.ctx.rows_of_rank(call.A.shape[0])
         return tiles_of_row_block(call.gemm_config, rows, call.ctx.N)
 
     @abstractmethod
-    def scattered(self, call: C) -> ScatteredLaunches:
-        """Return the launches that multiply ``call`` and send the tiles to their owners."""
+    def scatter_launches(self, call: C) -> ScatteredLaunches:
+        """Return the launches that multiply the operands and send the tiles to their owners."""
 
 
 class OneLaunchAlgorithm(SummingAlgorithm[C], Generic[C]):
     """Algorithm with a single launch that multiplies, sends, waits and adds."""
 
     tunables = ("gemm_config", "persistent")
-    launches: ClassVar[type[ExchangeLaunch]] = ExchangeLaunch
+    launch_type: ClassVar[type[ExchangeLaunch]] = ExchangeLaunch
     to_owners: ClassVar[bool] = False
     broadcasts_sums: ClassVar[bool] = False
     """``ExchangeLaunch`` describes ``to_owners`` and ``broadcasts_sums``."""
 
     def compile(self, call: C) -> None:
-        self.exchanged(call).compile()
+        self.launch_of(call).compile()
 
     def run(self, call: C) -> torch.Tensor:
         call.ctx.sleep(call.straggler_option)
-        result: torch.Tensor = call.ctx.buffer.slots.run_without_slots(self.exchanged(call).run)
+        result: torch.Tensor = call.ctx.buffer.slots.run_without_slots(self.launch_of(call).run)
         return result
 
-    def exchanged(self, call: C) -> ExchangeLaunch:
-        return self.launches(call, call.ctx.exchange, self.to_owners, self.broadcasts_sums)
+    def launch_of(self, call: C) -> ExchangeLaunch:
+        return self.launch_type(call, call.ctx.exchange, self.to_owners, self.broadcasts_sums)
 
 
 class UnfusedAlgorithm(SummingAlgorithm[C], Generic[C]):
@@ -487,7 +489,7 @@ class UnfusedAlgorithm(SummingAlgorithm[C], Generic[C]):
     """
 
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        return fits_library(sizes.A, sizes.B, sizes.scaling) and super().fits(config, sizes)
+        return library_supports(sizes.A, sizes.B, sizes.scaling) and super().fits(config, sizes)
 
     def check(self, call: C) -> None:
         check = library_check(self.name, call.A, call.B, call.scaling)

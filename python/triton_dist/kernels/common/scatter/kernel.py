@@ -2,13 +2,13 @@
 
 ``A[M, K] @ B[K, N]`` is this rank's addend. M consists of ``NUM_RANKS`` row blocks of ``rows``
 rows. Rank r owns row block r: it adds the row block over all ranks. The last row blocks may be
-short or empty. A tile belongs to one row block. Except with ``"add"``, it is rounded to the
-output's dtype and sent to the owner's slot, as part of this rank's partial (addend of the sum):
+short or empty. A tile belongs to one row block. Except with ``"add"``, a tile is rounded to the
+output's dtype and sent to the owner's slot, as part of this rank's *partial* (addend of the sum):
 
     partials of a slot, on each rank: [source rank, max_rows, N], ``slot.stride`` elements per rank
 
 ``slot.targets[s]`` is the address to which tiles of row block s are stored. ``slot.flags[s]`` is
-the address of the flags that report their arrival. ``SCATTER`` selects one of four modes:
+the address of the flags that report the arrival of these tiles. ``SCATTER_MODE`` is one of:
 
 ``"tile"``       Tiles are stored in the owner's slot. Flag ``[tile * NUM_RANKS + rank]`` on the
                  owner is set to the epoch.
@@ -32,13 +32,12 @@ A rank multiplies the first chunk of every row block (its own row block last), t
 chunks, and so on. Sums of a chunk are therefore sent while later chunks are multiplied.
 
 *No deadlock.* ``tile_in_scatter_order`` defines the order of tiles. A program waits only for tiles
-that peers have at earlier positions of their order. Before it waits, it has announced its tiles of
-earlier positions (set their flags). Take the waiting program at the earliest position. A tile that
-it waits for belongs to a program that is multiplying, which will announce it, or that has not
-begun. If each program has one tile, programs begin in the order of positions, so the latter will
-begin. A persistent program waits only if all programs of its
-launch have begun; otherwise it leaves its tiles of the own row block to a later kernel
-(``scatter/tiles.py``).
+that are at earlier positions in the orders of peers. Before it waits, it announces its own tiles of
+earlier positions (sets their flags). Consider the waiting program at the earliest position. The
+program that computes the awaited tile is not waiting. It is either multiplying, and will announce
+the tile, or has not begun. If each program has one tile, programs begin in the order of positions,
+so it will begin. A persistent program waits only if all programs of its launch have begun;
+otherwise it leaves its tiles of the own row block to a later kernel (``scatter/tiles.py``).
 
 Kernel arguments; the rules of tuples are in ``docs/how-to/wait-for-a-peer.md``:
 
@@ -77,7 +76,7 @@ from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.scales import NO_SCALES, Scales, scales_of_shard
 from triton_dist.kernels.common.gemm.tile import Strides, multiply_tile_by_pointers, store_tile
 from triton_dist.kernels.common.peers import target_at
-from triton_dist.kernels.common.scatter.partials import Scattering, tiles_of_row_block
+from triton_dist.kernels.common.scatter.partials import TileMemory, tiles_of_row_block
 from triton_dist.kernels.common.scatter.tiles import (
     add_own_tile,
     announce_tile,
@@ -95,7 +94,7 @@ _MANY_WAVES = 2
 
 
 @jit
-def describe_targets(slot, rows, N, tile: tl.constexpr, NUM_RANKS: tl.constexpr):
+def make_target_descriptors(slot, rows, N, tile: tl.constexpr, NUM_RANKS: tl.constexpr):
     """Return a tuple of descriptors: this rank's partial in the slot of each owner.
 
     Descriptors created inside the loop over tiles would share one memory location, which a pending
@@ -148,9 +147,9 @@ def kernel_gemm_scatter_non_persistent(
     tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
     row_block, number, m, n = tile_in_scatter_order(
         tl.program_id(0), rank, NUM_RANKS, tiles_m, tiles_n,
-        chunk_tiles_m if summing.SCATTER == "all" else tiles_m, tile.GROUP_M,
+        chunk_tiles_m if summing.SCATTER_MODE == "all" else tiles_m, tile.GROUP_M,
     )  # fmt: skip
-    work_item = m // chunk_tiles_m if summing.SCATTER == "row_block" else number
+    work_item = m // chunk_tiles_m if summing.SCATTER_MODE == "row_block" else number
     row, column = m * tile.M, n * tile.N
     a_row_block_ptr = a_ptr + row_block.to(tl.int64) * rows * strides.am
     rows_left = min(rows, M - row_block * rows) - row
@@ -162,7 +161,7 @@ def kernel_gemm_scatter_non_persistent(
     )  # fmt: skip
     store_tile_by_pointers(
         target_at(slot.targets, row_block, slot.partials), accumulator, row, column, rows, N,
-        summing.SCATTER == "add", tile.M, tile.N, tile.INT64_OFFSETS,
+        summing.SCATTER_MODE == "add", tile.M, tile.N, tile.INT64_OFFSETS,
     )  # fmt: skip
     if row_block != rank:
         announce_tile(slot, M, row_block, work_item, rank, summing)
@@ -170,7 +169,7 @@ def kernel_gemm_scatter_non_persistent(
         token = await_partials(slot, M, work_item, rank, NUM_RANKS)
         own_rows = min(rows, M - rank * rows)
         add_own_tile(slot, out, row, column, rows, own_rows, N, token, rank, tile, summing)
-        if summing.SCATTER == "all":
+        if summing.SCATTER_MODE == "all":
             announce_to_all(out, slot, M, work_item, rank, NUM_RANKS)
 
 
@@ -180,7 +179,7 @@ def scattered_gemm(
     C: torch.Tensor,
     bias: torch.Tensor | None,
     config: triton.Config,
-    scattering: Scattering,
+    tile_memory: TileMemory,
     *,
     kernel: Any,
     num_sms: int,
@@ -197,7 +196,7 @@ def scattered_gemm(
         bias: [N], added to the sum; contiguous.
         config, num_sms, persistent: see ``sharded_gemm``. If A is not contiguous, the pointer
             kernel is used.
-        scattering: memory to which tiles are sent and in which they arrive.
+        tile_memory: memory to which tiles are sent and in which they arrive.
         kernel: the persistent kernel, which uses descriptors.
         num_chunks: number of chunks of a row block. With ``"row_block"`` chunks are pushed
             separately. With ``"all"`` the first chunk of all row blocks precedes all second chunks.
@@ -205,21 +204,21 @@ def scattered_gemm(
     """
     A = normalise_strides(A)
     M, K = A.shape
-    rows, N = scattering.rows(M), C.shape[1]
+    rows, N = tile_memory.rows(M), C.shape[1]
     tiles_per_row_block = tiles_of_row_block(config, rows, N)
-    tiles = scattering.num_ranks * tiles_per_row_block
+    tiles = tile_memory.num_ranks * tiles_per_row_block
     tile, options = tile_constants(config, A, B, C.dtype, scales[1])
-    summing, chunk_tiles_m, group_size_m = sum_constants(C, config, scattering, rows, num_chunks)
+    summing, chunk_tiles_m, group_size_m = sum_constants(C, config, tile_memory, rows, num_chunks)
     tile = tile._replace(GROUP_M=group_size_m)
-    memory, sizes = scattering.regions(C, bias), (N, K, M, rows, chunk_tiles_m, scattering.rank)
+    memory, sizes = tile_memory.regions(C, bias), (N, K, M, rows, chunk_tiles_m, tile_memory.rank)
     # Partials of a row block have the layout of C, so TMA can write them if it can write C.
     by_descriptor = persistent and tile.PRECISION != "ieee" and A.is_contiguous()
     if by_descriptor and fits_descriptor(A, B, C):
         # A chunk is pushed after its last tile. With few waves, announce this tile without delay.
         announce_later = (
-            scattering.scatter in ("tile", "all") or tiles_per_row_block >= _MANY_WAVES * num_sms
+            tile_memory.mode in ("tile", "all") or tiles_per_row_block >= _MANY_WAVES * num_sms
         )
-        summing = summing._replace(ANNOUNCE_LATER=announce_later and scattering.scatter != "add")
+        summing = summing._replace(ANNOUNCE_LATER=announce_later and tile_memory.mode != "add")
         return Launch(
             kernel,
             (min(num_sms, tiles),),

@@ -86,7 +86,7 @@ from triton_dist.kernels.common.exchange.protocol import (
 from triton_dist.kernels.common.gemm.scales import NO_SCALES, Scales
 from triton_dist.kernels.common.gemm.tile import Strides
 from triton_dist.kernels.common.peers import target_at
-from triton_dist.kernels.common.scatter.partials import Out
+from triton_dist.kernels.common.scatter.partials import SumOutput
 from triton_dist.kernels.common.scatter.tiles import (
     add_partials,
     make_operands,
@@ -320,7 +320,7 @@ def _copy_sub_tiles(
             tl.store(to_ptr + block, values, mask=mask)
 
 
-def num_programs_of(
+def num_exchange_programs(
     config: triton.Config, M: int, N: int, num_sms: int, num_ranks: int, to_owners: bool
 ) -> int:
     max_ctas: int = min(num_sms, MAX_CTAS.value)
@@ -375,7 +375,7 @@ def exchanged_gemm(
     """
     A = normalise_strides(A)
     (M, K), N = A.shape, B.shape[1]
-    num_ctas = num_programs_of(config, M, N, num_sms, num_ranks, to_owners)
+    num_ctas = num_exchange_programs(config, M, N, num_sms, num_ranks, to_owners)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
     sub_tile_rows = rows_per_step(block_m, block_n, num_ranks * C.element_size())
     if to_owners:  # one sub-tile for each program that multiplies a column of tiles
@@ -389,7 +389,7 @@ def exchanged_gemm(
     }
     arguments = (
         A, B, Strides(*A.stride(), *B.stride()),
-        Out(C, bias, slots[0].table if broadcasts_sums else None, None), scales[0], *slots,
+        SumOutput(C, bias, slots[0].table if broadcasts_sums else None, None), scales[0], *slots,
         shard_elements, N, K, M, rank,
     )  # fmt: skip
     return Launch(kernel_gemm_exchange, (num_ctas,), arguments, options)

@@ -50,8 +50,8 @@ from triton_dist.kernels.common.exchange.protocol import LINE_BYTES, Packets, be
 from triton_dist.kernels.common.gemm.scales import NO_SCALES, Scales
 from triton_dist.kernels.common.gemm.tile import Strides, tile_in_group
 from triton_dist.kernels.common.scatter.algorithms import ExchangeLaunch
-from triton_dist.kernels.common.scatter.one_launch import num_programs_of, one_launch_options
-from triton_dist.kernels.common.scatter.partials import Out
+from triton_dist.kernels.common.scatter.one_launch import num_exchange_programs, one_launch_options
+from triton_dist.kernels.common.scatter.partials import SumOutput
 from triton_dist.kernels.common.scatter.tiles import make_operands, multiply_operands
 from triton_dist.runtime.launch import Launch, normalise_strides
 
@@ -93,18 +93,18 @@ def kernel_gemm_packets(
         m, n = tile_in_group(number, tiles_m, tiles_n, tile.GROUP_M)
         row, column = m * BLOCK_SIZE_M, n * BLOCK_SIZE_N
         product = multiply_operands(a, b, row, column, M, N, K, strides, scales, DESCRIPTORS, tile)
-        own = payload_of(product.to(DTYPE))
+        own_payload = payload_of(product.to(DTYPE))
         inside = tl.arange(0, BLOCK_SIZE_M * LINES_N)
         line_row = row + inside // LINES_N
         line_column = n * LINES_N + inside % LINES_N
         lines_n = tl.cdiv(N, PER_LINE)
         line = line_row * lines_n + line_column
         valid = (line_row < M) & (line_column < lines_n)
-        own = _to_line_layout(own, valid)
+        own_payload = _to_line_layout(own_payload, valid)
         offset = packet_offset(epoch, rank, packets.shard_words, NUM_RANKS)
-        send_lines(targets, offset, own, line, valid, tag)
+        send_lines(targets, offset, own_payload, line, valid, tag)
         payloads = await_lines(packets, epoch, tag, line, valid, rank, NUM_RANKS)
-        sums = add_lines(own, payloads, rank, NUM_RANKS, DTYPE)
+        sums = add_lines(own_payload, payloads, rank, NUM_RANKS, DTYPE)
         # Keep the layout of lines, in which the thread that polled a line also stores its sums.
         sums = tl.reshape(sums, [BLOCK_SIZE_M * LINES_N, PER_LINE])
         columns = (line_column * PER_LINE)[:, None] + tl.arange(0, PER_LINE)[None, :]
@@ -126,7 +126,7 @@ def _to_line_layout(payload, valid):
     return tl.join(tl.where(valid, first, 0), tl.where(valid, second, 0))
 
 
-def bytes_of_row(N: int, item_bytes: int) -> int:
+def packet_bytes_of_row(N: int, item_bytes: int) -> int:
     """Return the bytes of data, without tags, of a row of C in packets."""
     line: int = LINE_BYTES.value
     return -(-N * item_bytes // line) * line
@@ -154,9 +154,9 @@ def packet_gemm(
     """
     A = normalise_strides(A)
     (M, K), N = A.shape, B.shape[1]
-    strides, out = Strides(*A.stride(), *B.stride()), Out(C, bias, None, None)
+    strides, out = Strides(*A.stride(), *B.stride()), SumOutput(C, bias, None, None)
     options = one_launch_options(A, B, config, persistent, scales[1]) | {"NUM_RANKS": num_ranks}
-    num_ctas = num_programs_of(config, M, N, num_sms, num_ranks, to_owners=False)
+    num_ctas = num_exchange_programs(config, M, N, num_sms, num_ranks, to_owners=False)
     arguments = (A, B, strides, out, scales[0], packets, N, K, M, rank)
     return Launch(kernel_gemm_packets, (num_ctas,), arguments, options)
 

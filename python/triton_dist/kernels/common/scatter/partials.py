@@ -1,13 +1,13 @@
-"""Memory of ops that sum products over ranks, and the base class of their contexts.
+"""Memory of ops that sum limits over ranks, and the base class of their contexts.
 
-M consists of one row block per rank; the rank owns this row block and adds it over all ranks. Calls
-alternate between two slots. On each rank a slot has:
+The M rows consist of one row block per rank. A rank owns its row block and adds it over all ranks.
+Calls alternate between two slots. On each rank a slot has:
 
     partials [source rank, slot_stride] of the output's dtype: addends of this rank's row block
         [rows, N], written by the GEMM or the copy engines of the source.
     arrivals int64 [tile or chunk, source rank]: flags of the partials, written by the source.
-    deferred int32 [SMs]: which programs have deferred tiles (``scatter/tiles.py``), written by
-        kernels of this rank.
+    deferred int32 [SMs]: 1 for each program that has deferred its tiles (``scatter/tiles.py``),
+        written by kernels of this rank.
 
 The contexts of gemm_rs and gemm_ar add further regions.
 """
@@ -28,11 +28,11 @@ from triton_dist.kernels.common.context import (
     Check,
     GEMMContext,
     agree_to_create,
-    kernel_checks,
+    dtype_checks,
 )
 from triton_dist.runtime.ranks import Group, process_group_of
 
-Scatter = Literal["tile", "row_block", "add", "all"]
+ScatterMode = Literal["tile", "row_block", "add", "all"]
 # Row blocks of an all-reduce are multiples of this number of rows, the smallest BLOCK_SIZE_M.
 _ROW_BLOCK_ROWS = 16
 # Smallest tile size of tl.dot, which limits the number of tiles.
@@ -55,7 +55,7 @@ class Slot(NamedTuple):
     deferred: Any
 
 
-class Out(NamedTuple):
+class SumOutput(NamedTuple):
     """Kernel argument: memory for sums, and the bias that is added to them."""
 
     c: Any
@@ -65,14 +65,14 @@ class Out(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Scattering:
+class TileMemory:
     """Memory to which this rank sends tiles, and in which tiles of peers arrive.
 
-    ``scatter`` is the mode that ``scatter/kernel.py`` describes. ``sums`` and ``sum_flags`` are
+    ``mode`` is the mode that ``scatter/kernel.py`` describes. ``sums`` and ``sum_flags`` are
     only used in mode ``"all"``.
     """
 
-    scatter: Scatter
+    mode: ScatterMode
     rank: int
     num_ranks: int
     slot: Slot
@@ -80,10 +80,10 @@ class Scattering:
     sum_flags: torch.Tensor | None = None
 
     def rows(self, M: int) -> int:
-        return row_block_rows(M, self.num_ranks) if self.scatter == "all" else M // self.num_ranks
+        return row_block_rows(M, self.num_ranks) if self.mode == "all" else M // self.num_ranks
 
-    def regions(self, C: torch.Tensor, bias: torch.Tensor | None) -> tuple[Slot, Out]:
-        return self.slot, Out(C, bias, self.sums, self.sum_flags)
+    def regions(self, C: torch.Tensor, bias: torch.Tensor | None) -> tuple[Slot, SumOutput]:
+        return self.slot, SumOutput(C, bias, self.sums, self.sum_flags)
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,8 @@ def slot_sizes(rows: int, N: int) -> tuple[int, int]:
     return stride, -(-rows // _SMALLEST_TILE) * -(-N // _SMALLEST_TILE)
 
 
-class ProductLimits(NamedTuple):
-    """Largest product that a context supports, and the context's ranks."""
+class ContextLimits(NamedTuple):
+    """Size and dtype of the largest product that a context supports, and the context's ranks."""
 
     max_M: int
     N: int
@@ -151,7 +151,7 @@ class ProductLimits(NamedTuple):
 
 
 class SummingContext(GEMMContext[B], ABC):
-    """Context manager that owns symmetric memory for products of up to ``max_M`` by ``N``.
+    """Context manager that owns symmetric memory for limits of up to ``max_M`` by ``N``.
 
     Attributes:
         output_dtype: dtype of the output and of the partials that are sent, and of A and B unless
@@ -162,11 +162,11 @@ class SummingContext(GEMMContext[B], ABC):
     creator: ClassVar[str]
     """Names of the op and of the function that creates its contexts, for errors."""
 
-    def __init__(self, products: ProductLimits) -> None:
-        super().__init__(products.group)
-        self.max_M, self.N, self.output_dtype = products[:3]
+    def __init__(self, limits: ContextLimits) -> None:
+        super().__init__(limits.group)
+        self.max_M, self.N, self.output_dtype = limits[:3]
         self.world_size = self.num_ranks
-        self.local_world_size = min(products.local_world_size, self.num_ranks)
+        self.local_world_size = min(limits.local_world_size, self.num_ranks)
 
     @staticmethod
     @abstractmethod
@@ -207,12 +207,12 @@ def create(
 
     def checks() -> Iterator[Check]:
         yield ctx_type.rows_check("max_M", max_M, world_size)
-        yield from kernel_checks("output_dtype", output_dtype)
+        yield from dtype_checks("output_dtype", output_dtype)
 
     agree_to_create(
         ctx_type.creator, f"a {ctx_type.title}", members, rank,
         {"world_size": world_size, "local_world_size": local_world_size}, {"max_M": max_M, "N": N},
         checks(), output_dtype=output_dtype, **extra_arguments,
     )  # fmt: skip
-    products = ProductLimits(max_M, N, output_dtype, local_world_size, members)
-    return ctx_type(products, **extra_arguments, **rank_arguments)
+    limits = ContextLimits(max_M, N, output_dtype, local_world_size, members)
+    return ctx_type(limits, **extra_arguments, **rank_arguments)

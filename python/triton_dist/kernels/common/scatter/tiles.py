@@ -6,12 +6,12 @@ it, in the GEMM or in a later launch. In an all-reduce the owner then sends the 
 arguments. A *work item* here is the unit that has one flag: a tile, or a chunk of a row block.
 
 *Deferred tiles.* A persistent program must not wait for peers before all programs of its launch
-have begun. Kernels on other streams, such as collectives, can occupy SMs and wait for peers. On
-each of two ranks, such a kernel could then keep programs from beginning for which the other rank
-waits: a deadlock. A program therefore waits only if all programs of its launch have begun, because
-this rank then sends all its tiles. Otherwise the program defers its own tiles to a later kernel on
-the stream, and ends. The later kernel can wait safely: on each peer, either all programs have
-begun, or no program waits.
+have begun. Otherwise it could deadlock: a kernel on another stream, such as a collective, may
+occupy SMs and wait for a peer. On that peer, a program may wait for a tile of a program that has
+not begun because it gets no SM. A program therefore waits only if all programs of its launch have
+begun, because this rank then sends all its tiles. Otherwise the program defers its own tiles to a
+later kernel on the stream, and ends. The later kernel can wait safely: on each peer, either all
+programs have begun, or no program waits.
 
     epoch_ptr + BEGUN    number of programs that have begun in this use of the slot
     deferred [program]   whether a program has deferred its own tiles
@@ -28,7 +28,7 @@ import triton.language as tl
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.scales import scales_of_shard
-from triton_dist.kernels.common.gemm.spaces import config_for
+from triton_dist.kernels.common.gemm.spaces import config_for_dtype
 from triton_dist.kernels.common.gemm.tile import (
     multiply_tile,
     multiply_tile_by_pointers,
@@ -36,7 +36,7 @@ from triton_dist.kernels.common.gemm.tile import (
 )
 from triton_dist.kernels.common.peers import flag_of, target_at, timeout_word_of
 from triton_dist.kernels.common.scatter.partials import (
-    Scattering,
+    TileMemory,
     chunks_of_row_block,
     tiles_of_row_block,
 )
@@ -44,7 +44,7 @@ from triton_dist.runtime.launch import Launch, dot_precision
 
 # Number of elements of all partials that are loaded per step. With 8 warps and 2 bytes per element,
 # they take 64 registers per thread.
-_ELEMENTS_PER_STEP = 32768
+_PARTIAL_ELEMENTS_PER_STEP = 32768
 # Index of a control word of a slot, after the words of ``slots/epochs.py``.
 BEGUN = tl.constexpr(12)
 # Decision of a program whether it may wait.
@@ -71,12 +71,12 @@ class Tile(NamedTuple):
 class Summing(NamedTuple):
     """Constants of the sum.
 
-    SCATTER: see ``scatter/kernel.py``. ANNOUNCE_LATER: a tile is announced after the next tile has
-    been multiplied. ROWS: number of rows of a tile that are summed at a time.
+    SCATTER_MODE: see ``scatter/kernel.py``. ANNOUNCE_LATER: a tile is announced after the next tile
+    has been multiplied. ROWS: number of rows of a tile that are summed at a time.
     """
 
     NUM_RANKS: Any
-    SCATTER: Any
+    SCATTER_MODE: Any
     ANNOUNCE_LATER: Any
     ROWS: Any
 
@@ -130,8 +130,8 @@ def tile_in_scatter_order(
     Row blocks have ``tiles_m`` by ``tiles_n`` tiles. They are divided into chunks of
     ``chunk_tiles_m`` rows of tiles; the last chunk may have fewer. The order has the first chunk of
     all row blocks, from rank + 1 to this rank, then the second chunk of all row blocks, and so on.
-    At each position of the order all ranks are in equal chunks, and the owner of a row block is the
-    last rank that reaches it.
+    At each position of the order, all ranks work on the same chunk number, and the owner of a row
+    block is the last rank that reaches it.
     """
     chunk_tiles = chunk_tiles_m * tiles_n
     chunk = index // (num_ranks * chunk_tiles)
@@ -147,10 +147,10 @@ def tile_in_scatter_order(
 
 @jit
 def announce_tile(slot, M, row_block, work_item, rank, summing: tl.constexpr):
-    """Report a stored tile of another rank's ``row_block`` to its owner or to the copy engine."""
+    """Report that a tile of another rank's ``row_block`` is stored, to its owner or copy engine."""
     with dl.mark("push"):
         flag = tl.load(slot.flags + row_block)
-        if summing.SCATTER == "row_block":
+        if summing.SCATTER_MODE == "row_block":
             dl.notify(flag.to(tl.pointer_type(tl.int32)) + work_item, 1, "add")
         else:
             flag_ptr = flag.to(slot.epoch.dtype) + work_item * summing.NUM_RANKS + rank
@@ -159,8 +159,9 @@ def announce_tile(slot, M, row_block, work_item, rank, summing: tl.constexpr):
 
 @jit
 def announce_to_all(out, slot, M, work_item, rank, NUM_RANKS: tl.constexpr):
-    """Set this rank's flag of a work item on every rank, including this rank, after all stores of
-    the program.
+    """Set this rank's flag of a work item on every rank, after all stores of the program.
+
+    This rank's own flag is also set.
 
     One thread sets the flag of each rank. If one thread set all flags, each release would wait
     until the previous release has crossed the link.
@@ -263,7 +264,7 @@ def add_own_tile(
         own_begin = rank.to(tl.int64) * rows * N
     add_partials(
         slot.partials, slot.stride, out, own_begin, own_begin, row, column, own_rows, N, token,
-        rank, summing.NUM_RANKS, summing.SCATTER == "add", tile.M, tile.N, summing.ROWS,
+        rank, summing.NUM_RANKS, summing.SCATTER_MODE == "add", tile.M, tile.N, summing.ROWS,
         tile.INT64_OFFSETS,
     )  # fmt: skip
 
@@ -351,19 +352,19 @@ def kernel_add_deferred(
     if has_deferred:
         tl.store(slot.deferred + tl.program_id(0), 0)
         tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
-        order_tiles_m = chunk_tiles_m if summing.SCATTER == "all" else tiles_m
+        order_chunk_m = chunk_tiles_m if summing.SCATTER_MODE == "all" else tiles_m
         for index in range(tl.program_id(0), summing.NUM_RANKS * tiles_m * tiles_n, NUM_SMS):
             row_block, number, m, n = tile_in_scatter_order(
-                index, rank, summing.NUM_RANKS, tiles_m, tiles_n, order_tiles_m, tile.GROUP_M
+                index, rank, summing.NUM_RANKS, tiles_m, tiles_n, order_chunk_m, tile.GROUP_M
             )
             if row_block == rank:
-                work_item = m // chunk_tiles_m if summing.SCATTER == "row_block" else number
+                work_item = m // chunk_tiles_m if summing.SCATTER_MODE == "row_block" else number
                 token = await_partials(slot, M, work_item, rank, summing.NUM_RANKS)
                 add_own_tile(
                     slot, out, m * tile.M, n * tile.N, rows, min(rows, M - rank * rows), N, token,
                     rank, tile, summing,
                 )  # fmt: skip
-                if summing.SCATTER == "all":
+                if summing.SCATTER_MODE == "all":
                     announce_to_all(out, slot, M, number, rank, summing.NUM_RANKS)
 
 
@@ -375,7 +376,7 @@ def tile_constants(
     scaling: int = 0,
 ) -> tuple[Tile, dict[str, Any]]:
     """Return the tile constants for ``A @ B``, and the options of the launch."""
-    device_config = config_for(config, A.dtype, out_dtype)
+    device_config = config_for_dtype(config, A.dtype, out_dtype)
     sizes, all_options = device_config.kwargs, device_config.all_kwargs()
     block_m, block_n, block_k = (sizes[f"BLOCK_SIZE_{axis}"] for axis in "MNK")
     tile = Tile(
@@ -388,7 +389,7 @@ def tile_constants(
 
 
 def sum_constants(
-    C: torch.Tensor, config: triton.Config, scattering: Scattering, rows: int, num_chunks: int
+    C: torch.Tensor, config: triton.Config, tile_memory: TileMemory, rows: int, num_chunks: int
 ) -> tuple[Summing, int, int]:
     """Return (constants of the sum, rows of tiles per chunk, GROUP_SIZE_M).
 
@@ -396,12 +397,12 @@ def sum_constants(
     """
     tile = config.kwargs
     chunk_tiles_m, group_size_m = 1, tile["GROUP_SIZE_M"]
-    if scattering.scatter in ("row_block", "all"):
+    if tile_memory.mode in ("row_block", "all"):
         chunks = chunks_of_row_block(config, rows, C.shape[1], num_chunks)
         chunk_tiles_m, group_size_m = chunks.tiles_m, chunks.group_size_m
-    bytes_of_partials = scattering.num_ranks * C.element_size()
+    bytes_of_partials = tile_memory.num_ranks * C.element_size()
     step = rows_per_step(tile["BLOCK_SIZE_M"], tile["BLOCK_SIZE_N"], bytes_of_partials)
-    summing = Summing(scattering.num_ranks, scattering.scatter, False, step)
+    summing = Summing(tile_memory.num_ranks, tile_memory.mode, False, step)
     return summing, chunk_tiles_m, group_size_m
 
 
@@ -409,7 +410,7 @@ def add_deferred(
     C: torch.Tensor,
     bias: torch.Tensor | None,
     config: triton.Config,
-    scattering: Scattering,
+    tile_memory: TileMemory,
     *,
     M: int,
     num_sms: int,
@@ -419,11 +420,11 @@ def add_deferred(
 
     M is the number of rows of A.
     """
-    rows, N = scattering.rows(M), C.shape[1]
-    summing, chunk_tiles_m, group_size_m = sum_constants(C, config, scattering, rows, num_chunks)
+    rows, N = tile_memory.rows(M), C.shape[1]
+    summing, chunk_tiles_m, group_size_m = sum_constants(C, config, tile_memory, rows, num_chunks)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
-    tiles = scattering.num_ranks * tiles_of_row_block(config, rows, N)
-    arguments = (*scattering.regions(C, bias), N, M, rows, chunk_tiles_m, scattering.rank)
+    tiles = tile_memory.num_ranks * tiles_of_row_block(config, rows, N)
+    arguments = (*tile_memory.regions(C, bias), N, M, rows, chunk_tiles_m, tile_memory.rank)
     # The kernel does not multiply. Constants that it does not read are fixed, so that configs with
     # equal tile sizes share one compiled kernel.
     tile = Tile(block_m, block_n, 0, group_size_m, False, False, "tf32", block_m * N >= 2**31)
@@ -436,5 +437,5 @@ def rows_per_step(block_m: int, block_n: int, bytes_of_partials: int) -> int:
 
     ``bytes_of_partials`` are the bytes of one element of the partials of all ranks together.
     """
-    max_rows = 2 * _ELEMENTS_PER_STEP // bytes_of_partials // block_n
+    max_rows = 2 * _PARTIAL_ELEMENTS_PER_STEP // bytes_of_partials // block_n
     return max(1, min(block_m, 1 << max_rows.bit_length() - 1 if max_rows else 1))

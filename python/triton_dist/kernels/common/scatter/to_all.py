@@ -1,7 +1,7 @@
 """GEMM-AllReduce: the scattered GEMM, and the kernel that copies the received sums to C.
 
-``scatter/kernel.py`` describes the algorithm and the arguments. The copy is a separate launch.
-Inside the GEMM the copy could not begin earlier, because every program multiplies until the end. It
+``scatter/kernel.py`` describes the algorithm and the arguments. The copy is a separate launch. As
+part of the GEMM it could not begin earlier, because every program multiplies until the end. It
 would also be slower: one program per SM copies at half the speed of several programs per SM.
 """
 
@@ -18,9 +18,9 @@ from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.peers import flag_of, timeout_word_of
 from triton_dist.kernels.common.scatter.algorithms import ScatteredLaunches
-from triton_dist.kernels.common.scatter.kernel import describe_targets, store_to_owner
+from triton_dist.kernels.common.scatter.kernel import make_target_descriptors, store_to_owner
 from triton_dist.kernels.common.scatter.partials import (
-    Scattering,
+    TileMemory,
     chunks_of_row_block,
     row_block_rows,
     tiles_of_row_block,
@@ -67,9 +67,8 @@ def kernel_gemm_all_reduce_persistent(
     Descriptors use TMA from sm_90 on. Sums of a chunk are sent while the next chunks are
     multiplied. A tile for another rank is announced after its program has multiplied the next tile,
     as in a reduce-scatter. A tile of this rank's row block is added after the next tile has been
-    stored. Its sum is announced after one further tile. Without this delay, a program would wait:
-    its tile of this rank's row block comes between other tiles, when peers have just announced
-    their partials.
+    stored, and its sum is announced one tile later. Without this delay the program would wait,
+    because peers announce their partials of this tile at about the same time.
     """
     NUM_RANKS: tl.constexpr = summing.NUM_RANKS
     decision = MAY_WAIT  # or MUST_DEFER; 0 before the first check
@@ -78,12 +77,12 @@ def kernel_gemm_all_reduce_persistent(
         decision = 0
     tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
     a_desc, b_desc = make_operands(a_ptr, b_ptr, M, N, K, stride_b, stride_b, True, tile)
-    target_descs = describe_targets(slot, rows, N, tile, NUM_RANKS)
+    target_descs = make_target_descriptors(slot, rows, N, tile, NUM_RANKS)
     own_rows = min(rows, M - rank * rows)
     # The tile to announce next. ``rank``: none, because a tile of this rank is not announced.
-    stored_row_block, stored_tile = rank, 0
+    row_block_to_announce, tile_to_announce = rank, 0
     # A tile of this rank that is to be added, and a tile whose sum is to be announced; -1: none.
-    own_tile, own_row, own_column, unannounced = -1, 0, 0, -1
+    tile_to_add, own_row, own_column, sum_to_announce = -1, 0, 0, -1
     for index in range(tl.program_id(0), NUM_RANKS * tiles_m * tiles_n, NUM_SMS):
         row_block, number, m, n = tile_in_scatter_order(
             index, rank, NUM_RANKS, tiles_m, tiles_n, chunk_tiles_m, tile.GROUP_M
@@ -92,37 +91,37 @@ def kernel_gemm_all_reduce_persistent(
         accumulator = multiply_operands(
             a_desc, b_desc, row_block * rows + row, column, M, N, K, None, scales, True, tile
         )
-        if stored_row_block != rank:
+        if row_block_to_announce != rank:
             dl.publish_tile()
-            announce_tile(slot, M, stored_row_block, stored_tile, rank, summing)
-            stored_row_block = rank
-        if unannounced >= 0:
-            announce_to_all(out, slot, M, unannounced, rank, NUM_RANKS)
-            unannounced = -1
+            announce_tile(slot, M, row_block_to_announce, tile_to_announce, rank, summing)
+            row_block_to_announce = rank
+        if sum_to_announce >= 0:
+            announce_to_all(out, slot, M, sum_to_announce, rank, NUM_RANKS)
+            sum_to_announce = -1
         store_to_owner(target_descs, row_block, accumulator, row, column, tile, NUM_RANKS)
         if row_block != rank:
-            stored_row_block, stored_tile = row_block, number
+            row_block_to_announce, tile_to_announce = row_block, number
         else:
             dl.publish_tile()  # Make the TMA store visible to the other threads of this program.
             if decision == 0:
                 decision = decide_whether_to_wait(slot.epoch, slot.deferred)
-        if own_tile >= 0:
-            token = await_partials(slot, M, own_tile, rank, NUM_RANKS)
+        if tile_to_add >= 0:
+            token = await_partials(slot, M, tile_to_add, rank, NUM_RANKS)
             add_own_tile(
                 slot, out, own_row, own_column, rows, own_rows, N, token, rank, tile, summing
             )
-            unannounced, own_tile = own_tile, -1
+            sum_to_announce, tile_to_add = tile_to_add, -1
         if (row_block == rank) & (decision == MAY_WAIT):
-            own_tile, own_row, own_column = number, row, column
-    if stored_row_block != rank:  # The last tile of this program was for another rank.
+            tile_to_add, own_row, own_column = number, row, column
+    if row_block_to_announce != rank:  # The last tile of this program was for another rank.
         dl.publish_tile()
-        announce_tile(slot, M, stored_row_block, stored_tile, rank, summing)
-    if unannounced >= 0:
-        announce_to_all(out, slot, M, unannounced, rank, NUM_RANKS)
-    if own_tile >= 0:
-        token = await_partials(slot, M, own_tile, rank, NUM_RANKS)
+        announce_tile(slot, M, row_block_to_announce, tile_to_announce, rank, summing)
+    if sum_to_announce >= 0:
+        announce_to_all(out, slot, M, sum_to_announce, rank, NUM_RANKS)
+    if tile_to_add >= 0:
+        token = await_partials(slot, M, tile_to_add, rank, NUM_RANKS)
         add_own_tile(slot, out, own_row, own_column, rows, own_rows, N, token, rank, tile, summing)
-        announce_to_all(out, slot, M, own_tile, rank, NUM_RANKS)
+        announce_to_all(out, slot, M, tile_to_add, rank, NUM_RANKS)
 
 
 @jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])
@@ -179,7 +178,7 @@ def copy_sums(
     sums: torch.Tensor,
     arrivals: torch.Tensor,
     config: triton.Config,
-    scattering: Scattering,
+    tile_memory: TileMemory,
     *,
     num_chunks: int,
     copy: bool,
@@ -192,11 +191,11 @@ def copy_sums(
         copy: ``False`` if C is ``sums``; the launch then only waits for all sums.
     """
     M, N = C.shape
-    rows = row_block_rows(M, scattering.num_ranks)
+    rows = row_block_rows(M, tile_memory.num_ranks)
     chunks = chunks_of_row_block(config, rows, N, num_chunks)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
     options = {
-        "NUM_RANKS": scattering.num_ranks,
+        "NUM_RANKS": tile_memory.num_ranks,
         "COPY": copy,
         "BLOCK_SIZE_M": block_m,
         "BLOCK_SIZE_N": block_n,
@@ -207,8 +206,8 @@ def copy_sums(
     }
     return Launch(
         kernel_copy_sums,
-        (scattering.num_ranks * tiles_of_row_block(config, rows, N),),
-        (C, sums, arrivals, scattering.slot.epoch, M, rows, N, chunks.tiles_m, scattering.rank),
+        (tile_memory.num_ranks * tiles_of_row_block(config, rows, N),),
+        (C, sums, arrivals, tile_memory.slot.epoch, M, rows, N, chunks.tiles_m, tile_memory.rank),
         options,
     )
 
@@ -226,20 +225,20 @@ class TwoShotLaunches(ScatteredLaunches):
 
     def run(self) -> None:
         super().run()
-        self._launch(("copy", *self.key), self._copy, {"c_ptr": self.C})
+        self._launch(("copy", *self.key), self._copy_launch, {"c_ptr": self.C})
 
     def _key(self) -> tuple[object, ...]:
-        return *super()._key(), self._copies()
+        return *super()._key(), self._copies_sums()
 
-    def _copies(self) -> bool:
+    def _copies_sums(self) -> bool:
         return self.C is not self.sums
 
     def _later_launches(self) -> Iterator[Launch]:
         yield from super()._later_launches()
-        yield self._copy()
+        yield self._copy_launch()
 
-    def _copy(self) -> Launch:
+    def _copy_launch(self) -> Launch:
         return copy_sums(
-            self.C, self.sums, self.arrivals, self.call.gemm_config, self.scattering,
-            num_chunks=self.call.num_chunks, copy=self._copies(),
+            self.C, self.sums, self.arrivals, self.call.gemm_config, self.tile_memory,
+            num_chunks=self.call.num_chunks, copy=self._copies_sums(),
         )  # fmt: skip

@@ -13,8 +13,8 @@ from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.peers import target_at
 from triton_dist.kernels.common.scatter.algorithms import ScatteredLaunches
-from triton_dist.kernels.common.scatter.kernel import describe_targets, store_to_owner
-from triton_dist.kernels.common.scatter.partials import Scattering, tiles_of_row_block
+from triton_dist.kernels.common.scatter.kernel import make_target_descriptors, store_to_owner
+from triton_dist.kernels.common.scatter.partials import TileMemory, tiles_of_row_block
 from triton_dist.kernels.common.scatter.tiles import (
     MAY_WAIT,
     add_deferred,
@@ -65,16 +65,16 @@ def kernel_gemm_scatter_persistent(
     tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
     a_desc, b_desc = make_operands(a_ptr, b_ptr, M, N, K, stride_b, stride_b, True, tile)
     target_descs = tl.tuple([])
-    if summing.SCATTER != "add":
-        target_descs = describe_targets(slot, rows, N, tile, NUM_RANKS)
+    if summing.SCATTER_MODE != "add":
+        target_descs = make_target_descriptors(slot, rows, N, tile, NUM_RANKS)
     # The tile to announce next. ``rank``: none, because a tile of this rank is not announced.
     stored_row_block, stored_work_item = rank, 0
-    awaited = -1
+    awaited_work_item = -1
     for index in range(tl.program_id(0), NUM_RANKS * tiles_m * tiles_n, NUM_SMS):
         row_block, number, m, n = tile_in_scatter_order(
             index, rank, NUM_RANKS, tiles_m, tiles_n, tiles_m, tile.GROUP_M
         )
-        work_item = m // chunk_tiles_m if summing.SCATTER == "row_block" else number
+        work_item = m // chunk_tiles_m if summing.SCATTER_MODE == "row_block" else number
         row, column = m * tile.M, n * tile.N
         accumulator = multiply_operands(
             a_desc, b_desc, row_block * rows + row, column, M, N, K, None, scales, True, tile
@@ -84,7 +84,7 @@ def kernel_gemm_scatter_persistent(
                 dl.publish_tile()
                 announce_tile(slot, M, stored_row_block, stored_work_item, rank, summing)
                 stored_row_block = rank
-        if summing.SCATTER == "add":
+        if summing.SCATTER_MODE == "add":
             store_tile_by_pointers(
                 target_at(slot.targets, row_block, slot.partials), accumulator, row, column, rows,
                 N, True, tile.M, tile.N, tile.INT64_OFFSETS,
@@ -106,9 +106,9 @@ def kernel_gemm_scatter_persistent(
                 decision = decide_whether_to_wait(slot.epoch, slot.deferred)
             if decision == MAY_WAIT:
                 token = 0
-                if work_item != awaited:  # Tiles of a chunk arrive together.
+                if work_item != awaited_work_item:  # Tiles of a chunk arrive together.
                     token = await_partials(slot, M, work_item, rank, NUM_RANKS)
-                    awaited = work_item
+                    awaited_work_item = work_item
                 add_own_tile(slot, out, row, column, rows, rows, N, token, rank, tile, summing)
     if summing.ANNOUNCE_LATER:  # noqa: SIM102  # constexpr and runtime conditions stay apart
         if stored_row_block != rank:  # The last tile of this program was for another rank.
@@ -136,11 +136,11 @@ def kernel_add_row_block(
 
 
 def add_row_block(
-    C: torch.Tensor, bias: torch.Tensor | None, config: triton.Config, scattering: Scattering,
-    M: int, num_chunks: int,
+    C: torch.Tensor, bias: torch.Tensor | None, config: triton.Config,
+    tile_memory: TileMemory, M: int, num_chunks: int,
 ) -> Launch:  # fmt: skip
     """Return the launch that waits for this rank's row block from every peer, and sums it in C."""
-    launch = add_deferred(C, bias, config, scattering, M=M, num_sms=1, num_chunks=num_chunks)
+    launch = add_deferred(C, bias, config, tile_memory, M=M, num_sms=1, num_chunks=num_chunks)
     del launch.options["NUM_SMS"]
     grid = (tiles_of_row_block(config, *C.shape),)
     return Launch(kernel_add_row_block, grid, launch.args, launch.options)

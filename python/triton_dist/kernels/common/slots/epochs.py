@@ -71,7 +71,7 @@ _CONSECUTIVE_WAITS = 3
 
 Regions: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of each region, by name."""
-Expected: TypeAlias = Callable[[], Mapping[str, Iterable[int]]]
+AwaitedFlags: TypeAlias = Callable[[], Mapping[str, Iterable[int]]]
 """Function that returns the indices of the flags that a call's kernels wait for, by region."""
 
 
@@ -153,7 +153,7 @@ class EpochSlots:
         self.disagreements = disagreements or Disagreements(f"the size of a call of {name}", group)
         self._flags_of_rank = dict(flags_of_rank or {})
         self._call_tags = [0] * SLOTS
-        self._expected: list[Expected] = [dict] * SLOTS
+        self._expected: list[AwaitedFlags] = [dict] * SLOTS
         self._begun = [0] * SLOTS  # calls begun per slot, for the rank status
         self._previous_awaited_all = self._in_graphs = self._capturing = False
         self._clear_lines()
@@ -229,7 +229,7 @@ class EpochSlots:
         """
         self.index = self.next_index
 
-    def finish(self, awaited: bool = False, expected: Expected = dict) -> None:
+    def finish(self, awaited: bool = False, expected: AwaitedFlags = dict) -> None:
         """Queue the end of a call: report consumption to the peers and increment the epoch.
 
         The current stream must already wait for the call's side streams.

@@ -26,7 +26,7 @@ from triton_dist._jit import jit
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.peers import Disagreements, GatheredShards, ShardPush
 from triton_dist.kernels.common.slots import epochs
-from triton_dist.kernels.common.slots.epochs import EpochSlots, Expected, SlotMemory
+from triton_dist.kernels.common.slots.epochs import AwaitedFlags, EpochSlots, SlotMemory
 from triton_dist.runtime.device.transfer import AwaitFlag, Copy, InputRows, SetFlag, Step
 from triton_dist.runtime.launch import BoundedDict, Launch
 
@@ -67,7 +67,7 @@ class AllGatherMethod(enum.Enum):
         return self is AllGatherMethod.FUSED_PUSH
 
     @property
-    def by_copy_engine(self) -> bool:
+    def uses_copy_engines(self) -> bool:
         """True if copy engines send the shard while the consumer kernel runs."""
         return self not in (AllGatherMethod.FUSED_PUSH, AllGatherMethod.SERIAL)
 
@@ -189,7 +189,7 @@ class _Plan:
     """
 
     gathered: GatheredShards
-    expected: Expected
+    expected: AwaitedFlags
     transfer: Any = None
     is_forwarding: bool = False
 
@@ -263,13 +263,13 @@ class AllGatherBuffer(SlotMemory):
         ``scales`` of the shard, fp32, 1-D, arrive before its flags. ``call_tag`` must be equal on
         all ranks; default: the number of rows.
         """
-        if not method.by_copy_engine:
+        if not method.uses_copy_engines:
             expected = "a method that uses copy engines; for fused methods call start_fused"
             raise InvalidArgument("start", "method", method, expected)
         rows = local_shard.shape[0]
         self.slots.take(rows if call_tag is None else call_tag, copied=True)
         if self.num_ranks == 1:
-            return self.describe(rows, num_chunks)
+            return self.gathered_shards(rows, num_chunks)
         num_scales = 0 if scales is None else len(scales)
         key = (self.slots.index, rows, method, num_streams, num_chunks, num_scales)
         plan = self._plans.get(key)
@@ -289,15 +289,15 @@ class AllGatherBuffer(SlotMemory):
         key = (self.slots.index, rows, num_comm_sms, num_chunks)
         plan = self._plans.get(key)
         if plan is None:
-            gathered = self.describe(rows, num_chunks, num_comm_sms)
+            gathered = self.gathered_shards(rows, num_chunks, num_comm_sms)
             flags = num_comm_sms * num_chunks
             plan = self._plans[key] = _Plan(
-                gathered, self._expected_flags("pushed", flags, _PUSHED_FLAGS)
+                gathered, self._awaited_flags_fn("pushed", flags, _PUSHED_FLAGS)
             )
         self._started = plan
         return plan.gathered
 
-    def describe(self, rows: int, num_chunks: int, num_comm_sms: int = 0) -> GatheredShards:
+    def gathered_shards(self, rows: int, num_chunks: int, num_comm_sms: int = 0) -> GatheredShards:
         """Return the rows and flags that a consumer kernel reads in the current slot.
 
         A shard has ``rows`` rows. If ``num_comm_sms`` is positive, this number of the consumer's
@@ -376,7 +376,7 @@ class AllGatherBuffer(SlotMemory):
             else (),
         )
         steps = schedule(slot, method, num_streams, num_chunks)
-        gathered = self.describe(rows, num_chunks)
+        gathered = self.gathered_shards(rows, num_chunks)
         is_forwarding = method is AllGatherMethod.RING_PUSH_1D
         if is_forwarding:
             # Load the kernel now. Later, loading may wait for the device, while the device's copies
@@ -384,12 +384,12 @@ class AllGatherBuffer(SlotMemory):
             self._release_copies()
         return _Plan(
             gathered,
-            self._expected_flags("arrivals", -(-rows // gathered.chunk_rows), MAX_CHUNKS),
+            self._awaited_flags_fn("arrivals", -(-rows // gathered.chunk_rows), MAX_CHUNKS),
             self._device.transfer(steps, self._streams[:num_streams]),
             is_forwarding=is_forwarding,
         )
 
-    def _expected_flags(self, region: str, number: int, flags_per_rank: int) -> Expected:
+    def _awaited_flags_fn(self, region: str, number: int, flags_per_rank: int) -> AwaitedFlags:
         """Return a function that returns the indices of the first ``number`` flags of each peer."""
         peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
 

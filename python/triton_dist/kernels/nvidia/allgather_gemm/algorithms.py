@@ -34,11 +34,11 @@ from triton_dist.kernels.common.gemm.scales import (
     Recipe,
     Scaling,
     async_tp_check,
+    async_tp_supports,
     call_tag,
-    fits_async_tp,
-    fits_library,
     library_check,
     library_matmul,
+    library_supports,
     scaling_of,
 )
 from triton_dist.kernels.common.gemm.spaces import TransferCost, op_ms
@@ -53,7 +53,7 @@ from triton_dist.kernels.common.op import (
 from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.kernels.common.slots.gathered import MAX_CHUNKS, MAX_COMM_SMS, AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_gemm.context import (
-    GATHERED_BYTES,
+    MAX_GATHERED_BYTES,
     AllGatherGEMMTensorParallelContext,
     check_operands,
 )
@@ -62,16 +62,16 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch, dot_precision, fits_descriptor
 
 _DEFAULT_COMM_SMS = 16
-_CHUNKS, _COMM_SMS = range(1, MAX_CHUNKS + 1), range(1, MAX_COMM_SMS + 1)
-# Any positive int is valid. A membership test accepts the usual values faster than the full check.
+_VALID_NUM_CHUNKS, _VALID_NUM_COMM_SMS = range(1, MAX_CHUNKS + 1), range(1, MAX_COMM_SMS + 1)
+# Any positive number of streams is valid. For these, a fast membership test replaces the check.
 _COMMON_STREAM_COUNTS = range(1, 9)
 # Numbers of chunks that are tried with each of the first four warp-specialized tiles. The fourth is
 # the largest tile that supports BLOCK scales.
-_CHUNKS_OF_SPECIALIZED = ((2, 4), (2, 4), (), (2,))
+_NUM_CHUNKS_OF_SPECIALIZED = ((2, 4), (2, 4), (), (2,))
 # Numbers of programs to try for an all-gather before the GEMM.
 _SERIAL_COMM_SMS = (128, 64, 32, 16, 8)
 # Minimum and maximum bytes that one of these programs moves at a time.
-_SMALL_BLOCK, _LARGE_BLOCK = 2048, 8192
+_MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 2048, 8192
 
 
 @dataclass(eq=False, repr=False)  # not frozen, because that would take 1 us more per call
@@ -92,18 +92,17 @@ class Call(GEMMCall):
     out_dtype: torch.dtype | None
 
     def __post_init__(self) -> None:
-        known = self.accepted_key
         scaling = scaling_of(self.A_scale, self.B_scale, None, self.out_dtype, self.use_fast_accum)
         self.scaling = scaling
-        self.operands = known[0] if known is not None else check_operands(
+        self.gemm_key = self.accepted_key[0] if self.accepted_key is not None else check_operands(
             self.A, self.B, self.ctx, self.local_copy, self.gathered, scaling
         )  # fmt: skip
-        self.call_tag = call_tag(self.operands, len(self.A))
+        self.call_tag = call_tag(self.gemm_key, len(self.A))
         if self.straggler_option is not None:
             check_straggler("ag_gemm", self.straggler_option)
         self.local_shard = self.A if self.local_copy else self.ctx.own_rows(self.A.shape[0])
         """Shard of this rank, [M_per_rank, K]."""
-        if self.num_chunks not in _CHUNKS:
+        if self.num_chunks not in _VALID_NUM_CHUNKS:
             raise InvalidArgument("ag_gemm", "num_chunks", self.num_chunks, f"1 to {MAX_CHUNKS}")
         streams = self.num_streams
         if streams not in _COMMON_STREAM_COUNTS and not (is_int(streams) and streams > 0):
@@ -116,7 +115,7 @@ class Call(GEMMCall):
         self.chosen.check(self)
 
     def scales_in_memory(self) -> torch.Tensor | None:
-        """Return the scales of this rank's shard as a vector in memory order, or ``None``."""
+        """Return the scales of this rank's shard, 1-D in memory order; ``None`` without scales."""
         scale = self.A_scale
         if scale is None:
             return None
@@ -162,7 +161,7 @@ class Sizes(NamedTuple):
         return cls(A, B, ctx.num_ranks, ALGORITHMS.requested(method), scaling_of(**options))
 
 
-class _Tiled(SelectableAlgorithm[Call, Sizes]):
+class _OverlappedGEMM(SelectableAlgorithm[Call, Sizes]):
     """Base class of algorithms that run our GEMM kernel during the all-gather.
 
     The GEMM, called consumer, waits before each tile until the tile's rows have arrived.
@@ -180,10 +179,10 @@ class _Tiled(SelectableAlgorithm[Call, Sizes]):
         check_tiles("ag_gemm", call.gemm_config, self.name)
 
     def compile(self, call: Call) -> None:
-        self._consumer(call, _empty_product(call), self.describe(call)).compile()
+        self._consumer_launch(call, _empty_product(call), self.gathered_shards(call)).compile()
 
     def run(self, call: Call) -> torch.Tensor:
-        buffer, awaited = call.ctx.buffer, False
+        buffer, has_awaited_peers = call.ctx.buffer, False
         gathered = self.start(call)
         try:
             call.ctx.sleep(call.straggler_option)
@@ -194,13 +193,13 @@ class _Tiled(SelectableAlgorithm[Call, Sizes]):
                 first = call.ctx.rank * len(shard)
                 call.gathered.copy_(gathered.rows)
                 call.gathered[first : first + len(shard)].copy_(shard)
-            awaited = True  # each peer has a tile that waits for its shard
+            has_awaited_peers = True  # each peer has a tile that waits for its shard
         finally:  # even if the consumer failed, because peers wait for the release of the slot
-            buffer.finish(awaited)
+            buffer.finish(has_awaited_peers)
         return C
 
     @abstractmethod
-    def describe(self, call: Call) -> GatheredShards:
+    def gathered_shards(self, call: Call) -> GatheredShards:
         """Return the shards and flags that the consumer reads in the current slot."""
 
     @abstractmethod
@@ -208,7 +207,7 @@ class _Tiled(SelectableAlgorithm[Call, Sizes]):
         """Start the all-gather; return the result of ``describe``."""
 
     @staticmethod
-    def _consumer(call: Call, C: torch.Tensor, gathered: GatheredShards) -> Launch:
+    def _consumer_launch(call: Call, C: torch.Tensor, gathered: GatheredShards) -> Launch:
         ctx, tiles = call.ctx, call.gemm_config
         assert tiles is not None  # see ``check``
         return sharded_gemm(
@@ -228,16 +227,16 @@ class _Tiled(SelectableAlgorithm[Call, Sizes]):
             tensors |= {"shards.a_scale": call.A_scale, "shards.b_scale": call.B_scale}
         call.ctx.launcher.run(
             (
-                call.operands, local_shard.stride(), B.stride(), dot_precision(B.dtype),
+                call.gemm_key, local_shard.stride(), B.stride(), dot_precision(B.dtype),
                 id(gathered), id(tiles), bool(call.persistent),
             ),
-            lambda: self._consumer(call, C, gathered),
+            lambda: self._consumer_launch(call, C, gathered),
             tensors,
             keep_alive=(gathered, tiles),  # the key contains the ids of these objects
         )  # fmt: skip
 
 
-class CopyEngine(_Tiled):
+class CopyEngine(_OverlappedGEMM):
     """Copy engines move the shards with an ``AllGatherMethod`` while the consumer runs."""
 
     tunables = ("gemm_config", "persistent", "num_streams", "num_chunks")
@@ -247,12 +246,12 @@ class CopyEngine(_Tiled):
         self.name, self._method, self._schedules = method.value, method, schedules
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        best = next(spaces.tiles_with_persistent(spaces.get_config_space))
+        default_tiles = next(spaces.tiles_with_persistent(spaces.get_config_space))
         for schedule in self._schedules:
-            yield *best, *schedule
+            yield *default_tiles, *schedule
 
-    def describe(self, call: Call) -> GatheredShards:
-        return call.ctx.buffer.describe(call.A.shape[0], call.num_chunks)
+    def gathered_shards(self, call: Call) -> GatheredShards:
+        return call.ctx.buffer.gathered_shards(call.A.shape[0], call.num_chunks)
 
     def start(self, call: Call) -> GatheredShards:
         return call.ctx.buffer.start(
@@ -278,7 +277,7 @@ class Push(CopyEngine):
             *(split_k_tiles() if current_device().prefers_descriptors else ()),
         ):
             yield tiles, True, 1, 1
-        for tiles, chunks in zip(specialized, _CHUNKS_OF_SPECIALIZED, strict=False):
+        for tiles, chunks in zip(specialized, _NUM_CHUNKS_OF_SPECIALIZED, strict=False):
             for num_chunks in chunks:
                 yield tiles, True, 1, num_chunks
 
@@ -293,7 +292,7 @@ class Ring(CopyEngine):
         return sizes.num_ranks > 2 and super().fits_sizes(config, sizes)
 
 
-class FusedPush(_Tiled):
+class FusedPush(_OverlappedGEMM):
     """The first programs of the consumer send the shard, in chunks along K.
 
     Tiles wait for the chunks between steps along K (``common/gemm/sharded.py``). For small
@@ -323,13 +322,14 @@ class FusedPush(_Tiled):
         max_comm_sms = min(MAX_COMM_SMS, call.ctx.device.num_sms - 1)
         if call.num_comm_sms is None:
             call.num_comm_sms = min(_DEFAULT_COMM_SMS, max_comm_sms)
-        if call.num_comm_sms not in _COMM_SMS or call.num_comm_sms > max_comm_sms:
+        if call.num_comm_sms not in _VALID_NUM_COMM_SMS or call.num_comm_sms > max_comm_sms:
             raise InvalidArgument(
                 "ag_gemm", "num_comm_sms", call.num_comm_sms, f"1 to {max_comm_sms}"
             )
 
-    def describe(self, call: Call) -> GatheredShards:
-        return call.ctx.buffer.describe(call.A.shape[0], call.num_chunks, call.num_comm_sms or 0)
+    def gathered_shards(self, call: Call) -> GatheredShards:
+        rows, num_comm_sms = call.A.shape[0], call.num_comm_sms or 0
+        return call.ctx.buffer.gathered_shards(rows, call.num_chunks, num_comm_sms)
 
     def start(self, call: Call) -> GatheredShards:
         rows, num_comm_sms = call.A.shape[0], call.num_comm_sms or 0
@@ -345,7 +345,7 @@ class _GatherThenMultiply(SelectableAlgorithm[Call, Sizes]):
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         # With one rank, there is nothing to gather.
-        return sizes.num_ranks > 1 and fits_library(sizes.A, sizes.B, sizes.scaling)
+        return sizes.num_ranks > 1 and library_supports(sizes.A, sizes.B, sizes.scaling)
 
     def check(self, call: Call) -> None:
         raise_first_error("ag_gemm", [library_check(self.name, call.A, call.B, call.scaling)])
@@ -391,11 +391,11 @@ class Serial(_GatherThenMultiply):
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         # The interpreter is slow: try one candidate there.
-        for number in _SERIAL_COMM_SMS[-1 if current_device().interprets else 0 :]:
-            yield 1, number
+        for num_comm_sms in _SERIAL_COMM_SMS[-1 if current_device().interprets else 0 :]:
+            yield 1, num_comm_sms
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        fits = fits_serial(sizes.A, config.get("num_comm_sms"), sizes.num_ranks)
+        fits = is_serial_worth_trying(sizes.A, config.get("num_comm_sms"), sizes.num_ranks)
         return fits and super().fits_sizes(config, sizes)
 
     def check(self, call: Call) -> None:
@@ -446,7 +446,7 @@ class AsyncTP(Collective):
     name, method = LibraryAlgorithm.ASYNC_TP.value, LibraryAlgorithm.ASYNC_TP
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        fits = fits_async_tp(sizes.A, sizes.B, sizes.scaling)
+        fits = async_tp_supports(sizes.A, sizes.B, sizes.scaling)
         return fits and super().fits_sizes(config, sizes)
 
     def check(self, call: Call) -> None:
@@ -474,11 +474,11 @@ def serial_params(shard_bytes: int, num_comm_sms: int | None, num_chunks: int) -
     elif not (is_int(num_comm_sms) and 1 <= num_comm_sms <= MAX_CTAS):
         raise InvalidArgument("ag_gemm", "num_comm_sms", num_comm_sms, f"1 to {MAX_CTAS}")
     bytes_per_program = -(-shard_bytes // (num_comm_sms * num_chunks))
-    block_bytes = min(_LARGE_BLOCK, max(_SMALL_BLOCK, 1 << (bytes_per_program - 1).bit_length()))
-    return LaunchParams(num_comm_sms, block_bytes, num_chunks)
+    block_bytes = max(_MIN_BLOCK_BYTES, 1 << (bytes_per_program - 1).bit_length())
+    return LaunchParams(num_comm_sms, min(_MAX_BLOCK_BYTES, block_bytes), num_chunks)
 
 
-def fits_serial(A: torch.Tensor, num_comm_sms: int | None, num_ranks: int) -> bool:
+def is_serial_worth_trying(A: torch.Tensor, num_comm_sms: int | None, num_ranks: int) -> bool:
     """Return whether ``num_comm_sms`` programs are worth trying for A [M_per_rank, K].
 
     They are worth trying if half of them could not move the shard in one step. The shard has the
@@ -486,11 +486,11 @@ def fits_serial(A: torch.Tensor, num_comm_sms: int | None, num_ranks: int) -> bo
     sizes, because calls with different contexts share keys.
     """
     shard_bytes = spaces.max_rows_of_key(A.shape[0], num_ranks) * A.shape[1] * A.element_size()
-    if num_ranks == 1 or shard_bytes * num_ranks > GATHERED_BYTES:
+    if num_ranks == 1 or shard_bytes * num_ranks > MAX_GATHERED_BYTES:
         return False
     if num_comm_sms is None or num_comm_sms == _SERIAL_COMM_SMS[-1]:  # keep at least one candidate
         return True
-    return shard_bytes > num_comm_sms // 2 * _SMALL_BLOCK
+    return shard_bytes > num_comm_sms // 2 * _MIN_BLOCK_BYTES
 
 
 def _empty_product(call: Call) -> torch.Tensor:
@@ -520,8 +520,8 @@ _COSTS = {
 }
 
 
-def predict(config: Mapping[str, Any], sizes: Sizes) -> float:
+def predict_ms(config: Mapping[str, Any], sizes: Sizes) -> float:
     """Return the predicted milliseconds of a call."""
     (rows, K), ranks, dtype = sizes.A.shape, sizes.num_ranks, sizes.A.dtype
-    received, cost = sizes.A.nbytes * (ranks - 1), _COSTS[config["algorithm"]]
-    return op_ms(config, cost, rows * ranks, sizes.B.shape[1], K, dtype, received, ranks)
+    received_bytes, cost = sizes.A.nbytes * (ranks - 1), _COSTS[config["algorithm"]]
+    return op_ms(config, cost, rows * ranks, sizes.B.shape[1], K, dtype, received_bytes, ranks)

@@ -12,10 +12,10 @@ from triton_dist.kernels.common.context import (
     GEMMContext,
     ProductKey,
     agree_to_create,
+    cached_after_checks,
     checked_buffer,
-    checked_once,
+    dtype_checks,
     first_error,
-    kernel_checks,
     layout_of,
     operand_checks,
     operand_signature,
@@ -23,13 +23,19 @@ from triton_dist.kernels.common.context import (
 )
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, bytes_of_slot
 from triton_dist.kernels.common.gemm.launch import LazySplitWorkspace
-from triton_dist.kernels.common.gemm.scales import FP8, NO_SCALING, Scaling, blocks, describe_tag
+from triton_dist.kernels.common.gemm.scales import (
+    FP8,
+    NO_SCALING,
+    Scaling,
+    describe_tag,
+    scale_blocks,
+)
 from triton_dist.kernels.common.gemm.sharded import SplitWorkspace
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer, AllGatherMethod
 from triton_dist.runtime.launch import Launcher
 from triton_dist.runtime.ranks import Group, process_group_of
 
-GATHERED_BYTES = 32 << 20
+MAX_GATHERED_BYTES = 32 << 20
 """Maximum bytes of the gathered A for an all-gather before the GEMM. On 2 H200, gathering 32 MB
 takes 59 us. Longer transfers should overlap with the GEMM."""
 
@@ -65,7 +71,7 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         rows, scales_of_row = self.exchanged_rows // self.num_ranks, 0
         nbytes = bytes_of_slot(rows * K, dtype, self.num_ranks)
         if dtype in FP8:  # the exchange gathers the scales after A
-            scales_of_row = blocks(K)
+            scales_of_row = scale_blocks(K)
             nbytes = max(nbytes, bytes_of_slot(rows * scales_of_row, torch.float32, self.num_ranks))
         self.launcher = Launcher()
         with self.allocating() as add:
@@ -73,13 +79,9 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
             num_scales = max_M * scales_of_row
             buffer = AllGatherBuffer(max_M, K, dtype, group, "ag_gemm", num_scales, describe)
             self.buffer = add(buffer)
-            disagreements = self.buffer.disagreements
-            self.exchange = add(
-                ExchangeBuffer(
-                    nbytes, group, "the exchange of ag_gemm", disagreements=disagreements
-                )
-            )
-            self._split = add(LazySplitWorkspace())
+            disagreements, name = self.buffer.disagreements, "the exchange of ag_gemm"
+            self.exchange = add(ExchangeBuffer(nbytes, group, name, disagreements=disagreements))
+            self._lazy_split_workspace = add(LazySplitWorkspace())
 
     @property
     def symm_workspace(self) -> torch.Tensor:
@@ -88,7 +90,7 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
     @property
     def split_workspace(self) -> SplitWorkspace:
         """Workspace for split-K, allocated at the first use."""
-        return self._split.workspace
+        return self._lazy_split_workspace.workspace
 
     def own_rows(self, rows: int) -> torch.Tensor:
         """Return this rank's rows of ``symm_workspace`` for shards of ``rows`` rows."""
@@ -139,7 +141,7 @@ def create_ag_gemm_context(
         for name, size in (("max_M", max_M), ("N", N)):
             yield name, size, size >= num_ranks and size % num_ranks == 0, expected
         if dtype not in FP8:
-            yield from kernel_checks("dtype", dtype)
+            yield from dtype_checks("dtype", dtype)
         good = isinstance(all_gather_method, AllGatherMethod)
         yield "all_gather_method", all_gather_method, good, "an AllGatherMethod"
 
@@ -161,7 +163,7 @@ def check_operands(
     gathered: torch.Tensor | None,
     scaling: Scaling = NO_SCALING,
 ) -> ProductKey:
-    """Check the operands and return their key, one object for all equal keys."""
+    """Check the operands and return their tuning key. Equal calls get the same object."""
     buffer = checked_buffer(
         ctx, AllGatherGEMMTensorParallelContext, "ag_gemm", "create_ag_gemm_context"
     )
@@ -184,16 +186,16 @@ def check_operands(
         yield "A.stride()", A.stride(), A.is_contiguous(), expected
         yield from scaling.checks(A, B)
 
-    def key() -> ProductKey:
+    def make_key() -> ProductKey:
         M, N, num_ranks = A.shape[0] * buffer.num_ranks, B.shape[1], buffer.num_ranks
         key = ProductKey(M, N, ctx.K, A.dtype, layout_of(B), contiguous=True, num_ranks=num_ranks)
         return scaling.key_of(key, A, B)
 
     signature = (*operand_signature(B, A, B), *scaling.signature(B))
-    accepted = checked_once(ctx.checked_keys, signature, "ag_gemm", checks, key)
+    key = cached_after_checks(ctx.checked_keys, signature, "ag_gemm", checks, make_key)
     if gathered is not None:
         _check_gathered(gathered, A if local_copy else ctx.own_rows(A.shape[0]), ctx)
-    return accepted
+    return key
 
 
 def _check_gathered(
@@ -206,9 +208,9 @@ def _check_gathered(
         good = tuple(gathered.shape) == shape and gathered.is_contiguous()
         yield "gathered.shape", tuple(gathered.shape), good, f"[M, K] = {shape}, contiguous"
         yield from operand_checks(ctx.dtype, ctx.symm_workspace.device, gathered=gathered)
-        first, last = gathered.data_ptr(), gathered.data_ptr() + gathered.nbytes
-        apart = own.data_ptr() + own.nbytes <= first or last <= own.data_ptr()
-        yield "gathered", "memory that overlaps the local rows", apart, "separate memory"
+        begin, end = gathered.data_ptr(), gathered.data_ptr() + gathered.nbytes
+        is_separate = own.data_ptr() + own.nbytes <= begin or end <= own.data_ptr()
+        yield "gathered", "memory that overlaps the local rows", is_separate, "separate memory"
 
     try:
         error = first_error("ag_gemm", checks())
@@ -219,7 +221,7 @@ def _check_gathered(
 
 
 def exchanged_rows(max_M: int, K: int, dtype: torch.dtype, num_ranks: int) -> int:
-    """Return the maximum M that one launch can gather in a context for ``max_M`` rows."""
+    """Return the maximum M that one exchange launch gathers in a context for ``max_M`` rows."""
     if num_ranks == 1:  # nothing is gathered
         return max_M
-    return min(max_M, GATHERED_BYTES // (K * dtype.itemsize)) // num_ranks * num_ranks
+    return min(max_M, MAX_GATHERED_BYTES // (K * dtype.itemsize)) // num_ranks * num_ranks

@@ -12,17 +12,17 @@ Timeline of one call (W = 4, push):
 
 ``finish`` is a kernel of one thread block. It reports to the peers that their shards have been
 read, and increments the epoch, which counts the uses of the buffer. A call needs no barrier, no
-flag reset and no copy of the local shard. Some calls also need a kernel of one thread block before
-the GEMM, which waits until the peers have read this buffer. These are calls in CUDA graphs and the
-first call after a call that did not wait for all peers.
+flag reset and no copy of the local shard. In CUDA graphs, and after a call that did not wait for
+all peers, another kernel of one thread block precedes the GEMM. It waits until the peers have read
+the buffer.
 
 The lower bound of the time is max(GEMM alone, all-gather alone) + the time until the first flag.
 Copy engines use no SM. They use memory bandwidth, which a GEMM with K >= 4096 leaves free.
 
 Design (docs/explanation/allgather_gemm.md):
     * Each shard is tiled separately and stores are clipped at its end, so no tile has two sources.
-    * The loops over tiles and over K are nested. Flattened into one loop that contains a wait, they
-      would not be pipelined.
+    * The loops over tiles and over K are nested. A single flattened loop would contain the wait,
+      and Triton would not pipeline it.
     * Flags count epochs. Resetting flags instead would need a barrier between calls.
     * A full grid may wait only for work that needs no SM (copies and flags of a copy engine) or
       that already runs (in fused algorithms, the programs with the lowest ids send).
@@ -41,7 +41,7 @@ from triton_dist.kernels.common.libraries import LibraryAlgorithm
 from triton_dist.kernels.common.op import op
 from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.kernels.common.slots.gathered import AllGatherMethod
-from triton_dist.kernels.nvidia.allgather_gemm.algorithms import ALGORITHMS, Call, Sizes, predict
+from triton_dist.kernels.nvidia.allgather_gemm.algorithms import ALGORITHMS, Call, Sizes, predict_ms
 from triton_dist.kernels.nvidia.allgather_gemm.context import (
     AllGatherGEMMTensorParallelContext,
     check_operands,
@@ -71,7 +71,7 @@ def key_fn(
     sizes=Sizes.of,
     key_fn=key_fn,
     key_sizes=("M",),
-    predict=predict,
+    predict_ms=predict_ms,
     agree_fn=lambda A, *_, **__: f"A of {A.shape[0]} rows",
     version="2",  # change when the shipped results (records/) must no longer be used
 )

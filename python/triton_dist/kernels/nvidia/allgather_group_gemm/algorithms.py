@@ -42,7 +42,7 @@ from triton_dist.kernels.common.op import (
 from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.kernels.common.slots.gathered import AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_group_gemm.context import (
-    GATHERED_BYTES,
+    MAX_GATHERED_BYTES,
     MoEAllGatherGroupGEMMTensorParallelContext,
     RoutedKey,
     check_operands,
@@ -204,7 +204,7 @@ class Arrivals(_Gathering):
             raise InvalidArgument("ag_group_gemm", "num_groups", call.num_groups, expected)
 
     def compile(self, call: Call) -> None:
-        gathered = call.ctx.buffer.describe(call.a.shape[0], 1)
+        gathered = call.ctx.buffer.gathered_shards(call.a.shape[0], 1)
         _, blocks, product = self._launches(call, gathered)
         for launch in (*blocks.launches, product):
             launch.compile()
@@ -393,7 +393,7 @@ def fits_exchange(sizes: RoutedKey) -> bool:
     """Return whether one launch can gather the rows of every call of the key."""
     rows = max_rows_of_key(sizes.M // sizes.num_ranks, sizes.num_ranks) * sizes.num_ranks
     width, dtype = packed_form(sizes.K, sizes.dtype)
-    return rows * width * dtype.itemsize <= GATHERED_BYTES
+    return rows * width * dtype.itemsize <= MAX_GATHERED_BYTES
 
 
 def fits_tiles(config: Mapping[str, Any], sizes: RoutedKey) -> bool:

@@ -16,12 +16,12 @@ from triton_dist.kernels.common.context import (
     Check,
     GEMMContext,
     agree_to_create,
+    cached_after_checks,
     checked_buffer,
-    checked_once,
-    from_1_to,
     int_checks,
     operand_checks,
     operand_signature,
+    range_check,
     tensor_checks,
 )
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, bytes_of_slot
@@ -36,7 +36,7 @@ from triton_dist.kernels.common.moe.scales import packed_form
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
 from triton_dist.runtime.ranks import Group, process_group_of
 
-GATHERED_BYTES = 16 << 20
+MAX_GATHERED_BYTES = 16 << 20
 """Maximum bytes of the gathered tensor for our all-gather in one launch. Larger transfers should
 overlap with the GEMM, or a library is faster."""
 _TILE = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M")
@@ -89,7 +89,7 @@ class MoEAllGatherGroupGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         self.num_local_ranks, num_ranks = min(num_local_ranks, self.num_ranks), self.num_ranks
         self.gemm_config, self.compares_ids = gemm_config, every_call_compares()
         width, packed_dtype = packed_form(K, dtype)
-        max_rows = GATHERED_BYTES // (width * packed_dtype.itemsize)
+        max_rows = MAX_GATHERED_BYTES // (width * packed_dtype.itemsize)
         rows_of_each = min(max_ntokens, max_rows) // num_ranks
         self.exchanged_rows = rows_of_each * num_ranks if num_ranks > 1 else 0
         nbytes = bytes_of_slot(rows_of_each * width, packed_dtype, num_ranks)
@@ -162,15 +162,15 @@ def create_ag_group_gemm_context(
         fits = max_ntokens >= num_ranks and max_ntokens % num_ranks == 0
         yield "max_ntokens", max_ntokens, fits, expected
         yield "GROUP_SIZE_M", GROUP_SIZE_M, GROUP_SIZE_M >= 1, "at least 1"
-        yield from_1_to(MAX_EXPERTS, "num_experts", num_experts)
-        yield from_1_to(MAX_TOPK, "topk", topk)
+        yield range_check(MAX_EXPERTS, "num_experts", num_experts)
+        yield range_check(MAX_TOPK, "topk", topk)
         has_kernel = dtype in (*DTYPES, torch.float8_e4m3fn)
         yield "dtype", dtype, has_kernel, f"{DTYPE_NAMES}, or torch.float8_e4m3fn"
         for name in _TILE[:3]:
             size = tile[name]
             is_power = 16 <= size <= 256 and size & (size - 1) == 0
             yield name, size, is_power, "a power of two from 16 to 256"
-        yield from_1_to(8, "stages", stages)
+        yield range_check(8, "stages", stages)
         yield "num_warps", num_warps, num_warps in (1, 2, 4, 8, 16), "1, 2, 4, 8 or 16"
 
     sizes = {
@@ -231,4 +231,4 @@ def check_operands(
         return scaling.key_of(unscaled_key, a, b)
 
     signature = (*operand_signature(b, a, b, full_topk_ids), *scaling.signature(b))
-    return checked_once(ctx.checked_keys, signature, "ag_group_gemm", checks, key)
+    return cached_after_checks(ctx.checked_keys, signature, "ag_group_gemm", checks, key)

@@ -22,13 +22,13 @@ from triton_dist.kernels.common.exchange.buffer import (
     LaunchParams,
     checked_params,
     is_worth_trying,
-    params_in,
+    params_from_config,
 )
 from triton_dist.kernels.common.exchange.sums import (
-    PACKET_BYTES,
+    DEFAULT_PACKET_BYTES,
+    DEFAULT_TWO_SHOT_BYTES,
+    MAX_PACKET_BYTES,
     PACKET_PARAMS,
-    PACKETS_UP_TO,
-    TWO_SHOT_FROM,
     TWO_SHOT_IN_PACKETS,
     TWO_SHOT_PACKET_CANDIDATES,
     max_one_shot_bytes,
@@ -59,8 +59,8 @@ PACKET_CANDIDATES = (
 
 @dataclass(eq=False, repr=False)  # not frozen, because that would take 1 us more per call
 class Call(OpCall):
-    """One call: the arguments of ``all_reduce``. The tuner passes its key as ``accepted_key``; the
-    tensors are then already checked."""
+    """One call: the arguments of ``all_reduce``. If the tuner has already checked the tensors, it
+    passes the call's key as ``accepted_key``."""
 
     x: torch.Tensor
     ctx: AllReduceContext
@@ -171,7 +171,7 @@ class BySize(Algorithm[Call, Sizes]):
         return False
 
     def check(self, call: Call) -> None:
-        is_small = call.x.nbytes < TWO_SHOT_FROM
+        is_small = call.x.nbytes < DEFAULT_TWO_SHOT_BYTES
         call.chosen = ALGORITHMS[OneShot.name if is_small else TwoShot.name]
         call.chosen.check(call)
 
@@ -189,7 +189,7 @@ class _ExchangeAlgorithm(_Algorithm):
         if sizes.requested is None and not self.is_candidate(sizes):
             return False
         shard_bytes = -(-sizes.nbytes // self.num_shards(sizes.num_ranks))
-        return is_worth_trying(params_in(config), shard_bytes)
+        return is_worth_trying(params_from_config(config), shard_bytes)
 
     def is_candidate(self, sizes: Sizes) -> bool:
         """Return whether the algorithm is worth trying at these sizes."""
@@ -203,12 +203,12 @@ class _ExchangeAlgorithm(_Algorithm):
         """Compile the kernel of the first launch."""
         x = call.x
         if call.ctx.num_ranks > 1:
-            exchange = self._exchange(call, min(x.numel(), self._step(call)))
+            exchange = self._exchange(call, min(x.numel(), self._max_elements(call)))
             out = torch.empty_like(x) if call.output is None else call.output
             call.ctx.buffer.launch(exchange, x, out).compile()
 
     def sum(self, call: Call, x: torch.Tensor, sums: torch.Tensor, in_place: bool) -> None:
-        flat, flat_sums, step = x.view(-1), sums.view(-1), self._step(call)
+        flat, flat_sums, step = x.view(-1), sums.view(-1), self._max_elements(call)
         for first in range(0, x.numel(), step):
             chunk, chunk_sums = flat[first : first + step], flat_sums[first : first + step]
             call.ctx.buffer.run(self._exchange(call, chunk.numel()), chunk, chunk_sums)
@@ -224,7 +224,7 @@ class _ExchangeAlgorithm(_Algorithm):
         Ranks compare ``call_tag`` to detect calls of different sizes.
         """
 
-    def _step(self, call: Call) -> int:
+    def _max_elements(self, call: Call) -> int:
         """Return the number of elements that one launch can sum."""
         return call.ctx.chunk_elements(self.method, call.x.element_size(), bool(call.packets))
 
@@ -253,7 +253,7 @@ class OneShot(_ExchangeAlgorithm):
         return super().fits(config, sizes)
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        if config["packets"] and sizes.nbytes > PACKET_BYTES:
+        if config["packets"] and sizes.nbytes > MAX_PACKET_BYTES:
             return False
         return super().fits_sizes(config, sizes)
 
@@ -262,7 +262,7 @@ class OneShot(_ExchangeAlgorithm):
 
     def check(self, call: Call) -> None:
         if call.packets is None:
-            call.packets = call.x.nbytes <= PACKETS_UP_TO
+            call.packets = call.x.nbytes <= DEFAULT_PACKET_BYTES
         default = PACKET_PARAMS if call.packets else DEFAULT_PARAMS
         call.params = checked_params("all_reduce", call.num_ctas, call.block_bytes, 1, default)
 
@@ -311,7 +311,7 @@ class TwoShotInPackets(TwoShot):
     def exchange(self, call: Call, elements: int, total: int, call_tag: int) -> Exchange:
         return two_shot_exchange(total, call.ctx.num_ranks, call.params, call_tag, True)
 
-    def _step(self, call: Call) -> int:
+    def _max_elements(self, call: Call) -> int:
         return call.ctx.chunk_elements(self.method, call.x.element_size(), in_packets=True)
 
 

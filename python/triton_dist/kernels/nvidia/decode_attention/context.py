@@ -14,11 +14,11 @@ from triton_dist.kernels.common.context import (
     OpContext,
     agree_to_create,
     checked_buffer,
-    from_1_to,
+    dtype_checks,
     gradient_check,
     is_int,
-    kernel_checks,
     raise_first_error,
+    range_check,
     tensor_checks,
 )
 from triton_dist.kernels.common.exchange.buffer import (
@@ -129,12 +129,12 @@ def create_sp_decode_context(
     }  # fmt: skip
 
     def checks() -> Iterator[Check]:
-        yield from_1_to(MAX_BATCH, "max_batch", max_batch)
-        yield from_1_to(MAX_QUERY_LENGTH, "max_q_len", max_q_len)
+        yield range_check(MAX_BATCH, "max_batch", max_batch)
+        yield range_check(MAX_QUERY_LENGTH, "max_q_len", max_q_len)
         for name, size in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
             fits = size % 8 == 0 and 16 <= size <= MAX_HEAD_DIM
             yield name, size, fits, f"a multiple of 8, 16 to {MAX_HEAD_DIM}"
-        yield from kernel_checks("dtype", dtype)
+        yield from dtype_checks("dtype", dtype)
         fits = not shard_queries or num_q_heads % world_size == 0
         expected = f"False, or num_q_heads = {num_q_heads} a multiple of {world_size}"
         yield "shard_queries", shard_queries, fits, expected

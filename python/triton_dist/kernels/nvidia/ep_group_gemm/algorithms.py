@@ -21,9 +21,9 @@ from triton_dist.kernels.common.context import (
 from triton_dist.kernels.common.moe.product import grouped_product, weights_layout
 from triton_dist.kernels.common.moe.routing import RECORD_WORDS, BlockMap, max_tiles
 from triton_dist.kernels.common.moe.rows import (
-    fits_library,
     has_fast_library,
     is_library_candidate,
+    library_supports,
 )
 from triton_dist.kernels.common.moe.spaces import fits_grouped, grouped_tiles
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall, check_tiles
@@ -209,7 +209,7 @@ class Library(Serial):
         return is_library_candidate(sizes)
 
     def check(self, call: Call) -> None:
-        if not fits_library(call.key):
+        if not library_supports(call.key):
             expected = "another algorithm: K, N and the strides of B must be multiples of 16 bytes"
             raise InvalidArgument(call.function, "algorithm", self.name, expected)
 

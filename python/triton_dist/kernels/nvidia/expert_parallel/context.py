@@ -18,11 +18,11 @@ from triton_dist.kernels.common.context import (
     Check,
     OpContext,
     agree_to_create,
-    from_1_to,
+    dtype_checks,
     gradient_check,
     is_differentiated,
-    kernel_checks,
     raise_first_error,
+    range_check,
     tensor_checks,
 )
 from triton_dist.kernels.common.exchange.buffer import LINE_BYTES, MAX_CTAS, ExchangeBuffer
@@ -233,9 +233,9 @@ def create_ep_context(
         expected = f"a multiple of world_size = {world_size}, 1 to {MAX_EXPERTS} per rank"
         fits = rest == 0 and per_rank <= MAX_EXPERTS
         yield "num_experts", num_experts, fits, expected
-        yield from_1_to(MAX_TOPK, "topk", topk)
-        yield from kernel_checks("dtype", dtype)
-        yield from_1_to(max_tokens, "capacity", capacity)
+        yield range_check(MAX_TOPK, "topk", topk)
+        yield from dtype_checks("dtype", dtype)
+        yield range_check(max_tokens, "capacity", capacity)
 
     agree_to_create(
         "create_ep_context", "an expert-parallel", group, rank,

@@ -37,8 +37,8 @@ def _check(A: torch.Tensor, B: torch.Tensor, scaling: Scaling = NO_SCALING) -> N
             raise InvalidArgument(
                 "matmul", "B", tuple(B.shape), f"[K, N] for an A of {tuple(A.shape)} = [M, K]"
             )
-        is_usual = A.dtype == B.dtype and A.dtype in DTYPES
-        if not is_usual and A.dtype not in FP8:
+        is_supported_without_scales = A.dtype == B.dtype and A.dtype in DTYPES
+        if not is_supported_without_scales and A.dtype not in FP8:
             expected = f"A's dtype ({A.dtype}): fp16, bf16 or fp32"
             raise InvalidArgument("matmul", "B.dtype", B.dtype, expected)
         if A.device != B.device or A.device.type != current_device().torch_device.type:
@@ -48,7 +48,7 @@ def _check(A: torch.Tensor, B: torch.Tensor, scaling: Scaling = NO_SCALING) -> N
                 B.device,
                 f"{current_device().torch_device}, like A ({A.device})",
             )
-        if scaling is not NO_SCALING or not is_usual:
+        if scaling is not NO_SCALING or not is_supported_without_scales:
             raise_first_error("matmul", scaling.checks(A, B))
     except (AttributeError, TypeError) as error:
         for name, matrix in (("A", A), ("B", B)):
@@ -78,7 +78,7 @@ def _key(A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any) -> GEMMKey
     return scaling.key_of(key, A, B)
 
 
-def _waves(key: GEMMKey, config: Mapping[str, Any]) -> float:
+def _num_waves(key: GEMMKey, config: Mapping[str, Any]) -> float:
     if config["gemm_config"] is None:  # a library, whose tiles are unknown
         tiles = triton.cdiv(key.M, 128) * triton.cdiv(key.N, 256)
         return float(tiles / current_device().num_sms)
@@ -87,7 +87,7 @@ def _waves(key: GEMMKey, config: Mapping[str, Any]) -> float:
     return float(tiles / current_device().num_sms)
 
 
-def _predict(
+def _predicted_ms(
     config: Mapping[str, Any], /, A: torch.Tensor, B: torch.Tensor, *_: Any, **__: Any
 ) -> float:
     tiles, sizes = config["gemm_config"], (A.shape[0], B.shape[1], A.shape[1], A.dtype)
@@ -103,7 +103,7 @@ def fits_matmul(
     return fits_gemm(config, A, B, *args, **kwargs)
 
 
-def _space(persistent: bool) -> list[dict[str, Any]]:
+def _kernel_configs(persistent: bool) -> list[dict[str, Any]]:
     return [{"gemm_config": config} for config in get_config_space(persistent)]
 
 
@@ -120,7 +120,7 @@ def matmul_configs() -> list[dict[str, Any]]:
     ]
 
 
-def _launch(
+def _build_launch(
     A: torch.Tensor,
     B: torch.Tensor,
     config: triton.Config,
@@ -145,18 +145,18 @@ def _run(
     persistent: bool,
     scaling: Scaling = NO_SCALING,
 ) -> torch.Tensor:
-    C, launch = _launch(A, B, config, persistent, scaling)
+    C, launch = _build_launch(A, B, config, persistent, scaling)
     launch.run()
     return C
 
 
-def _prepare(persistent: bool) -> Callable[..., None]:
+def _prepare_fn(persistent: bool) -> Callable[..., None]:
     def prepare(
         A: torch.Tensor, B: torch.Tensor, *args: Any, gemm_config: Any, **kwargs: Any
     ) -> None:
         if gemm_config is not None:  # a library compiles nothing
-            kind = kwargs.get("persistent", persistent)
-            _launch(A, B, gemm_config, kind, scaling_of(**kwargs))[1].compile()
+            is_persistent = kwargs.get("persistent", persistent)
+            _build_launch(A, B, gemm_config, is_persistent, scaling_of(**kwargs))[1].compile()
 
     return prepare
 
@@ -165,11 +165,11 @@ def _prepare(persistent: bool) -> Callable[..., None]:
     config_space=matmul_configs,
     key_fn=_key,
     prune_fn=fits_matmul,
-    prepare_fn=_prepare(True),
-    prior_fn=_predict,
+    prepare_fn=_prepare_fn(True),
+    prior_fn=_predicted_ms,
     scope="rank",
     sizes=("M",),
-    waves_fn=_waves,
+    waves_fn=_num_waves,
     fallback_fn=lambda config: config["gemm_config"] is None,
     version="2",  # change when the shipped results (records/) must no longer be used
 )
@@ -218,13 +218,13 @@ def matmul(
 
 
 @tuned(
-    config_space=lambda: _space(True),
+    config_space=lambda: _kernel_configs(True),
     key_fn=_key,
     prune_fn=fits_gemm,
-    prepare_fn=_prepare(True),
+    prepare_fn=_prepare_fn(True),
     scope="rank",
     sizes=("M",),
-    waves_fn=_waves,
+    waves_fn=_num_waves,
     version="2",  # change when the shipped results (records/) must no longer be used
 )
 def gemm_persistent(
@@ -238,13 +238,13 @@ def gemm_persistent(
 
 
 @tuned(
-    config_space=lambda: _space(False),
+    config_space=lambda: _kernel_configs(False),
     key_fn=_key,
     prune_fn=fits_gemm,
-    prepare_fn=_prepare(False),
+    prepare_fn=_prepare_fn(False),
     scope="rank",
     sizes=("M",),
-    waves_fn=_waves,
+    waves_fn=_num_waves,
     version="2",  # change when the shipped results (records/) must no longer be used
 )
 def gemm_non_persistent(

@@ -18,9 +18,9 @@ from triton_dist.kernels.common.exchange.buffer import (
     is_worth_trying,
 )
 from triton_dist.kernels.common.exchange.sums import (
+    MAX_ONE_SHOT_BYTES,
+    MAX_PACKET_BYTES,
     ONE_SHOT,
-    ONE_SHOT_BYTES,
-    PACKET_BYTES,
     TWO_SHOT,
     TWO_SHOT_IN_PACKETS,
     TWO_SHOT_PACKET_CANDIDATES,
@@ -38,25 +38,25 @@ from triton_dist.kernels.common.scatter.algorithms import (
     SummingSizes,
     UnfusedAlgorithm,
 )
-from triton_dist.kernels.common.scatter.packets import PacketLaunch, bytes_of_row
+from triton_dist.kernels.common.scatter.packets import PacketLaunch, packet_bytes_of_row
 from triton_dist.kernels.common.scatter.partials import row_block_rows
 from triton_dist.kernels.common.scatter.to_all import TwoShotLaunches
 from triton_dist.kernels.nvidia.gemm_allreduce.context import (
-    SUMMED_BYTES,
+    MAX_SUMMED_BYTES,
     GEMMAllReduceTensorParallelContext,
 )
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.symmetric.cuda import group_name, has_operator
 
 # Bytes of a product from which two-shot is the default. Tuning finds the faster algorithm.
-_TWO_SHOT_FROM = 1 << 20
-# torch's all-reduce in symmetric memory requires rows that are multiples of its 16-byte vectors.
-_VECTOR_BYTES = 16
+_DEFAULT_TWO_SHOT_BYTES = 1 << 20
+# torch's all-reduce in symmetric memory requires that a row's bytes are a multiple of this number.
+_ROW_ALIGNMENT_BYTES = 16
 # Numbers of chunks to try with the first tile shapes, and the number of these shapes.
-_CHUNKS, _CHUNKED_TILES = (2, 4), 7
+_CHUNK_COUNTS, _NUM_CHUNKED_SHAPES = (2, 4), 7
 # Launch parameters to try for ``"serial"``, the largest first, which are likely the fastest.
 _LARGE = (LaunchParams(128, 16384), LaunchParams(128, 8192))
-_SERIAL: dict[str, Sequence[LaunchParams]] = {
+_SERIAL_CANDIDATES: dict[str, Sequence[LaunchParams]] = {
     ONE_SHOT: (*_LARGE, *(LaunchParams(*each) for each in ((64, 8192), (64, 2048), (16, 2048)))),
     TWO_SHOT: (
         *_LARGE,
@@ -106,10 +106,12 @@ class BySize(Algorithm[Call, SummingSizes]):
 
     def check(self, call: Call) -> None:
         M, ctx = call.A.shape[0], call.ctx
-        # Round up: ranks whose M differs slightly then launch the same kernel, which detects it.
+        # Round up, so that ranks whose M differs usually launch the same kernel. The kernel detects
+        # the difference.
         max_M = triton.next_power_of_2(M)
         is_small = (
-            ctx.one_shot_rows >= M and max_M * ctx.N * ctx.output_dtype.itemsize < _TWO_SHOT_FROM
+            ctx.one_shot_rows >= M
+            and max_M * ctx.N * ctx.output_dtype.itemsize < _DEFAULT_TWO_SHOT_BYTES
         )
         call.chosen = ALGORITHMS[OneShot.name if is_small else TwoShot.name]
         call.chosen.check(call)
@@ -130,7 +132,7 @@ class OneShot(OneLaunchAlgorithm[Call]):
         return spaces.tiles_with_persistent(spaces.tiles_to_all)
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        return sizes.nbytes <= ONE_SHOT_BYTES and sizes.tiles_fit(config, sizes.M)
+        return sizes.nbytes <= MAX_ONE_SHOT_BYTES and sizes.tiles_fit(config, sizes.M)
 
     def check(self, call: Call) -> None:
         call.check_rows(call.ctx.one_shot_rows)
@@ -140,15 +142,15 @@ class OneShot(OneLaunchAlgorithm[Call]):
 class OneShotInPackets(OneShot):
     """One-shot in packets: 8-byte words, half data and half flag. For very few rows."""
 
-    name, launches = "one_shot_in_packets", PacketLaunch
+    name, launch_type = "one_shot_in_packets", PacketLaunch
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        low = spaces.LOWEST_TILE_ROWS
-        return (each for each in super().candidates() if each[0].kwargs["BLOCK_SIZE_M"] == low)
+        lowest = spaces.LOWEST_TILE_ROWS
+        return (each for each in super().candidates() if each[0].kwargs["BLOCK_SIZE_M"] == lowest)
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        in_lines = sizes.M * bytes_of_row(sizes.B.shape[1], sizes.item_bytes)
-        return in_lines <= PACKET_BYTES and super().fits_sizes(config, sizes)
+        packet_bytes = sizes.M * packet_bytes_of_row(sizes.B.shape[1], sizes.item_bytes)
+        return packet_bytes <= MAX_PACKET_BYTES and super().fits_sizes(config, sizes)
 
     def check(self, call: Call) -> None:
         super().check(call)
@@ -173,7 +175,7 @@ class TwoShotInOneLaunch(OneShot):
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         padded_M = -(-sizes.M // sizes.num_ranks) * sizes.num_ranks
         nbytes = padded_M * sizes.B.shape[1] * sizes.item_bytes
-        return nbytes <= SUMMED_BYTES and sizes.tiles_fit(config, sizes.M)
+        return nbytes <= MAX_SUMMED_BYTES and sizes.tiles_fit(config, sizes.M)
 
     def check(self, call: Call) -> None:
         call.check_rows(call.ctx.exchanged_rows)
@@ -190,19 +192,19 @@ class TwoShot(OverlappedAlgorithm[Call]):
             yield *each, 1
         descriptors, interpreted = spaces.persistent_values()[0], current_device().interprets
         shapes = spaces.tile_shapes(spaces.get_config_space(descriptors))
-        for tiles in shapes[: 1 if interpreted else _CHUNKED_TILES]:
-            for num_chunks in _CHUNKS:
+        for tiles in shapes[: 1 if interpreted else _NUM_CHUNKED_SHAPES]:
+            for num_chunks in _CHUNK_COUNTS:
                 yield tiles, descriptors, num_chunks
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         rows = row_block_rows(sizes.M, sizes.num_ranks)
         return sizes.has_chunks(config, rows) and sizes.tiles_fit(config, rows)
 
-    def scattered(self, call: Call) -> TwoShotLaunches:
+    def scatter_launches(self, call: Call) -> TwoShotLaunches:
         A, buffer = call.A, call.ctx.buffer
         sums, arrivals = buffer.sums(A.shape[0]), buffer.slots["sum_arrivals"].local
         C = torch.empty_like(sums) if call.copy_to_local else sums
-        return TwoShotLaunches(call, C, buffer.describe(), sums, arrivals)
+        return TwoShotLaunches(call, C, buffer.tile_memory(), sums, arrivals)
 
 
 class Serial(UnfusedAlgorithm[Call]):
@@ -213,7 +215,7 @@ class Serial(UnfusedAlgorithm[Call]):
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         interpreted = current_device().interprets
-        for reduction, candidates in _SERIAL.items():
+        for reduction, candidates in _SERIAL_CANDIDATES.items():
             for params in candidates[-1:] if interpreted else candidates:
                 yield reduction, params.num_chunks, params.num_ctas, params.block_bytes
 
@@ -234,8 +236,8 @@ class Serial(UnfusedAlgorithm[Call]):
 
     def check(self, call: Call) -> None:
         super().check(call)
-        if call.reduction not in (None, *_SERIAL):
-            expected = f"None or one of {', '.join(map(repr, _SERIAL))}"
+        if call.reduction not in (None, *_SERIAL_CANDIDATES):
+            expected = f"None or one of {', '.join(map(repr, _SERIAL_CANDIDATES))}"
             raise InvalidArgument("gemm_ar", "reduction", call.reduction, expected)
         checked_params("gemm_ar", call.num_ctas, call.block_bytes, call.num_chunks)
 
@@ -273,9 +275,9 @@ class Collective(UnfusedAlgorithm[Call]):
         return product
 
 
-def sums_symmetric_memory(dtype: torch.dtype, row_bytes: int, num_ranks: int) -> bool:
+def supports_symmetric_all_reduce(dtype: torch.dtype, row_bytes: int, num_ranks: int) -> bool:
     """Return whether ``two_shot_all_reduce`` works on this device for rows of ``row_bytes``."""
-    fits_sizes = dtype in (torch.bfloat16, torch.float32) and row_bytes % _VECTOR_BYTES == 0
+    fits_sizes = dtype in (torch.bfloat16, torch.float32) and row_bytes % _ROW_ALIGNMENT_BYTES == 0
     fits_sizes = fits_sizes and num_ranks in (2, 4, 8)  # torch compiles its kernel for these
     return fits_sizes and current_device().has_async_tp and has_operator("two_shot_all_reduce_out")
 
@@ -331,7 +333,7 @@ class SymmetricCollective(UnfusedAlgorithm[Call]):
 
     @staticmethod
     def _supports(dtype: torch.dtype, columns: int, num_ranks: int) -> bool:
-        return sums_symmetric_memory(dtype, columns * dtype.itemsize, num_ranks)
+        return supports_symmetric_all_reduce(dtype, columns * dtype.itemsize, num_ranks)
 
 
 ALGORITHMS = Algorithms(
@@ -359,11 +361,11 @@ _COSTS = {
 }
 
 
-def predict(config: Mapping[str, Any], sizes: SummingSizes) -> float:
+def predict_ms(config: Mapping[str, Any], sizes: SummingSizes) -> float:
     """Return the predicted milliseconds of a call."""
     (M, K), N, ranks = sizes.A.shape, sizes.B.shape[1], sizes.num_ranks
     exchange = config.get("reduction") or config["algorithm"]
     shots = ranks if exchange.startswith(ONE_SHOT) else 2
     words = 2 if exchange.endswith("packets") else 1  # half of each packet is a flag, not data
-    received = M * N * sizes.item_bytes * (ranks - 1) / ranks * shots * words
-    return op_ms(config, _COSTS[config["algorithm"]], M, N, K, sizes.A.dtype, received)
+    received_bytes = M * N * sizes.item_bytes * (ranks - 1) / ranks * shots * words
+    return op_ms(config, _COSTS[config["algorithm"]], M, N, K, sizes.A.dtype, received_bytes)

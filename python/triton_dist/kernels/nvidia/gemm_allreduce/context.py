@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.kernels.common.context import Check
-from triton_dist.kernels.common.exchange.sums import ONE_SHOT_BYTES, PACKET_BYTES, SumBuffer
+from triton_dist.kernels.common.exchange.sums import MAX_ONE_SHOT_BYTES, MAX_PACKET_BYTES, SumBuffer
 from triton_dist.kernels.common.peers import Disagreements
-from triton_dist.kernels.common.scatter.packets import bytes_of_row
+from triton_dist.kernels.common.scatter.packets import packet_bytes_of_row
 from triton_dist.kernels.common.scatter.partials import (
-    ProductLimits,
-    Scattering,
+    ContextLimits,
     Slot,
     SummingContext,
+    TileMemory,
     create,
     row_block_rows,
     slot_sizes,
@@ -24,7 +24,7 @@ from triton_dist.kernels.common.slots.epochs import SLOTS, EpochSlots, SlotMemor
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import Group, group_for
 
-SUMMED_BYTES = 32 << 20
+MAX_SUMMED_BYTES = 32 << 20
 """Maximum bytes of a product that one launch sums in two shots. ``"serial"`` sums larger products
 in several launches."""
 
@@ -44,7 +44,7 @@ class GEMMAllReduceMethod(enum.Enum):
     __repr__ = enum.Enum.__str__
 
 
-class ReducedPartials(SlotMemory):
+class AllReduceSlots(SlotMemory):
     """Slots for products of up to ``max_M`` rows of ``N`` columns. Creation is collective.
 
     In addition to the regions of ``scatter/partials.py``, a slot has ``sums`` [max_M * N] of the
@@ -64,43 +64,44 @@ class ReducedPartials(SlotMemory):
             "sum_arrivals": ((tiles * num_ranks,), torch.int64),
             "deferred": ((current_device().num_sms,), torch.int32),
         }
-        if num_ranks == 1:  # a plain product needs no regions
+        if num_ranks == 1:  # nothing is sent: allocate one element per region
             regions = {region: ((1,), dtype) for region, (_, dtype) in regions.items()}
         flags = ("arrivals", "sum_arrivals", "deferred")
-        kernels = "the GEMM that adds over ranks"
+        kernel_name = "the GEMM that adds over ranks"
         disagreements = Disagreements(f"the rows of A in {name}", group)
-        slots = EpochSlots(name, regions, flags, kernels, group, disagreements=disagreements)
+        slots = EpochSlots(name, regions, flags, kernel_name, group, disagreements=disagreements)
         super().__init__(slots)
         self._N = N
         # Created in advance, because tensors created in a graph capture are invalid outside of it.
-        self._scatterings = [self._scattering(slot) for slot in range(SLOTS)]
+        self._tile_memory_by_slot = [self._slot_tile_memory(slot) for slot in range(SLOTS)]
 
-    def describe(self) -> Scattering:
+    def tile_memory(self) -> TileMemory:
         """Return the addresses to which a GEMM sends its tiles in the current slot."""
-        return self._scatterings[self.slots.index]
+        return self._tile_memory_by_slot[self.slots.index]
 
     def sums(self, M: int) -> torch.Tensor:
         """Return the memory [M, N] of the current slot to which owners send sums."""
         return self.slots["sums"].local[: M * self._N].view(M, self._N)
 
     def spare_sums(self, M: int) -> torch.Tensor:
-        """Return memory [M, N] of the next slot, for a call that does not switch slots.
+        """Return the memory [M, N] for sums in the next slot.
 
-        The current slot must keep the result of the last call.
+        A call that does not switch slots uses it, because the current slot may hold the result of
+        the last call.
         """
         sums = self.slots.of_slot(self.slots.next_index, "sums").local
         return sums[: M * self._N].view(M, self._N)
 
-    def expected(self, tiles: int) -> dict[str, list[int]]:
+    def awaited_flags(self, tiles: int) -> dict[str, list[int]]:
         """Return the indices of the flags that a call with ``tiles`` tiles per row block awaits."""
-        of_peers = self.flags_of_peers(tiles)
-        return {"arrivals": of_peers, "sum_arrivals": of_peers}
+        indices = self.flags_of_peers(tiles)
+        return {"arrivals": indices, "sum_arrivals": indices}
 
     def free(self) -> None:
-        self._scatterings.clear()
+        self._tile_memory_by_slot.clear()
         super().free()
 
-    def _scattering(self, slot: int) -> Scattering:
+    def _slot_tile_memory(self, slot: int) -> TileMemory:
         partials, arrivals, sums, sum_arrivals = (
             self.slots.of_slot(slot, name)
             for name in ("partials", "arrivals", "sums", "sum_arrivals")
@@ -110,12 +111,12 @@ class ReducedPartials(SlotMemory):
             partials.local, self.slot_stride, partials.pointers + own_partial, arrivals.pointers,
             arrivals.local, self.slots.epoch_of(slot), self.slots.of_slot(slot, "deferred").local,
         )  # fmt: skip
-        return Scattering(
+        return TileMemory(
             "all", self.rank, self.num_ranks, memory, sums.pointers, sum_arrivals.pointers
         )
 
 
-class GEMMAllReduceTensorParallelContext(SummingContext[ReducedPartials]):
+class GEMMAllReduceTensorParallelContext(SummingContext[AllReduceSlots]):
     """Symmetric memory for ``gemm_ar`` with up to ``max_M`` rows of ``N`` columns.
 
     A context manager.
@@ -129,19 +130,19 @@ class GEMMAllReduceTensorParallelContext(SummingContext[ReducedPartials]):
 
     title, function, creator = "GEMM-AllReduce", "gemm_ar", "create_gemm_ar_context"
 
-    def __init__(self, products: ProductLimits) -> None:
-        super().__init__(products)
-        max_M, N, output_dtype, _, group = products
+    def __init__(self, limits: ContextLimits) -> None:
+        super().__init__(limits)
+        max_M, N, output_dtype, _, group = limits
         row_bytes = N * output_dtype.itemsize
-        whole_lines = bytes_of_row(N, output_dtype.itemsize)
-        self.one_shot_rows = min(max_M, ONE_SHOT_BYTES // row_bytes)
-        self.packet_rows = min(max_M, PACKET_BYTES // whole_lines)
+        packet_row_bytes = packet_bytes_of_row(N, output_dtype.itemsize)
+        self.one_shot_rows = min(max_M, MAX_ONE_SHOT_BYTES // row_bytes)
+        self.packet_rows = min(max_M, MAX_PACKET_BYTES // packet_row_bytes)
         rows = -(-max_M // self.num_ranks)  # rows that one rank owns
-        whole_rows = min(rows, max(1, SUMMED_BYTES // row_bytes // self.num_ranks)) * self.num_ranks
-        self.exchanged_rows = min(max_M, whole_rows)
-        nbytes = whole_rows * whole_lines if self.num_ranks > 1 else 1
+        rows = min(rows, max(1, MAX_SUMMED_BYTES // row_bytes // self.num_ranks))
+        self.exchanged_rows = min(max_M, rows * self.num_ranks)
+        nbytes = rows * self.num_ranks * packet_row_bytes if self.num_ranks > 1 else 1
         with self.allocating() as add:
-            self.buffer = add(ReducedPartials(max_M, N, output_dtype, group, self.function))
+            self.buffer = add(AllReduceSlots(max_M, N, output_dtype, group, self.function))
             disagreements = self.buffer.disagreements
             self.exchange = add(SumBuffer(nbytes, group, "the exchange of gemm_ar", disagreements))
 

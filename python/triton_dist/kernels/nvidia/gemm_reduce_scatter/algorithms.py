@@ -24,10 +24,10 @@ from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.gemm.scales import (
     FP8,
     async_tp_check,
-    fits_async_tp,
-    fits_library,
+    async_tp_supports,
     library_check,
     library_matmul,
+    library_supports,
 )
 from triton_dist.kernels.common.gemm.spaces import TransferCost, op_ms
 from triton_dist.kernels.common.libraries import LibraryAlgorithm
@@ -39,25 +39,25 @@ from triton_dist.kernels.common.scatter.algorithms import (
     SummingSizes,
     UnfusedAlgorithm,
 )
-from triton_dist.kernels.common.scatter.partials import Scatter
+from triton_dist.kernels.common.scatter.partials import ScatterMode
 from triton_dist.kernels.common.scatter.to_owners import ReduceScatterLaunches, add_row_block
 from triton_dist.kernels.nvidia.gemm_reduce_scatter.context import (
-    EXCHANGED_BYTES,
+    MAX_EXCHANGED_BYTES,
     GEMMReduceScatterTensorParallelContext,
 )
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.garbage import no_garbage_collection
 from triton_dist.runtime.launch import Launch
 
-# Number of tile shapes that ``"copy_engine"`` tries, and how many of them it tries with all
-# ``_CHUNKS`` instead of ``_FEW_CHUNKS``.
-_NUM_PUSHED_TILES, _NUM_LARGEST_TILES = 7, 3
-_CHUNKS, _FEW_CHUNKS = (1, 2, 4, 8), (1, 2)
+# ``"copy_engine"`` tries the first ``_NUM_PUSHED_SHAPES`` tile shapes: the largest shapes with
+# ``_CHUNK_COUNTS`` chunks, the others with ``_FEW_CHUNK_COUNTS``.
+_NUM_PUSHED_SHAPES, _NUM_LARGEST_SHAPES = 7, 3
+_CHUNK_COUNTS, _FEW_CHUNK_COUNTS = (1, 2, 4, 8), (1, 2)
 # Config of the kernel that sums in ``"row_blocks"``, and minimum elements of a product per SM.
 (_SUM_TILES,) = spaces.tiles((64, 256, 64, 8, 1, 1))
 _MIN_ELEMENTS_PER_SM = 128 * 128
-# The number of rows of an fp8 product must be a multiple of this number: cuBLAS refused 19 rows.
-_LIBRARY_ROWS = 16
+# An fp8 product by cuBLAS must have a multiple of this number of rows: it refused 19 rows.
+_FP8_ROW_MULTIPLE = 16
 # Launch parameters of the reduce-scatter after the GEMM: CTAs, block bytes, chunks. Likely winners
 # come first.
 _SERIAL_PARAMS = (
@@ -100,8 +100,8 @@ class Call(SummingCall):
 
     options_in_key = sums_on_arrival
 
-    def check_sum(self) -> None:
-        """Raise if ``reduce_st`` is set, because only ``"fused"`` adds tiles on arrival."""
+    def check_not_added_on_arrival(self) -> None:
+        """Raise if the call sets ``reduce_st``, because only ``"fused"`` adds tiles on arrival."""
         if self.adds_on_arrival:
             expected = f"{Fused.name!r} with reduce_st=True"
             raise InvalidArgument("gemm_rs", "algorithm", self.chosen.name, expected)
@@ -110,24 +110,24 @@ class Call(SummingCall):
 class _OverlappedReduceScatter(OverlappedAlgorithm[Call]):
     """Base class of algorithms that send each tile to the owner of its rows during the GEMM."""
 
-    scatter: Scatter
-    launches: ClassVar[type[ReduceScatterLaunches]] = ReduceScatterLaunches
+    mode: ScatterMode
+    launches_type: ClassVar[type[ReduceScatterLaunches]] = ReduceScatterLaunches
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         return sizes.kernel_fits(config)
 
-    def scattered(self, call: Call) -> ReduceScatterLaunches:
+    def scatter_launches(self, call: Call) -> ReduceScatterLaunches:
         shape = call.ctx.rows_of_rank(call.A.shape[0]), call.ctx.N
         C = call.A.new_empty(shape, dtype=call.ctx.output_dtype)
-        scattering = call.ctx.buffer.describe("add" if call.adds_on_arrival else self.scatter)
-        return self.launches(call, C, scattering)
+        tile_memory = call.ctx.buffer.tile_memory("add" if call.adds_on_arrival else self.mode)
+        return self.launches_type(call, C, tile_memory)
 
 
 class Fused(_OverlappedReduceScatter):
     """The program that computes a tile stores it in the owner's memory, or adds it there."""
 
     name, tunables = "fused", ("gemm_config", "persistent")
-    scatter, supports_all_calls = "tile", True
+    mode, supports_all_calls = "tile", True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         return spaces.tiles_with_persistent(spaces.get_config_space)
@@ -147,18 +147,18 @@ class OneLaunch(OneLaunchAlgorithm[Call]):
         return spaces.tiles_with_persistent(spaces.tiles_to_owners)
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        return sizes.nbytes <= EXCHANGED_BYTES and sizes.tiles_fit(config, sizes.M)
+        return sizes.nbytes <= MAX_EXCHANGED_BYTES and sizes.tiles_fit(config, sizes.M)
 
     def check(self, call: Call) -> None:
         call.check_tiles()
-        call.check_sum()
+        call.check_not_added_on_arrival()
         call.check_rows(call.ctx.exchanged_rows)
         if call.ctx.num_ranks == 1:  # nothing to exchange
             call.chosen = ALGORITHMS[Fused.name]
 
 
-class _Pushed(ReduceScatterLaunches):
-    """Launches of a call, and pushes by copy engines on another stream."""
+class _CopyEngineLaunches(ReduceScatterLaunches):
+    """Launches of a call whose tiles copy engines push, on another stream."""
 
     def run(self) -> None:
         call, ctx = self.call, self.call.ctx
@@ -183,14 +183,14 @@ class CopyEngine(_OverlappedReduceScatter):
     """Tiles are stored locally. A copy engine pushes each complete chunk of a peer's rows."""
 
     name, tunables = "copy_engine", ("gemm_config", "persistent", "num_chunks")
-    scatter, launches, uses_copy_engines = "row_block", _Pushed, True
+    mode, launches_type, uses_copy_engines = "row_block", _CopyEngineLaunches, True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         persistent = current_device().prefers_descriptors
-        num_shapes = 1 if current_device().interprets else _NUM_PUSHED_TILES
+        num_shapes = 1 if current_device().interprets else _NUM_PUSHED_SHAPES
         shapes = spaces.tile_shapes(spaces.get_config_space(persistent))
         for number, tiles in enumerate(shapes[:num_shapes]):
-            for num_chunks in _CHUNKS if number < _NUM_LARGEST_TILES else _FEW_CHUNKS:
+            for num_chunks in _CHUNK_COUNTS if number < _NUM_LARGEST_SHAPES else _FEW_CHUNK_COUNTS:
                 yield tiles, persistent, num_chunks
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
@@ -202,19 +202,19 @@ class CopyEngine(_OverlappedReduceScatter):
 
     def check(self, call: Call) -> None:
         super().check(call)
-        call.check_sum()
+        call.check_not_added_on_arrival()
         if current_device().launches_block:
             # The GEMM waits for pushes that are queued after its launch. With this setting, the
             # launch would block the host, so the pushes would never be queued.
             expected = "another algorithm while CUDA_LAUNCH_BLOCKING is set: it would deadlock"
             raise InvalidArgument("gemm_rs", "algorithm", self.name, expected)
 
-    def work_items(self, call: Call) -> int:
+    def flags_per_row_block(self, call: Call) -> int:
         return call.num_chunks
 
 
-class _Products(ReduceScatterLaunches):
-    """A product and a push for each chunk of a row block, then a launch that adds.
+class _RowBlockLaunches(ReduceScatterLaunches):
+    """A GEMM and a push for each chunk of a row block, then a launch that adds.
 
     All pushes are queued before the first kernel that waits for a peer, so there is no deadlock.
     """
@@ -233,16 +233,16 @@ class _Products(ReduceScatterLaunches):
                     pushed = push
                     push.fork(stream)
                     push.queue()
-            self._launch(("sum", *self.key), self._sum, self._output_tensors())
+            self._launch(("sum", *self.key), self._sum_launch, self._outputs())
         finally:
             if pushed is not None:  # all pushes are on one stream
                 pushed.join(stream)
 
     def compile(self) -> None:
-        self._sum().compile()
+        self._sum_launch().compile()
 
-    def _sum(self) -> Launch:
-        call, to = self.call, self.scattering
+    def _sum_launch(self) -> Launch:
+        call, to = self.call, self.tile_memory
         return add_row_block(self.C, call.bias, _sum_tiles(), to, len(call.A), call.num_chunks)
 
 
@@ -255,31 +255,31 @@ class RowBlocks(_OverlappedReduceScatter):
     """
 
     name, tunables = "row_blocks", ("num_chunks",)
-    scatter, launches, uses_copy_engines = "row_block", _Products, True
+    mode, launches_type, uses_copy_engines = "row_block", _RowBlockLaunches, True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        return ((num_chunks,) for num_chunks in _FEW_CHUNKS)
+        return ((num_chunks,) for num_chunks in _FEW_CHUNK_COUNTS)
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         A, B, rows = sizes.A, sizes.B, sizes.M // sizes.num_ranks
         # The product of a row block must occupy all SMs.
-        has_work = rows * B.shape[1] >= _MIN_ELEMENTS_PER_SM * current_device().num_sms
+        occupies_sms = rows * B.shape[1] >= _MIN_ELEMENTS_PER_SM * current_device().num_sms
         return (
             (A.dtype in FP8 or sizes.num_ranks > 2)
-            and has_work
-            and fits_library(A, B, sizes.scaling)
+            and occupies_sms
+            and library_supports(A, B, sizes.scaling)
             and sizes.has_chunks({**config, "gemm_config": _sum_tiles()}, rows)
         )
 
     def check(self, call: Call) -> None:
-        call.check_sum()
+        call.check_not_added_on_arrival()
         raise_first_error("gemm_rs", [library_check(self.name, call.A, call.B, call.scaling)])
         rows = call.ctx.rows_of_rank(call.A.shape[0])
-        if call.A.dtype in FP8 and call.A.device.type != "cpu" and rows % _LIBRARY_ROWS:
+        if call.A.dtype in FP8 and call.A.device.type != "cpu" and rows % _FP8_ROW_MULTIPLE:
             # Other calls of the tuning key may have a valid number of rows, so do not raise.
             call.chosen = ALGORITHMS[Collective.name]
 
-    def work_items(self, call: Call) -> int:
+    def flags_per_row_block(self, call: Call) -> int:
         return call.num_chunks
 
 
@@ -304,11 +304,11 @@ class Serial(UnfusedAlgorithm[Call]):
             "gemm_rs", config["num_ctas"], config["block_bytes"], config["num_chunks"]
         )
         shard_bytes = sizes.nbytes // sizes.num_ranks
-        return sizes.nbytes <= EXCHANGED_BYTES and is_worth_trying(params, shard_bytes)
+        return sizes.nbytes <= MAX_EXCHANGED_BYTES and is_worth_trying(params, shard_bytes)
 
     def check(self, call: Call) -> None:
         super().check(call)
-        call.check_sum()
+        call.check_not_added_on_arrival()
         call.check_rows(call.ctx.exchanged_rows)
         checked_params("gemm_rs", call.num_ctas, call.block_bytes, call.num_chunks)
 
@@ -350,7 +350,7 @@ class AsyncTP(Collective):
     name, method = LibraryAlgorithm.ASYNC_TP.value, LibraryAlgorithm.ASYNC_TP
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        return fits_async_tp(sizes.A, sizes.B, sizes.scaling)
+        return async_tp_supports(sizes.A, sizes.B, sizes.scaling)
 
     def check(self, call: Call) -> None:
         super().check(call)
@@ -377,8 +377,8 @@ _COSTS = {
 }
 
 
-def predict(config: Mapping[str, Any], sizes: SummingSizes) -> float:
+def predict_ms(config: Mapping[str, Any], sizes: SummingSizes) -> float:
     """Return the predicted milliseconds of a call."""
     (M, K), N, ranks = sizes.A.shape, sizes.B.shape[1], sizes.num_ranks
-    received = M * N * sizes.item_bytes * (ranks - 1) / ranks
-    return op_ms(config, _COSTS[config["algorithm"]], M, N, K, sizes.A.dtype, received)
+    received_bytes = M * N * sizes.item_bytes * (ranks - 1) / ranks
+    return op_ms(config, _COSTS[config["algorithm"]], M, N, K, sizes.A.dtype, received_bytes)

@@ -16,11 +16,11 @@ from triton_dist.kernels.common.peers import Disagreements
 from triton_dist.kernels.common.scatter.partials import (
     MAX_CHUNKS,
     Chunks,
-    ProductLimits,
-    Scatter,
-    Scattering,
+    ContextLimits,
+    ScatterMode,
     Slot,
     SummingContext,
+    TileMemory,
     chunks_of_row_block,
     create,
     slot_sizes,
@@ -31,7 +31,7 @@ from triton_dist.runtime.device.transfer import AwaitFlag, Copy, SetFlag, Step
 from triton_dist.runtime.launch import BoundedDict
 from triton_dist.runtime.ranks import Group
 
-EXCHANGED_BYTES = 64 << 20
+MAX_EXCHANGED_BYTES = 64 << 20
 """Maximum bytes of a product for ``"one_launch"`` and ``"serial"``. For larger products, other
 algorithms are faster."""
 
@@ -40,7 +40,7 @@ class PartialsBuffer(SlotMemory):
     """Slots for row blocks of up to ``max_rows`` rows of ``N`` elements. Creation is collective.
 
     In addition to the regions of ``scatter/partials.py``, a slot has
-        sums fp32 [slot_stride], if ``with_sums``: a sum to which the GEMMs of all ranks add.
+        sums fp32 [slot_stride], if ``has_sums``: a sum to which the GEMMs of all ranks add.
         counters int32 [destination rank, MAX_CHUNKS]: numbers of staged tiles, counted by this
             rank's GEMM and reset by its copy engines.
 
@@ -49,7 +49,7 @@ class PartialsBuffer(SlotMemory):
     slot_stride]. A copy engine pushes a chunk when its counter has reached its number of tiles.
 
     Args:
-        with_sums: also allocate fp32 sums, for ``"add"``.
+        has_sums: also allocate fp32 sums, for ``"add"``.
         stream: stream for pushes; default: a new stream.
     """
 
@@ -58,7 +58,7 @@ class PartialsBuffer(SlotMemory):
         max_rows: int,
         N: int,
         dtype: torch.dtype,
-        with_sums: bool,
+        has_sums: bool,
         stream: Any,
         group: dist.ProcessGroup | None,
         name: str,
@@ -73,41 +73,41 @@ class PartialsBuffer(SlotMemory):
             "deferred": ((self._device.num_sms,), torch.int32),
         }
         zeroed: tuple[str, ...] = ("arrivals", "counters", "deferred")
-        if with_sums:
+        if has_sums:
             regions["sums"] = ((self.slot_stride,), torch.float32)
             zeroed += ("sums",)
-        kernels = "the GEMM that scatters"
+        kernel_name = "the GEMM that sends tiles"
         disagreements = Disagreements(f"the rows of A in {name}", group)
-        slots = EpochSlots(name, regions, zeroed, kernels, group, disagreements=disagreements)
+        slots = EpochSlots(name, regions, zeroed, kernel_name, group, disagreements=disagreements)
         super().__init__(slots)
-        self.with_sums, self._N, self._dtype = with_sums, N, dtype
+        self.has_sums, self._N, self._dtype = has_sums, N, dtype
         self._stream: Any = self._device.copy_stream(stream)
         self._staging: torch.Tensor | None = None
         # Created in advance, because tensors created in a graph capture are invalid outside of it.
         # Mode "row_block" is excluded, because it needs the staging buffer.
-        algorithms: tuple[Scatter, ...] = ("tile", "add") if with_sums else ("tile",)
-        self._scatterings = {scatter: self._scatterings_by_slot(scatter) for scatter in algorithms}
+        modes: tuple[ScatterMode, ...] = ("tile", "add") if has_sums else ("tile",)
+        self._tile_memories = {mode: self._tile_memory_by_slot(mode) for mode in modes}
         self._transfers: BoundedDict[Any, Any] = BoundedDict()
 
-    def describe(self, scatter: Scatter) -> Scattering:
+    def tile_memory(self, mode: ScatterMode) -> TileMemory:
         """Return the addresses to which a GEMM sends its tiles in the current slot.
 
         Raises:
             CaptureInProgress: the first call with ``"row_block"`` is captured.
         """
-        known = self._scatterings.get(scatter)
-        if known is None:
+        cached = self._tile_memories.get(mode)
+        if cached is None:
             if self._device.is_capturing():
                 raise CaptureInProgress(
                     "gemm_rs",
                     "the first call that pushes row blocks allocates memory, which must outlive "
                     "the graph. Make one such call before the capture.",
                 )
-            known = self._scatterings[scatter] = self._scatterings_by_slot(scatter)
-        return known[self.slots.index]
+            cached = self._tile_memories[mode] = self._tile_memory_by_slot(mode)
+        return cached[self.slots.index]
 
     def pushes(self, rows: int, config: triton.Config, num_chunks: int) -> Any:
-        """Return the transfer that pushes each peer's row block of ``rows`` rows.
+        """Return the transfer that pushes the staged row block of each peer, ``rows`` rows.
 
         The transfer pushes each chunk when all tiles of the chunk are staged, then sets the chunk's
         flag on the peer.
@@ -118,17 +118,17 @@ class PartialsBuffer(SlotMemory):
         """Return (first row of A, memory for the product, push) of each product of a call.
 
         Row blocks of peers come first, in the order from rank + 1, in the chunks of ``pushes``. The
-        row block of this rank is one product, which is not pushed.
+        last product is the row block of this rank, which is not pushed.
         """
         return self._cached(rows, config, num_chunks, self._products)
 
-    def expected(self, work_items: int) -> dict[str, list[int]]:
-        """Return the indices of the awaited flags. ``work_items``: flags per row block."""
-        return {"arrivals": self.flags_of_peers(work_items)}
+    def awaited_flags(self, num_flags: int) -> dict[str, list[int]]:
+        """Return the indices of the flags that a call awaits; a row block has ``num_flags``."""
+        return {"arrivals": self.flags_of_peers(num_flags)}
 
     def free(self) -> None:
         self._stream.close()
-        self._scatterings.clear()
+        self._tile_memories.clear()
         self._transfers.clear()
         self._staging = None
         super().free()
@@ -144,16 +144,16 @@ class PartialsBuffer(SlotMemory):
                 )
         return self._staging
 
-    def _scatterings_by_slot(self, scatter: Scatter) -> list[Scattering]:
-        return [self._scattering(slot, scatter) for slot in range(SLOTS)]
+    def _tile_memory_by_slot(self, mode: ScatterMode) -> list[TileMemory]:
+        return [self._slot_tile_memory(slot, mode) for slot in range(SLOTS)]
 
-    def _scattering(self, slot: int, scatter: Scatter) -> Scattering:
+    def _slot_tile_memory(self, slot: int, mode: ScatterMode) -> TileMemory:
         partials, arrivals = (self.slots.of_slot(slot, name) for name in ("partials", "arrivals"))
         own_partial = self.rank * self.slot_stride * partials.local.element_size()
         flags = arrivals.pointers
-        if scatter == "tile":
+        if mode == "tile":
             targets = partials.pointers + own_partial
-        elif scatter == "add":
+        elif mode == "add":
             partials = self.slots.of_slot(slot, "sums")
             targets = partials.pointers
         else:
@@ -167,17 +167,17 @@ class PartialsBuffer(SlotMemory):
             partials.local, self.slot_stride, targets, flags, arrivals.local,
             self.slots.epoch_of(slot), self.slots.of_slot(slot, "deferred").local,
         )  # fmt: skip
-        return Scattering(scatter, self.rank, self.num_ranks, slot_argument)
+        return TileMemory(mode, self.rank, self.num_ranks, slot_argument)
 
     def _cached(self, rows: int, config: triton.Config, num_chunks: int, make: Any) -> Any:
         """Return ``make(rows, chunks)`` for the current slot, cached per slot and arguments."""
         key = (make.__name__, self.slots.index, rows, id(config), num_chunks)
-        known = self._transfers.get(key)
-        if known is None:
+        cached = self._transfers.get(key)
+        if cached is None:
             transfers = make(rows, chunks_of_row_block(config, rows, self._N, num_chunks))
             # Keep the config alive, because the key contains its id.
-            known = self._transfers[key] = transfers, config
-        return known[0]
+            cached = self._transfers[key] = transfers, config
+        return cached[0]
 
     def _pushes(self, rows: int, chunks: Chunks) -> Any:
         return self._device.transfer(list(self._push(chunks)), [self._stream])
@@ -229,13 +229,13 @@ class GEMMReduceScatterTensorParallelContext(SummingContext[PartialsBuffer]):
 
     title, function, creator = "GEMM-ReduceScatter", "gemm_rs", "create_gemm_rs_context"
 
-    def __init__(self, products: ProductLimits, reduce_st: bool, rs_stream: Any) -> None:
-        super().__init__(products)
-        max_M, N, output_dtype, _, group = products
+    def __init__(self, limits: ContextLimits, reduce_st: bool, rs_stream: Any) -> None:
+        super().__init__(limits)
+        max_M, N, output_dtype, _, group = limits
         self.reduce_st, num_ranks = reduce_st, self.num_ranks
-        rows_of_each = min(max_M, EXCHANGED_BYTES // (N * output_dtype.itemsize)) // num_ranks
-        self.exchanged_rows = rows_of_each * num_ranks if num_ranks > 1 else 0
-        nbytes = bytes_of_slot(max(1, rows_of_each) * N, output_dtype, num_ranks)
+        rows_per_rank = min(max_M, MAX_EXCHANGED_BYTES // (N * output_dtype.itemsize)) // num_ranks
+        self.exchanged_rows = rows_per_rank * num_ranks if num_ranks > 1 else 0
+        nbytes = bytes_of_slot(max(1, rows_per_rank) * N, output_dtype, num_ranks)
         with self.allocating() as add:
             self.buffer = add(
                 PartialsBuffer(

@@ -34,7 +34,7 @@ import triton
 
 from triton_dist.kernels.common.libraries import LibraryAlgorithm
 from triton_dist.kernels.common.op import op
-from triton_dist.kernels.nvidia.gemm_reduce_scatter.algorithms import ALGORITHMS, Call, predict
+from triton_dist.kernels.nvidia.gemm_reduce_scatter.algorithms import ALGORITHMS, Call, predict_ms
 from triton_dist.kernels.nvidia.gemm_reduce_scatter.context import (
     GEMMReduceScatterTensorParallelContext,
 )
@@ -46,7 +46,7 @@ from triton_dist.kernels.nvidia.gemm_reduce_scatter.context import (
     sizes=Call.sizes,
     key_fn=Call.key_fn,
     key_sizes=("M",),
-    predict=predict,
+    predict_ms=predict_ms,
     agree_fn=lambda A, *_, **__: f"A of {A.shape[0]} rows",
     version="3",  # change when the shipped results (records/) must no longer be used
 )

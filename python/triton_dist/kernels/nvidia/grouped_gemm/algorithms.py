@@ -12,7 +12,7 @@ from triton_dist.kernels.common.context import (
     DTYPE_NAMES,
     DTYPES,
     Check,
-    checked_once,
+    cached_after_checks,
     gradient_check,
     operand_signature,
     tensor_checks,
@@ -127,12 +127,12 @@ class GroupedKey(NamedTuple):
         """
         scaling = scaling_of(**scales)
         routing: Any = topk_ids
-        of_positions: tuple[Any, ...] = ()
+        position_sizes: tuple[Any, ...] = ()
         if isinstance(topk_ids, Positions):
-            order, routing, of_positions = "sorted", topk_ids.ends, topk_ids.shape_of_key
+            order, routing, position_sizes = "sorted", topk_ids.ends, topk_ids.shape_of_key
 
-        def make() -> GroupedKey:
-            M, topk, rows, *_ = of_positions or (*routing.shape, "route")
+        def make_key() -> GroupedKey:
+            M, topk, rows, *_ = position_sizes or (*routing.shape, "route")
             if rows == "route" and len(A) == M:
                 rows = "token"
             E, K, N = B.shape
@@ -142,13 +142,13 @@ class GroupedKey(NamedTuple):
             return scaling.key_of(unscaled_key, A, B)
 
         device = current_device().torch_device
-        signature = operand_signature(B, A, B, routing), device, of_positions
-        return checked_once(
+        signature = operand_signature(B, A, B, routing), device, position_sizes
+        return cached_after_checks(
             _CHECKED_KEYS,
             (*signature, order, activation, *scaling.signature(B)),
             "grouped_gemm",
             lambda: checks(A, B, topk_ids, order, activation, scaling),
-            make,
+            make_key,
         )
 
 
@@ -166,26 +166,29 @@ class Call(GEMMCall):
 
     def __post_init__(self) -> None:
         scaling = scaling_of(self.A_scale, self.B_scale, None, self.out_dtype, self.use_fast_accum)
-        known = self.accepted_key
-        if known is None:
+        skewed_key = self.accepted_key
+        if skewed_key is None:
             key = GroupedKey.of(
                 self.A, self.B, self.topk_ids, order=self.order, activation=self.activation,
                 **scaling._asdict(),
             )  # fmt: skip
-            known = SkewedKey.of("grouped_gemm", key, self.routing_skew)
-        self.key: GroupedKey = SkewedKey.without_skew(known)
+            skewed_key = SkewedKey.of("grouped_gemm", key, self.routing_skew)
+        self.key: GroupedKey = SkewedKey.without_skew(skewed_key)
         self.scales = OperandScales.of(self.A, self.B, scaling)
         self.output_dtype = scaling.output_dtype(self.A)
-        self.width = self.key.N // (1 if self.activation is None else 2)
+        self.output_columns = self.key.N // (1 if self.activation is None else 2)
         """Columns of the result."""
         self.chosen = ALGORITHMS[self.algorithm or Tiled.name]
         self.chosen.check(self)
 
     def empty_product(self) -> torch.Tensor:
-        return self.A.new_empty(self.topk_ids.numel(), self.width, dtype=self.output_dtype)
+        return self.A.new_empty(self.topk_ids.numel(), self.output_columns, dtype=self.output_dtype)
 
-    def blocks(self, block_m: int) -> BlockMap:
-        """Return the map from routes (pairs of token and expert) to tiles, before its launches."""
+    def block_map(self, block_m: int) -> BlockMap:
+        """Return the map from routes (pairs of token and expert) to tiles.
+
+        Its launches, which compute the map, are not queued yet.
+        """
         if isinstance(self.topk_ids, Positions):
             return tiles_of_positions(self.topk_ids, block_m)
         return block_map(self.topk_ids, self.key.E, block_m)
@@ -220,7 +223,7 @@ class Tiled(Algorithm[Call, GroupedKey]):
     def _launches(call: Call) -> tuple[torch.Tensor, BlockMap, Launch]:
         assert call.gemm_config is not None
         C = call.empty_product()
-        blocks = call.blocks(call.gemm_config.kwargs["BLOCK_SIZE_M"])
+        blocks = call.block_map(call.gemm_config.kwargs["BLOCK_SIZE_M"])
         product = grouped_product(
             call.A, call.B, C, blocks, call.gemm_config,
             is_sorted=call.key.order == "sorted", silu_mul=call.activation is not None,
@@ -247,26 +250,26 @@ class Library(Algorithm[Call, GroupedKey]):
 
     def compile(self, call: Call) -> None:
         if isinstance(call.topk_ids, Positions):
-            for _, gather in self._gathered(call, call.topk_ids):
+            for _, gather in self._gather_launches(call, call.topk_ids):
                 gather.compile()
             return
-        blocks, routes = call.blocks(ROWS_OF_SINGLE_TILE), call.topk_ids.numel()
+        blocks, routes = call.block_map(ROWS_OF_SINGLE_TILE), call.topk_ids.numel()
         C = call.empty_product()
         copies = gather_rows(call.A, call.A.new_empty(routes, call.key.K), blocks)
-        for launch in (*blocks.launches, copies, self._in_order(call, C, blocks)[1]):
+        for launch in (*blocks.launches, copies, self._order_rows(call, C, blocks)[1]):
             launch.compile()
 
     def run(self, call: Call) -> torch.Tensor:
         if isinstance(call.topk_ids, Positions):
-            return self._activated(call, self._product_of_positions(call, call.topk_ids))
-        blocks = call.blocks(ROWS_OF_SINGLE_TILE).queue()
+            return self._apply_activation(call, self._product_of_positions(call, call.topk_ids))
+        blocks = call.block_map(ROWS_OF_SINGLE_TILE).queue()
         C = sorted_product(call.A.detach(), call.B.detach(), blocks, call.scales, call.key)
-        out, last = self._in_order(call, self._activated(call, C), blocks)
+        out, last = self._order_rows(call, self._apply_activation(call, C), blocks)
         last.run()
         return out
 
     @staticmethod
-    def _activated(call: Call, C: torch.Tensor) -> torch.Tensor:
+    def _apply_activation(call: Call, C: torch.Tensor) -> torch.Tensor:
         if call.activation is None:
             return C
         gate, up = C.chunk(2, dim=1)
@@ -274,18 +277,18 @@ class Library(Algorithm[Call, GroupedKey]):
 
     def _product_of_positions(self, call: Call, positions: Positions) -> torch.Tensor:
         rows, scales = call.A.detach(), call.scales
-        gathered = self._gathered(call, positions)
+        gathered = self._gather_launches(call, positions)
         for _, gather in gathered:
             gather.run()
         if gathered:
             (rows, _), *gathered_scales = gathered
             for out, _ in gathered_scales:
                 scales = scales and scales._replace(a=out)
-        blocks = call.blocks(ROWS_OF_SINGLE_TILE)
+        blocks = call.block_map(ROWS_OF_SINGLE_TILE)
         return multiply_sorted(rows, call.B.detach(), blocks, scales, call.key)
 
     @staticmethod
-    def _gathered(call: Call, positions: Positions) -> list[tuple[torch.Tensor, Launch]]:
+    def _gather_launches(call: Call, positions: Positions) -> list[tuple[torch.Tensor, Launch]]:
         """Return pairs of (memory, launch) that gather the rows of A, and the scales, by position.
 
         If the rows of A are already in the order of positions, return an empty list.
@@ -296,7 +299,7 @@ class Library(Algorithm[Call, GroupedKey]):
         return [gather_positions(positions, each) for each in (call.A.detach(), *scales)]
 
     @staticmethod
-    def _in_order(call: Call, C: torch.Tensor, blocks: BlockMap) -> tuple[torch.Tensor, Launch]:
+    def _order_rows(call: Call, C: torch.Tensor, blocks: BlockMap) -> tuple[torch.Tensor, Launch]:
         """Return the result, and the launch that stores its rows in the order ``call.order``."""
         if call.order == "sorted":
             return C, clear_padding_rows(C, blocks)
@@ -307,7 +310,7 @@ class Library(Algorithm[Call, GroupedKey]):
 ALGORITHMS = Algorithms("grouped_gemm", (Tiled(), Library()))
 
 
-def predict(config: Mapping[str, Any], key: GroupedKey) -> float:
+def predict_ms(config: Mapping[str, Any], key: GroupedKey) -> float:
     """Return the predicted milliseconds of a call whose experts have equal numbers of routes."""
     sizes = key.M * key.topk, key.N, key.K, key.dtype
     if config["algorithm"] == Library.name:

@@ -6,7 +6,7 @@ output: the token's row of A times its expert's weights.
 Algorithms:
     * ``"tiled"``: three launches. Two launches map routes to tiles (``common/moe/routing.py``); the
       third multiplies (``common/moe/product.py``). The third launch gathers the rows of A while it
-      loads them and stores each result in its final row, so no launch copies rows.
+      loads them and stores each result row at its final place, so no launch copies rows.
     * ``"library"``: copy the rows sorted by expert, call ``torch.nn.functional.grouped_mm``, and
       copy the results to the order of routes. It is tried only if torch has a native kernel: for
       bf16 and fp8 on compute capability 9.0. Otherwise torch loops on the host over the experts'
@@ -38,7 +38,7 @@ from triton_dist.kernels.nvidia.grouped_gemm.algorithms import (
     ALGORITHMS,
     Call,
     GroupedKey,
-    predict,
+    predict_ms,
 )
 
 
@@ -52,7 +52,7 @@ def key_fn(*operands: Any, routing_skew: str | None = None, **options: Any) -> A
     sizes=GroupedKey.of,
     key_fn=key_fn,
     key_sizes=("M",),
-    predict=predict,
+    predict_ms=predict_ms,
     input_variants_fn=lambda A, B, topk_ids, *, routing_skew=None, **_: [
         {"topk_ids": ids}
         for ids in (
@@ -108,8 +108,8 @@ def grouped_gemm(
         routing_skew: how unevenly tokens choose experts, for the tuner; part of the tuning key. In
             addition to the call's ids, the tuner measures other ids: random with equal
             probabilities (``"even"``), random by Zipf's law with exponent 1.2 (``"zipf"``), or
-            equal for all tokens (``"same_experts"``). Default: ids of M tokens that are drawn from
-            the call's tokens with replacement.
+            equal for all tokens (``"same_experts"``). By default, these ids are drawn from the
+            call's tokens with replacement.
         accepted_key: reserved for the tuner.
 
     Returns:

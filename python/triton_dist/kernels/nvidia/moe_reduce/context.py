@@ -20,8 +20,8 @@ from triton_dist.kernels.common.exchange.buffer import (
     reduce_scatter_exchange,
 )
 from triton_dist.kernels.common.exchange.sums import (
+    MAX_ONE_SHOT_BYTES,
     ONE_SHOT,
-    ONE_SHOT_BYTES,
     TWO_SHOT,
     SumBuffer,
 )
@@ -36,7 +36,7 @@ from triton_dist.kernels.common.moe.topk_sum import TOPK_EXCHANGE
 from triton_dist.runtime.ranks import Group
 
 PUSH = "push"
-EXCHANGED_BYTES = 64 << 20
+MAX_EXCHANGED_BYTES = 64 << 20
 """Maximum bytes of the sums of a rank for our reduce-scatter in one launch. For more bytes, copy
 engines are faster."""
 _MIN_LARGE_BYTES = 1 << 20
@@ -58,7 +58,7 @@ class MoEReduceRSContext(MoESumContext):
         super().__init__(products)
         N, dtype, n_chunks_max, group = self.N, self.dtype, self.n_chunks_max, products.group
         rows = self.block_rows(self.max_tokens)
-        exchanged_rows = min(rows, EXCHANGED_BYTES // (self.num_ranks * N * dtype.itemsize))
+        exchanged_rows = min(rows, MAX_EXCHANGED_BYTES // (self.num_ranks * N * dtype.itemsize))
         nbytes = bytes_of_slot(max(1, exchanged_rows) * N, dtype, self.num_ranks)
         with self.allocating() as add:
             self.buffer = add(PushedColumns(rows, N, dtype, n_chunks_max, group, self.function))
@@ -72,7 +72,7 @@ class MoEReduceRSContext(MoESumContext):
 
     @classmethod
     def fits(cls, reduction: str, nbytes: int) -> bool:
-        return nbytes <= EXCHANGED_BYTES
+        return nbytes <= MAX_EXCHANGED_BYTES
 
     def sum_over_ranks(self, total: torch.Tensor, reduction: str) -> torch.Tensor:
         if reduction == COLLECTIVE:
@@ -110,10 +110,8 @@ class MoEReduceARContext(MoESumContext):
         nbytes = self.num_ranks * rows * N * dtype.itemsize if self.num_ranks > 1 else 1
         with self.allocating() as add:
             self.buffer = add(PushedColumns(rows, N, dtype, n_chunks_max, group, self.function))
-            disagreements = self.buffer.disagreements
-            self.exchange = add(
-                SumBuffer(nbytes, group, f"the sums of {self.function}", disagreements)
-            )
+            disagreements, name = self.buffer.disagreements, f"the sums of {self.function}"
+            self.exchange = add(SumBuffer(nbytes, group, name, disagreements))
 
     @staticmethod
     def tokens_check(argument: str, tokens: int, num_ranks: int) -> Check:
@@ -121,7 +119,7 @@ class MoEReduceARContext(MoESumContext):
 
     @classmethod
     def fits(cls, reduction: str, nbytes: int) -> bool:
-        return reduction == TWO_SHOT or nbytes <= ONE_SHOT_BYTES
+        return reduction == TWO_SHOT or nbytes <= MAX_ONE_SHOT_BYTES
 
     def sum_over_ranks(self, total: torch.Tensor, reduction: str) -> torch.Tensor:
         if reduction == COLLECTIVE:

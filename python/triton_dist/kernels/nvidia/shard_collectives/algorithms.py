@@ -30,7 +30,7 @@ from triton_dist.kernels.common.exchange.buffer import (
     checked_params,
     is_worth_trying,
     params_for_device,
-    params_in,
+    params_from_config,
 )
 from triton_dist.kernels.common.exchange.protocol import kernel_all_gather, kernel_reduce_scatter
 from triton_dist.kernels.common.exchange.pushed import kernel_add_pushed, kernel_copy_pushed
@@ -45,7 +45,7 @@ from triton_dist.runtime.device import current_device
 
 # Minimum bytes of all shards for copy engines, because a copy takes some us to start.
 _MIN_COPY_ENGINE_BYTES = 1 << 20
-_PUSHED_PARAMS = tuple(
+_COPY_ENGINE_PARAMS = tuple(
     LaunchParams(ctas, 16384, chunks) for ctas in (16, 64) for chunks in (1, 2, 4)
 )
 
@@ -167,7 +167,7 @@ class ShardsCall(OpCall):
         16-byte vectors, and the algorithm that ``method`` selects.
         """
         cls.check(x, ctx, output)
-        elements = cls.elements(x, ctx)
+        elements = cls.shard_elements(x, ctx)
         key = tune.bucket(elements), x.dtype, fits_vectors(x, elements), ctx.num_ranks
         return key if method is None else (*key, cls.algorithms.requested(method))
 
@@ -182,18 +182,17 @@ class ShardsCall(OpCall):
         **__: Any,
     ) -> Sizes:
         """Return the sizes that determine which configs are worth trying."""
-        shard_nbytes = cls.elements(x, ctx) * x.element_size()
+        shard_nbytes = cls.shard_elements(x, ctx) * x.element_size()
         return Sizes(shard_nbytes, ctx.num_ranks, cls.algorithms.requested(method))
 
     @classmethod
-    def elements(cls, x: torch.Tensor, ctx: ShardContext) -> int:
+    def shard_elements(cls, x: torch.Tensor, ctx: ShardContext) -> int:
         """Return the number of elements of a shard."""
         return x.numel() if cls.x_is_shard else x.numel() // ctx.num_ranks
 
-    def rows(self, rows: int) -> int:
-        """Return the number of rows of the result for an x with ``rows`` rows."""
+    def output_rows(self, x_rows: int) -> int:
         num_ranks: int = self.ctx.num_ranks
-        return rows * num_ranks if self.x_is_shard else rows // num_ranks
+        return x_rows * num_ranks if self.x_is_shard else x_rows // num_ranks
 
 
 class _Algorithm(SelectableAlgorithm[ShardsCall, Sizes]):
@@ -202,17 +201,17 @@ class _Algorithm(SelectableAlgorithm[ShardsCall, Sizes]):
     def run(self, call: ShardsCall) -> torch.Tensor:
         x, ctx, output = call.x.detach(), call.ctx, call.output
         if output is None:
-            output = x.new_empty((call.rows(x.shape[0]), *x.shape[1:]))
+            output = x.new_empty((call.output_rows(x.shape[0]), *x.shape[1:]))
         ctx.sleep(call.straggler_option)
         flat, flat_output = x.view(-1), output.detach().view(-1)
         if ctx.num_ranks == 1:
             flat_output.copy_(flat)
         else:
-            self.move(call, flat, flat_output)
+            self.launch(call, flat, flat_output)
         return output
 
     @abstractmethod
-    def move(self, call: ShardsCall, x: torch.Tensor, out: torch.Tensor) -> None:
+    def launch(self, call: ShardsCall, x: torch.Tensor, out: torch.Tensor) -> None:
         """Launch the op over several ranks, from x to ``out``, which are both 1-D."""
 
 
@@ -227,15 +226,15 @@ class Push(_Algorithm):
         return (params.values for params in candidates)
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        return is_worth_trying(params_in(config), sizes.shard_nbytes)
+        return is_worth_trying(params_from_config(config), sizes.shard_nbytes)
 
     def compile(self, call: ShardsCall) -> None:
         if call.ctx.num_ranks > 1:
             x = call.x
-            out = x.new_empty(call.rows(x.numel())) if call.output is None else call.output
+            out = x.new_empty(call.output_rows(x.numel())) if call.output is None else call.output
             self.memory(call.ctx).launch(self._exchange(call), x, out).compile()
 
-    def move(self, call: ShardsCall, x: torch.Tensor, out: torch.Tensor) -> None:
+    def launch(self, call: ShardsCall, x: torch.Tensor, out: torch.Tensor) -> None:
         self.memory(call.ctx).run(self._exchange(call), x, out)
 
     def memory(self, ctx: ShardContext) -> ExchangeBuffer | PushedShards:
@@ -247,7 +246,7 @@ class Push(_Algorithm):
         return call.push_kernel
 
     def _exchange(self, call: ShardsCall) -> Exchange:
-        elements, call_tag = call.elements(call.x, call.ctx), fold_to_tag(call.x.numel())
+        elements, call_tag = call.shard_elements(call.x, call.ctx), fold_to_tag(call.x.numel())
         total = elements * call.ctx.num_ranks
         return Exchange(self.kernel(call), elements, total, call.params, call_tag)
 
@@ -258,7 +257,7 @@ class CopyEngine(Push):
     name = "copy_engine"
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return (params.values for params in _PUSHED_PARAMS)
+        return (params.values for params in _COPY_ENGINE_PARAMS)
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         if sizes.num_ranks == 1 or sizes.shard_nbytes * sizes.num_ranks < _MIN_COPY_ENGINE_BYTES:
@@ -284,7 +283,7 @@ class Collective(_Algorithm):
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         return sizes.num_ranks > 1
 
-    def move(self, call: ShardsCall, x: torch.Tensor, out: torch.Tensor) -> None:
+    def launch(self, call: ShardsCall, x: torch.Tensor, out: torch.Tensor) -> None:
         call.collective(out, x, call.ctx.group)
 
 

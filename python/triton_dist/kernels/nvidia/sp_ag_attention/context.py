@@ -12,7 +12,7 @@ from triton_dist.kernels.common.context import (
     Check,
     OpContext,
     agree_to_create,
-    kernel_checks,
+    dtype_checks,
 )
 from triton_dist.kernels.common.peers import Disagreements
 from triton_dist.runtime.device import current_device
@@ -78,7 +78,7 @@ def create_sp_ag_attention_context(
 
     def checks() -> Iterator[Check]:
         yield "head_dim", head_dim, head_dim % 8 == 0, "a multiple of 8"
-        yield from kernel_checks("dtype", dtype)
+        yield from dtype_checks("dtype", dtype)
         on_cpu = current_device().torch_device.type == "cpu"
         fits = on_cpu or dtype is not torch.float32
         yield "dtype", dtype, fits, "torch.float16 or torch.bfloat16, which libraries support"

@@ -12,8 +12,8 @@ from triton_dist.kernels.common.context import (
     Check,
     OpContext,
     agree_to_create,
+    dtype_checks,
     int_checks,
-    kernel_checks,
 )
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer
 from triton_dist.kernels.common.peers import Disagreements
@@ -130,7 +130,7 @@ def create_ulysses_context(
         yield "q_heads", q_heads, fits, expected
         for name, dim in (("head_dim", head_dim), ("v_head_dim", v_dim)):
             yield name, dim, dim % 8 == 0, "a multiple of 8"
-        yield from kernel_checks("dtype", dtype)
+        yield from dtype_checks("dtype", dtype)
         if max_local_tokens is not None:
             yield from int_checks(max_local_tokens=max_local_tokens)
             fits = max_local_tokens * world_size >= max_tokens
