@@ -13,8 +13,7 @@ import torch
 import triton
 from torch.nn.functional import pad
 
-from triton_dist.deep_ep.calls import Rows, received_at
-from triton_dist.deep_ep.low_latency import LowLatencyCalls
+from triton_dist.deep_ep.low_latency import LowLatencyCalls, Rows, received_at
 from triton_dist.deep_ep.utils import Config, EventHandle, EventOverlap
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import libraries
