@@ -136,9 +136,8 @@ def create_ag_group_gemm_context(
         num_experts: number of experts, 1 to 512.
         topk: experts per token, 1 to 10.
         dtype: dtype of tokens and weights: fp16, bf16, fp32 or ``torch.float8_e4m3fn``.
-        rank: this rank in the group.
-        num_ranks: number of ranks in the group.
-        num_local_ranks: ranks on one host, clamped to ``num_ranks``.
+        rank, num_ranks, num_local_ranks: this rank in the group, and the numbers of ranks of the
+            group and of one host.
         ag_intranode_stream, ag_internode_stream: ignored; the context creates its streams.
         BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, GROUP_SIZE_M, stages, num_warps: tile sizes of
             calls without ``gemm_config`` that are not tuned.
@@ -148,10 +147,7 @@ def create_ag_group_gemm_context(
         The context. Call ``finalize()`` or use ``with`` to free it.
 
     Raises:
-        InvalidArgument: a value is out of range; raised on every rank.
-        RankDisagreement: ranks pass different sizes or dtypes.
-        SymmetricMemoryFull: a rank has too little memory; raised on every rank.
-        DeviceUnavailable: CPU ranks whose kernels were not decorated for the interpreter.
+        InvalidArgument, RankDisagreement, SymmetricMemoryFull: see ``create_ag_gemm_context``.
     """
     group = process_group_of(group)
     tile = dict(zip(_TILE, (BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, GROUP_SIZE_M), strict=True))

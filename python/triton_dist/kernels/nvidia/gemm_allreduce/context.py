@@ -174,9 +174,8 @@ def create_gemm_ar_context(
     Args:
         max_M: maximum number of rows of A.
         N: number of columns of B.
-        rank: this rank in the group.
-        world_size: number of ranks in the group.
-        local_world_size: ranks on one host, clamped to ``world_size``.
+        rank, world_size, local_world_size: this rank in the group, and the numbers of ranks of the
+            group and of one host.
         output_dtype: dtype of the output, and of A and B unless they are fp8: fp16, bf16 or fp32.
         tp_group: process group; default: the world, or this process alone.
 
@@ -184,10 +183,7 @@ def create_gemm_ar_context(
         The context. Call ``finalize()`` or use ``with`` to free it.
 
     Raises:
-        InvalidArgument: a value is out of range; raised on every rank.
-        RankDisagreement: ranks pass different sizes or dtypes.
-        SymmetricMemoryFull: a rank has too little memory; raised on every rank.
-        DeviceUnavailable: CPU ranks whose kernels were not decorated for the interpreter.
+        InvalidArgument, RankDisagreement, SymmetricMemoryFull: see ``create_ag_gemm_context``.
     """
     return create(
         GEMMAllReduceTensorParallelContext, max_M, N, rank, world_size, local_world_size,

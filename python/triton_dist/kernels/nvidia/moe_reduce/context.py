@@ -170,9 +170,8 @@ def create_moe_rs_context(
     tokens, and as many again (at most 128 MB) for sums that one launch scatters.
 
     Args:
-        rank: this rank in the group.
-        world_size: number of ranks in the group.
-        local_world_size: ranks on one host, clamped to ``world_size``.
+        rank, world_size, local_world_size: this rank in the group, and the numbers of ranks of the
+            group and of one host.
         max_token_num: maximum number of *routes* (tokens times ``topk``), not of tokens. The number
             of tokens must be a multiple of ``world_size``.
         hidden_dim: number of columns of the result.
@@ -186,9 +185,7 @@ def create_moe_rs_context(
         The context. Call ``finalize()`` or use ``with`` to free it.
 
     Raises:
-        InvalidArgument: a value is out of range; raised on every rank.
-        RankDisagreement: ranks pass different sizes or dtypes.
-        SymmetricMemoryFull: a rank has too little memory; raised on every rank.
+        InvalidArgument, RankDisagreement, SymmetricMemoryFull: see ``create_ag_gemm_context``.
     """
     return create(
         MoEReduceRSContext, rank, world_size, local_world_size, max_token_num, hidden_dim,
@@ -226,9 +223,7 @@ def create_moe_ar_context(
         The context. Call ``finalize()`` or use ``with`` to free it.
 
     Raises:
-        InvalidArgument: a value is out of range; raised on every rank.
-        RankDisagreement: ranks pass different sizes or dtypes.
-        SymmetricMemoryFull: a rank has too little memory; raised on every rank.
+        InvalidArgument, RankDisagreement, SymmetricMemoryFull: see ``create_ag_gemm_context``.
     """
     return create(
         MoEReduceARContext, rank, world_size, local_world_size, max_token_num, hidden_dim,

@@ -59,18 +59,15 @@ def create_all_gather_ctx(
 
     Args:
         workspace_nbytes: maximum bytes of a result.
-        rank: this rank in the group.
-        world_size: number of ranks in the group.
-        local_world_size: ranks on one host, clamped to ``world_size``.
+        rank, world_size, local_world_size: this rank in the group, and the numbers of ranks of the
+            group and of one host.
         group: process group; default: the world, or this process alone.
 
     Returns:
         The context. Call ``finalize()`` or use ``with`` to free it.
 
     Raises:
-        InvalidArgument: a value is out of range; raised on every rank.
-        RankDisagreement: ranks pass different sizes.
-        SymmetricMemoryFull: a rank has too little memory; raised on every rank.
+        InvalidArgument, RankDisagreement, SymmetricMemoryFull: see ``create_ag_gemm_context``.
     """
     return collective_context.create(
         AllGatherContext, AllGatherContext.creator, workspace_nbytes, rank, world_size,
