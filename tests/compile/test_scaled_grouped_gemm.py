@@ -22,17 +22,17 @@ from triton_dist.kernels.common.gemm.quantise import quantisation
 from triton_dist.kernels.common.gemm.scales import ScaledKey, Scaling, scale_blocks
 from triton_dist.kernels.common.moe.product import grouped_product
 from triton_dist.kernels.common.moe.routing import block_map
-from triton_dist.kernels.common.moe.scales import OperandScales, packed_form, unpacked
+from triton_dist.kernels.common.moe.scales import OperandScales, packed_format, unpacked
 from triton_dist.kernels.common.moe.spaces import (
     GROUPED_TILES,
     WARP_SPECIALIZED_GROUPED_TILES,
     fits_grouped,
-    fits_scaled,
+    fits_scaled_registers,
     grouped_tiles,
 )
 from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.kernels.common.slots.gathered import MAX_CHUNKS
-from triton_dist.kernels.nvidia.allgather_group_gemm.algorithms import consumer
+from triton_dist.kernels.nvidia.allgather_group_gemm.algorithms import with_exported_kernel
 from triton_dist.kernels.nvidia.grouped_gemm.algorithms import GroupedKey
 from triton_dist.runtime.device import current_device
 from triton_dist.testing.compile_only import compile_only
@@ -54,9 +54,9 @@ def launched(recipe, config, fast=False, silu_mul=False, is_gathered=False, K=K)
     A, options, sources = matrix(TOKENS, K, dtype=FP8), {}, {}
     scales = OperandScales.of(A, B, scaling)
     if is_gathered:
-        width, dtype = packed_form(K, FP8)
+        width, dtype = packed_format(K, FP8)
         rows, own = matrix(TOKENS, width, dtype=dtype), matrix(TOKENS // RANKS, width, dtype=dtype)
-        A, scales = unpacked(own, FP8, K), scales.of_rows(rows, own)
+        A, scales = unpacked(own, FP8, K), scales.of_packed_rows(rows, own)
         gathered = GatheredShards(unpacked(rows, FP8, K), words(), words(32), 1, MAX_CHUNKS)
         options = {"gathered": gathered, "rank": 1}
         sources = {"rank": 1, "num_sources": RANKS, "group_ends": (1, RANKS)}
@@ -72,7 +72,7 @@ def compiled(recipe, config, *options):
 
 def is_candidate(index, recipe, fast):
     with mock.patch.object(type(current_device()), "interprets", False):
-        return fits_scaled(GROUPED_TILES[index], recipe, fast)
+        return fits_scaled_registers(GROUPED_TILES[index], recipe, fast)
 
 
 EVERY_TILE = [
@@ -148,7 +148,7 @@ def test_warp_specialization_requires_block_scales_whole_blocks_and_hopper(recip
         launch = launched(recipe, tiles, K=K)
         assert launch.kernel.fn.__name__ == name
         assert "WARP_SPECIALIZED" not in launch.options
-        assert consumer(launch) is launch  # which replaces kernels that scripts have replaced
+        assert with_exported_kernel(launch) is launch  # no script replaced the kernel
         with mock.patch.object(type(current_device()), "interprets", False):
             is_tried = tiles in grouped_tiles() and fits_grouped(
                 {"gemm_config": tiles}, FP8, E, N, TOKENS, TOPK, key

@@ -96,7 +96,7 @@ def test_many_experts(E):
 )
 def test_several_chunks_and_segments(num_sources, at_once, chunks, monkeypatch):
     """Of which the tests above have few."""
-    monkeypatch.setattr(routing, "_SEGMENTS", at_once)
+    monkeypatch.setattr(routing, "_SEGMENTS_PER_STEP", at_once)
     ids = torch.randint(-1, 9, (420, 3), generator=torch.Generator().manual_seed(1))
     blocks = check(ids, 8, 16, num_sources=num_sources)
     assert blocks.launches[0].grid == (chunks, 2)
@@ -104,8 +104,8 @@ def test_several_chunks_and_segments(num_sources, at_once, chunks, monkeypatch):
 
 
 def test_more_routes_than_chunks_are_cut_in_larger_ones(monkeypatch):
-    monkeypatch.setattr(routing, "_SEGMENTS", 1)
-    monkeypatch.setattr(routing, "_COUNTS_AT_A_TIME", 32)
+    monkeypatch.setattr(routing, "_SEGMENTS_PER_STEP", 1)
+    monkeypatch.setattr(routing, "_COUNTS_PER_STEP", 32)
     ids = torch.randint(0, 4, (300, 2), generator=torch.Generator().manual_seed(2))
     assert check(ids, 4, 16).launches[0].grid == (2, 1)
 

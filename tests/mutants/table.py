@@ -239,8 +239,8 @@ MUTANTS = (
     Mutant(
         "expert parallel: an expert's tiles begin at its first position",
         "kernels/common/moe/sorted_rows.py",
-        "low = tl.sum(tl.where(lane == expert, begin, 0), 0)",
-        "low = tl.sum(tl.where(lane == expert, begin, 0), 0) * 0",
+        "begin_row = tl.sum(tl.where(lane == expert, begin, 0), 0)",
+        "begin_row = tl.sum(tl.where(lane == expert, begin, 0), 0) * 0",
         EP_LAYERS,
     ),
     Mutant(

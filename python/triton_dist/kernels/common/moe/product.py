@@ -127,7 +127,7 @@ def load_weights(
 
 
 @jit
-def weights_of(
+def weights_operand(
     b_ptr, E, N, K, weight_strides, grouped_plan: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
 ):  # fmt: skip
@@ -253,7 +253,7 @@ def kernel_grouped_gemm(
     """
     COLUMNS: tl.constexpr = BLOCK_SIZE_N // 2 if grouped_plan.SILU_MUL else BLOCK_SIZE_N
     tiles_n = tl.cdiv(width, COLUMNS)
-    b = weights_of(b_ptr, E, N, K, weight_strides, grouped_plan, COLUMNS, BLOCK_SIZE_K)
+    b = weights_operand(b_ptr, E, N, K, weight_strides, grouped_plan, COLUMNS, BLOCK_SIZE_K)
     # The host does not know the number of tiles.
     work_items = tl.load(blocks.num_tiles) * tiles_n
     awaited = 0

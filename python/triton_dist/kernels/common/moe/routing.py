@@ -52,9 +52,9 @@ run; smallest and largest position of the sources of the tile's rows; unused.
 MAX_EXPERTS, MAX_TOPK, MAX_GROUPS = 512, 10, 4
 _SEGMENT_ROUTES = 128
 """Routes per segment."""
-_SEGMENTS, _EXPERTS = 4, 8
+_SEGMENTS_PER_STEP, _EXPERTS_PER_STEP = 4, 8
 """Segments and experts that a program counts at a time."""
-_COUNTS_AT_A_TIME = 4096
+_COUNTS_PER_STEP = 4096
 """Counts, one per chunk and expert, that a program adds at a time."""
 
 
@@ -194,45 +194,45 @@ def write_tiles(
         by_position = rows_by_position(
             counts_ptr, expert, chunks, E_PAD, NUM_SOURCES, SOURCES_PAD, 128 // SOURCES_PAD
         )
-    arrived = tl.zeros((E_PAD,), tl.int32)
-    done = tl.zeros((E_PAD,), tl.int32)  # tiles of earlier groups
-    written = 0  # tiles of all experts written so far
+    arrived_rows = tl.zeros((E_PAD,), tl.int32)
+    earlier_tiles = tl.zeros((E_PAD,), tl.int32)  # tiles of earlier groups
+    written_tiles = 0  # tiles of all experts written so far
     end = 0
     for group in tl.static_range(NUM_GROUPS):
         begin = end
         end = ((group_ends >> (8 * group)) & 255) * chunks
         # The last group also takes the partial tiles.
         if group == NUM_GROUPS - 1:
-            ready = tl.cdiv(total, block_m)
+            ready_tiles = tl.cdiv(total, block_m)
         else:
-            arrived += sum_of_chunks(counts_ptr, begin, end, E, E_PAD, CHUNKS)
-            ready = arrived // block_m
-        number = ready - done
-        first = written + tl.sum(tl.where(experts < expert, number, 0), 0)
-        tiles = tl.sum(tl.where(experts == expert, number, 0), 0)
-        low = tl.sum(tl.where(experts == expert, done, 0), 0) * block_m
-        high = tl.minimum(low + tiles * block_m, rows)
+            arrived_rows += sum_of_chunks(counts_ptr, begin, end, E, E_PAD, CHUNKS)
+            ready_tiles = arrived_rows // block_m
+        tiles_by_expert = ready_tiles - earlier_tiles
+        first = written_tiles + tl.sum(tl.where(experts < expert, tiles_by_expert, 0), 0)
+        tiles = tl.sum(tl.where(experts == expert, tiles_by_expert, 0), 0)
+        run_begin = tl.sum(tl.where(experts == expert, earlier_tiles, 0), 0) * block_m
+        run_end = tl.minimum(run_begin + tiles * block_m, rows)
         for first_tile in range(0, tiles, SEGMENT):
             tile = first_tile + tl.arange(0, SEGMENT)
             mask = tile < tiles
-            tile_low = (low + tile * block_m)[:, None]
-            tile_high = tl.minimum(tile_low + block_m, high)
+            tile_begin = (run_begin + tile * block_m)[:, None]
+            tile_end = tl.minimum(tile_begin + block_m, run_end)
             not_last = (position < NUM_SOURCES - 1)[None, :]
             record = map_memory.tiles + (first + tile) * RECORD_WORDS
             tl.store(record, expert, mask=mask)
-            tl.store(record + 1, row + low, mask=mask)
-            tl.store(record + 2, row + high, mask=mask)
+            tl.store(record + 1, row + run_begin, mask=mask)
+            tl.store(record + 2, row + run_end, mask=mask)
             tl.store(record + 3, first, mask=mask)
             tl.store(record + 4, tiles, mask=mask)
             # A row's position is the number of positions whose rows of the expert all precede it.
-            before_begin = (not_last & (by_position[None, :] <= tile_low)).to(tl.int32)
-            before_end = (not_last & (by_position[None, :] < tile_high)).to(tl.int32)
+            before_begin = (not_last & (by_position[None, :] <= tile_begin)).to(tl.int32)
+            before_end = (not_last & (by_position[None, :] < tile_end)).to(tl.int32)
             tl.store(record + 5, tl.sum(before_begin, 1), mask=mask)
             tl.store(record + 6, tl.sum(before_end, 1), mask=mask)
-        written += tl.sum(number, 0)
-        done = ready
+        written_tiles += tl.sum(tiles_by_expert, 0)
+        earlier_tiles = ready_tiles
     if expert == E:
-        tl.store(map_memory.num_tiles, written)
+        tl.store(map_memory.num_tiles, written_tiles)
 
 
 @jit(do_not_specialize=["chunks", "chunk_segments", "routes", "rank", "group_ends", "block_m", "E"])
@@ -379,7 +379,7 @@ def block_map(
         raise InvalidArgument("block_map", "group_ends", group_ends, expected)
     routes = M // num_sources * topk
     e_pad = max(16, 1 << (E + 1).bit_length())
-    chunks_at_a_time = _COUNTS_AT_A_TIME // e_pad
+    chunks_at_a_time = _COUNTS_PER_STEP // e_pad
     chunks, chunk_segments = _chunks_and_segments(routes, max(1, chunks_at_a_time // num_sources))
     all_chunks, total = num_sources * chunks, routes * num_sources
     counts, before, routes_of, rows_of, row_ends, num_tiles, tiles = int32_vectors(
@@ -395,9 +395,9 @@ def block_map(
     chunking = chunks, chunk_segments, routes, rank
     count = Launch(
         kernel_count_routes,
-        (all_chunks, -(-(E + 1) // _EXPERTS)),
+        (all_chunks, -(-(E + 1) // _EXPERTS_PER_STEP)),
         (topk_ids, counts, before, *chunking, E),
-        {**options, "SEGMENTS": _SEGMENTS, "EXPERTS": _EXPERTS},
+        {**options, "SEGMENTS": _SEGMENTS_PER_STEP, "EXPERTS": _EXPERTS_PER_STEP},
     )
     packed_ends = sum(end << 8 * group for group, end in enumerate(ends))
     map_memory = MapMemory(routes_of, rows_of, row_ends, tiles, num_tiles)
@@ -440,6 +440,6 @@ def check_ids(function: str, topk_ids: torch.Tensor, E: int, argument: str = "to
 def _chunks_and_segments(routes: int, max_chunks: int) -> tuple[int, int]:
     """Return (number of chunks, segments per chunk) for the ``routes`` of a source."""
     segments = -(-routes // _SEGMENT_ROUTES)
-    steps = -(-segments // (max_chunks * _SEGMENTS))
-    chunk_segments = min(segments, steps * _SEGMENTS)
+    steps = -(-segments // (max_chunks * _SEGMENTS_PER_STEP))
+    chunk_segments = min(segments, steps * _SEGMENTS_PER_STEP)
     return -(-segments // chunk_segments), chunk_segments

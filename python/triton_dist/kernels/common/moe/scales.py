@@ -69,7 +69,7 @@ class OperandScales(NamedTuple):
             first, end = first // BLOCK_ELEMENTS, scale_blocks(end)
         return self._replace(b=self.b[:, :, first:end])
 
-    def of_rows(self, rows: torch.Tensor, own: torch.Tensor | None = None) -> OperandScales:
+    def of_packed_rows(self, rows: torch.Tensor, own: torch.Tensor | None = None) -> OperandScales:
         """Return these scales with the scales of A read from packed ``rows``.
 
         ``own`` are this rank's packed rows, if they are in other memory.
@@ -81,7 +81,7 @@ class OperandScales(NamedTuple):
         return GroupedScales(self.a, self.b, self.own, *self.a.stride(), *self.b.stride())
 
 
-def packed_form(K: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+def packed_format(K: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
     """Return (width, dtype) of the packed rows that ranks send for rows [K] of A.
 
     A packed fp8 row has the row's scales, then its elements. Both begin at multiples of 16 bytes.
@@ -89,21 +89,21 @@ def packed_form(K: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
     """
     if dtype not in FP8:
         return K, dtype
-    return (_begin_of_elements(K) + -(-K // _ALIGNMENT) * _ALIGNMENT) // 4, torch.float32
+    return (_scale_bytes(K) + -(-K // _ALIGNMENT) * _ALIGNMENT) // 4, torch.float32
 
 
-def _begin_of_elements(K: int) -> int:
-    """Return the number of bytes from the begin of a packed row to its elements."""
+def _scale_bytes(K: int) -> int:
+    """Return the bytes of a packed row before its elements: the scales, padded."""
     return -(-4 * scale_blocks(K) // _ALIGNMENT) * _ALIGNMENT
 
 
 def pack(A: torch.Tensor, scales: OperandScales, out: torch.Tensor) -> None:
-    """Copy the rows of A and their scales to ``out``, whose shape is from ``packed_form``."""
+    """Copy the rows of A and their scales to ``out``, whose shape is from ``packed_format``."""
     out[:, : scales.a.shape[1]].copy_(scales.a)
     unpacked(out, A.dtype, A.shape[1]).view(torch.uint8).copy_(A.view(torch.uint8))
 
 
 def unpacked(rows: torch.Tensor, dtype: torch.dtype, K: int) -> torch.Tensor:
     """Return the elements of packed rows as a view [rows, K]."""
-    first = _begin_of_elements(K)
+    first = _scale_bytes(K)
     return rows.view(torch.uint8)[:, first : first + K].view(dtype)

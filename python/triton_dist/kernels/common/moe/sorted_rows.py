@@ -16,7 +16,7 @@ from triton_dist.kernels.common.moe.routing import RECORD_WORDS, BlockMap, max_t
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch
 
-_TILES = 128
+_TILES_PER_STEP = 128
 """Number of tiles whose records a program writes at a time."""
 
 
@@ -26,7 +26,7 @@ def tiles_of_positions(positions: Positions, block_m: int) -> BlockMap:
     tiles = ends.new_empty(max_tiles(positions.number, E, block_m), RECORD_WORDS.value)
     num_tiles = ends.new_empty(1)
     lanes = triton.next_power_of_2(E)
-    options = {"EXPERTS": E, "EXPERT_LANES": lanes, "BLOCK": _TILES, "num_warps": 4}
+    options = {"EXPERTS": E, "EXPERT_LANES": lanes, "BLOCK": _TILES_PER_STEP, "num_warps": 4}
     launch = Launch(kernel_tiles_of_ends, (E,), (ends, tiles, num_tiles, block_m), options)
     rows = ends if positions.rows is None else positions.rows
     return BlockMap(E, 1, block_m, rows, rows, ends, tiles, num_tiles, (launch,))
@@ -61,15 +61,15 @@ def kernel_tiles_of_ends(
     lane, begin, end, number = rows_of_experts(ends_ptr, block_m, EXPERTS, EXPERT_LANES)
     first = tl.sum(tl.where(lane < expert, number, 0), 0)
     tiles = tl.sum(tl.where(lane == expert, number, 0), 0)
-    low = tl.sum(tl.where(lane == expert, begin, 0), 0)
-    high = tl.sum(tl.where(lane == expert, end, 0), 0)
+    begin_row = tl.sum(tl.where(lane == expert, begin, 0), 0)
+    end_row = tl.sum(tl.where(lane == expert, end, 0), 0)
     for first_tile in range(0, tiles, BLOCK):
         tile = first_tile + tl.arange(0, BLOCK)
         record = tiles_ptr + (first + tile) * RECORD_WORDS
         mask = tile < tiles
         tl.store(record, expert, mask=mask)
-        tl.store(record + 1, low, mask=mask)
-        tl.store(record + 2, high, mask=mask)
+        tl.store(record + 1, begin_row, mask=mask)
+        tl.store(record + 2, end_row, mask=mask)
         tl.store(record + 3, first, mask=mask)
         tl.store(record + 4, tiles, mask=mask)
     if expert == 0:

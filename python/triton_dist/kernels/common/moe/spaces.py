@@ -28,13 +28,13 @@ from triton_dist.runtime.device import current_device
 
 _MAX_BLOCK_M, _MAX_BLOCK_M_FEW_ROWS, _MIN_COLUMNS = 128, 32, 64
 _MAX_TILES_PER_EXPERT = 16
-_OTHER_BATCHES = 3
+_NUM_OTHER_BATCHES = 3
 # Limits of ``other_batches``. With fewer rows per expert, a draw may not use all experts. With more
 # routes (pairs of token and expert) there are dozens of waves, so one more tile does not matter.
 _MIN_ROWS_PER_EXPERT, _MAX_ROUTES = 16, 1 << 16
 
 
-_NAMES = ("GROUP_SIZE_M", "PROGRAMS")
+_OPTIONAL_CONSTANTS = ("GROUP_SIZE_M", "PROGRAMS")
 GROUPED_TILES = tiles(
     (128, 256, 64, 8, 3, 8, 1),
     (128, 256, 64, 8, 4, 8, 1),
@@ -57,14 +57,14 @@ GROUPED_TILES = tiles(
     (16, 64, 128, 4, 5, 8, 2),
     (16, 64, 256, 4, 4, 8, 1),
     (16, 32, 256, 4, 4, 8, 2),
-    names=_NAMES,
+    names=_OPTIONAL_CONSTANTS,
 )
 # Only for fp8 operands with BLOCK scales.
 WARP_SPECIALIZED_GROUPED_TILES = tiles(
     (128, 256, 64, 8, 4, 8, 1),
     (128, 256, 64, 8, 4, 1, 1),
     (128, 128, 64, 8, 6, 8, 1),
-    names=_NAMES,
+    names=_OPTIONAL_CONSTANTS,
     WARP_SPECIALIZED=True,
 )
 # Small tiles: small GEMMs in the interpreter then have several tiles per expert, some partial.
@@ -72,7 +72,7 @@ INTERPRETED_GROUPED_TILES = tiles(
     (16, 32, 32, 4, 2, 2, 1),
     (32, 64, 64, 4, 2, 1, 2),
     (64, 32, 64, 4, 2, 4, 1),
-    names=_NAMES,
+    names=_OPTIONAL_CONSTANTS,
 )
 
 
@@ -101,35 +101,35 @@ def fits_grouped(
       ``_MAX_TILES_PER_EXPERT`` tiles along its rows, except for tiles of 128 rows.
     * Tiles are less than twice as wide as the output.
     """
-    gemm: triton.Config = config["gemm_config"]
+    gemm_config: triton.Config = config["gemm_config"]
     if current_device().interprets:
         return True
-    m, n = gemm.kwargs["BLOCK_SIZE_M"], gemm.kwargs["BLOCK_SIZE_N"]
+    m, n = gemm_config.kwargs["BLOCK_SIZE_M"], gemm_config.kwargs["BLOCK_SIZE_N"]
     rows = max_rows_of_key(tokens) * topk / E
-    is_high_enough = rows <= _MAX_TILES_PER_EXPERT * m or m == _MAX_BLOCK_M
-    launched = {"gemm_config": config_for_dtype(gemm, dtype)}
-    if gemm.kwargs.get("WARP_SPECIALIZED"):
+    has_enough_rows = rows <= _MAX_TILES_PER_EXPERT * m or m == _MAX_BLOCK_M
+    launched = {"gemm_config": config_for_dtype(gemm_config, dtype)}
+    if gemm_config.kwargs.get("WARP_SPECIALIZED"):
         is_block = dtype in FP8 and key.recipe == Recipe.BLOCK.value
         if not is_block or key.K % BLOCK_ELEMENTS or key.layout != "column-major":
             return False
         if getattr(key, "activation", None) and columns % n:
             return False
-    elif dtype in FP8 and not fits_scaled(gemm, key.recipe, key.use_fast_accum):
+    elif dtype in FP8 and not fits_scaled_registers(gemm_config, key.recipe, key.use_fast_accum):
         return False
     return (
         m <= max(_MAX_BLOCK_M_FEW_ROWS, 4 * rows)
-        and is_high_enough
+        and has_enough_rows
         and n < 2 * max(columns, _MIN_COLUMNS)
         and prune_fn_by_shared_memory(launched, torch.empty(0, dtype=dtype, device="meta"))
     )
 
 
-def fits_scaled(gemm: triton.Config, recipe: str, use_fast_accum: bool) -> bool:
+def fits_scaled_registers(gemm_config: triton.Config, recipe: str, use_fast_accum: bool) -> bool:
     """Return whether the accumulators of a tile of fp8 operands fit in registers."""
-    m, n = gemm.kwargs["BLOCK_SIZE_M"], gemm.kwargs["BLOCK_SIZE_N"]
+    m, n = gemm_config.kwargs["BLOCK_SIZE_M"], gemm_config.kwargs["BLOCK_SIZE_N"]
     # Tiles with few rows convert operands to fp16, which takes registers.
     spills = m == _MAX_BLOCK_M_FEW_ROWS and n == 256 and recipe == Recipe.BLOCK.value
-    return not spills and fits_registers(gemm, Recipe(recipe), use_fast_accum)
+    return not spills and fits_registers(gemm_config, Recipe(recipe), use_fast_accum)
 
 
 def other_batches(
@@ -151,6 +151,6 @@ def other_batches(
     few, many = routes < _MIN_ROWS_PER_EXPERT * E, routes > _MAX_ROUTES
     if few or many or current_device().interprets:
         return []
-    draws = torch.Generator().manual_seed(tokens)
-    rows = torch.randint(tokens, (_OTHER_BATCHES, tokens), generator=draws, device="cpu")
+    generator = torch.Generator().manual_seed(tokens)
+    rows = torch.randint(tokens, (_NUM_OTHER_BATCHES, tokens), generator=generator, device="cpu")
     return [topk_ids[each] for each in rows.to(topk_ids.device)]

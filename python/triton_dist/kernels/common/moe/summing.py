@@ -63,12 +63,12 @@ from triton_dist.runtime.ranks import Group, process_group_of
 COLLECTIVE = "collective"
 """Name of the reduction by ``torch.distributed``: NCCL, or gloo on CPU ranks."""
 MAX_COLUMN_CHUNKS = 64
-_LIBRARY_COLUMNS = 128
-_OPERANDS = ("x", "weights", "chosen_experts", "expert_weight", "ctx")
-_CALLER_OPTIONS = ("n_chunks", "persistent", "config")
+_LIBRARY_WIDTH = 128
+_OPERAND_NAMES = ("x", "weights", "chosen_experts", "expert_weight", "ctx")
+_CALLER_OPTION_NAMES = ("n_chunks", "persistent", "config")
 
 
-class RoutedProductLimits(NamedTuple):
+class MoEContextLimits(NamedTuple):
     """Largest sizes that a context supports, and the context's ranks."""
 
     max_tokens: int
@@ -101,13 +101,13 @@ class MoESumContext(GEMMContext[PushedColumns], ABC):
     """True if each rank gets all rows of the sum, False if it gets its share of the rows."""
     exchange: ExchangeBuffer
 
-    def __init__(self, products: RoutedProductLimits) -> None:
-        super().__init__(products.group)
-        self.max_tokens, self.max_routes = products.max_tokens, products.max_tokens * products.topk
-        self.N, self.E, self.topk = products.N, products.E, products.topk
-        self.dtype, self.n_chunks_max = products.dtype, products.n_chunks_max
+    def __init__(self, limits: MoEContextLimits) -> None:
+        super().__init__(limits.group)
+        self.max_tokens, self.max_routes = limits.max_tokens, limits.max_tokens * limits.topk
+        self.N, self.E, self.topk = limits.N, limits.E, limits.topk
+        self.dtype, self.n_chunks_max = limits.dtype, limits.n_chunks_max
         self.world_size = self.num_ranks
-        self.local_world_size = min(products.local_world_size, self.num_ranks)
+        self.local_world_size = min(limits.local_world_size, self.num_ranks)
         self.compares_ids = every_call_compares()
 
     @staticmethod
@@ -132,14 +132,14 @@ class MoESumContext(GEMMContext[PushedColumns], ABC):
         """Return this rank's rows of the sum of ``total`` [M, N] over several ranks."""
 
     @abstractmethod
-    def prepare_sum(self, total: torch.Tensor, reduction: str) -> None:
+    def compile_sum_over_ranks(self, total: torch.Tensor, reduction: str) -> None:
         pass
 
     def finish_chunks(self, rows: torch.Tensor, M: int) -> torch.Tensor:
         """Return this rank's result for M tokens, from the rows that this rank has added."""
         return rows
 
-    def prepare_finish(self, rows: torch.Tensor, M: int) -> None:
+    def compile_finish(self, rows: torch.Tensor, M: int) -> None:
         pass
 
     def block_rows(self, M: int) -> int:
@@ -189,11 +189,11 @@ def create(
         {"world_size": world_size, "local_world_size": local_world_size}, sizes, checks(),
         input_dtype=input_dtype, **{"comparison of ids": every_call_compares()},
     )  # fmt: skip
-    products = RoutedProductLimits(
+    limits = MoEContextLimits(
         max_token_num // topk, hidden_dim, num_experts, topk, input_dtype, n_chunks_max,
         local_world_size, members,
     )  # fmt: skip
-    return ctx_type(products)
+    return ctx_type(limits)
 
 
 class SumKey(NamedTuple):
@@ -288,16 +288,16 @@ class SumCall(GEMMCall):
     algorithms: ClassVar[Algorithms[Any, Any]]
 
     def __post_init__(self) -> None:
-        known = self.accepted_key  # includes the options that the caller fixes
+        key = self.accepted_key  # includes the options that the caller fixes
         scaling = scaling_of(self.A_scale, self.B_scale, None, None, self.use_fast_accum)
-        if known is None:
-            known = self.key_fn(
+        if key is None:
+            key = self.key_fn(
                 self.x, self.weights, self.chosen_experts, self.expert_weight, self.ctx,
                 self.n_chunks, self.persistent, self.config, routing_skew=self.routing_skew,
                 **scaling._asdict(),
             )  # fmt: skip
-        known = SkewedKey.without_skew(known)
-        self.key: Any = known if isinstance(known, SumKey | ScaledKey) else known[0]
+        key = SkewedKey.without_skew(key)
+        self.key: Any = key if isinstance(key, SumKey | ScaledKey) else key[0]
         self.scales = OperandScales.of(self.x, self.weights, scaling)
         self.tiles = self.config or self.gemm_config
         """Tile config of our grouped GEMM; ``None`` for the library."""
@@ -321,9 +321,9 @@ class SumCall(GEMMCall):
         ctx: MoESumContext,
         scaling: Scaling = NO_SCALING,
     ) -> SumKey:
-        """Check the operands and return their key, one object for all equal keys.
+        """Check the operands and return their tuning key, for fp8 operands a ``ScaledKey``.
 
-        For fp8 operands the key is a ``ScaledKey``.
+        Equal calls get the same object.
         """
         function = cls.ctx_type.function
         device = checked_buffer(
@@ -345,7 +345,7 @@ class SumCall(GEMMCall):
             else:
                 yield from operand_checks(ctx.dtype, device, x=x, weights=weights)
 
-        def key() -> SumKey:
+        def make_key() -> SumKey:
             (M, topk), (E, K, N) = chosen_experts.shape, weights.shape
             layout = weights_layout(weights)
             unscaled_key = SumKey(
@@ -356,7 +356,7 @@ class SumCall(GEMMCall):
 
         signature = operand_signature(weights, x, weights, *routing)
         signature = (*signature, *scaling.signature(weights))
-        return cached_after_checks(ctx.checked_keys, signature, function, checks, key)
+        return cached_after_checks(ctx.checked_keys, signature, function, checks, make_key)
 
     @classmethod
     def key_fn(
@@ -389,8 +389,8 @@ class SumCall(GEMMCall):
     @classmethod
     def sizes(cls, *args: Any, **kwargs: Any) -> SumSizes:
         """Return the sizes that determine which configs are worth trying for a call."""
-        arguments = dict(zip(_OPERANDS + _CALLER_OPTIONS, args, strict=False)) | kwargs
-        x, weights, ids, choices, ctx = (arguments[name] for name in _OPERANDS)
+        arguments = dict(zip(_OPERAND_NAMES + _CALLER_OPTION_NAMES, args, strict=False)) | kwargs
+        x, weights, ids, choices, ctx = (arguments[name] for name in _OPERAND_NAMES)
         key = cls.check_operands(x, weights, ids, choices, ctx, scaling_of(**arguments))
         return SumSizes(key, arguments.get("n_chunks"), arguments.get("config"))
 
@@ -401,7 +401,7 @@ class SumCall(GEMMCall):
     @property
     def columns(self) -> ColumnChunks:
         """Chunks of columns of this call. Their width is a multiple of the tile width."""
-        width = _LIBRARY_COLUMNS if self.tiles is None else self.tiles.kwargs["BLOCK_SIZE_N"]
+        width = _LIBRARY_WIDTH if self.tiles is None else self.tiles.kwargs["BLOCK_SIZE_N"]
         if self.scales is not None and self.scales.is_block:
             width = max(width, BLOCK_ELEMENTS)  # both are powers of two
         rows = self.ctx.block_rows(self.key.M)
@@ -420,7 +420,7 @@ def check_config(function: str, config: object) -> None:
         raise InvalidArgument(function, "config", str(config), expected)
 
 
-def ids_to_agree(
+def ids_as_text(
     x: torch.Tensor,
     weights: torch.Tensor,
     chosen_experts: torch.Tensor,
@@ -466,11 +466,11 @@ def sum_routes(
     raise_first_error(function, route_checks(x, weights, chosen_experts, expert_weight, E, None))
     check_config(function, config)
     if config is None:
-        products = multiply(x, weights, chosen_experts, **scales)
+        limits = multiply(x, weights, chosen_experts, **scales)
     else:
-        products = multiply.fn(x, weights, chosen_experts, gemm_config=config, **scales)
+        limits = multiply.fn(x, weights, chosen_experts, gemm_config=config, **scales)
     M, N = len(chosen_experts), weights.shape[2]
-    total: torch.Tensor = products.new_empty(M, N)
+    total: torch.Tensor = limits.new_empty(M, N)
     routing = expert_weight.detach(), chosen_experts
-    topk_sum(products, *routing, None, total, E, block_rows=M, first=0, N=N).run()
+    topk_sum(limits, *routing, None, total, E, block_rows=M, first=0, N=N).run()
     return total

@@ -2,9 +2,8 @@
 
 It has the arguments of ``kernel_grouped_gemm`` and processes tiles in the same order.
 ``gemm/warp_specialized.py`` describes the ring buffer and the consumer warps. Here the producer has
-four warps.
-They gather the rows of A by ``cp.async``, so no separate launch copies rows. One of them loads the
-weights by TMA. CPU ranks run ``kernel_grouped_gemm``.
+four warps. They gather the rows of A by ``cp.async``, so no separate launch copies rows. One of
+them loads the weights by TMA. CPU ranks run ``kernel_grouped_gemm``.
 """
 
 from __future__ import annotations

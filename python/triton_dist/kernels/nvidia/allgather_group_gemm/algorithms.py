@@ -29,7 +29,7 @@ from triton_dist.kernels.common.moe.rows import (
     restore_row_order,
     sorted_product,
 )
-from triton_dist.kernels.common.moe.scales import OperandScales, pack, packed_form, unpacked
+from triton_dist.kernels.common.moe.scales import OperandScales, pack, packed_format, unpacked
 from triton_dist.kernels.common.moe.skew import SkewedKey
 from triton_dist.kernels.common.moe.spaces import fits_grouped, grouped_tiles
 from triton_dist.kernels.common.op import (
@@ -55,11 +55,10 @@ EXCHANGE, COLLECTIVE = "exchange", "collective"
 """All-gathers before the GEMM: our kernel in one launch, and ``torch.distributed``."""
 PUSH, RING = AllGatherMethod.FULL_MESH_PUSH.value, AllGatherMethod.RING_PUSH_1D.value
 """All-gathers that overlap with the GEMM."""
-# The GEMM starts on a group of shards when they have arrived, and reads the weights once per group.
-# Several groups are tried only if, per group, an expert has on average this number of rows: the
-# largest BLOCK_SIZE_M.
+# The GEMM reads the weights once per group of shards. Several groups are tried only if, per group,
+# an expert has on average this number of rows, which is the largest BLOCK_SIZE_M.
 _MIN_ROWS_PER_GROUP = 128
-_GROUPS = range(1, MAX_GROUPS + 1)
+_VALID_NUM_GROUPS = range(1, MAX_GROUPS + 1)
 
 
 @dataclass(eq=False, repr=False)
@@ -78,25 +77,25 @@ class Call(GEMMCall):
 
     def __post_init__(self) -> None:
         scaling = scaling_of(self.A_scale, self.B_scale, None, self.out_dtype, self.use_fast_accum)
-        known = self.accepted_key
-        if known is None:
+        skewed_key = self.accepted_key
+        if skewed_key is None:
             key = check_operands(self.a, self.b, self.ctx, self.full_topk_ids, scaling)
-            known = SkewedKey.of("ag_group_gemm", key, self.routing_skew)
-        self.key: RoutedKey = SkewedKey.without_skew(known)
+            skewed_key = SkewedKey.of("ag_group_gemm", key, self.routing_skew)
+        self.key: RoutedKey = SkewedKey.without_skew(skewed_key)
         self.scales = OperandScales.of(self.a, self.b, scaling)
         self.output_dtype = scaling.output_dtype(self.a)
         self.shard = self.a
         """Rows that this rank sends: a, or packed rows of a and their scales."""
         self.is_packed = self.scales is not None and self.ctx.num_ranks > 1
         if self.is_packed:
-            width, dtype = packed_form(self.key.K, self.a.dtype)
+            width, dtype = packed_format(self.key.K, self.a.dtype)
             self.shard = self.a.new_empty(len(self.a), width, dtype=dtype)
         if self.straggler_option is not None:
             check_straggler("ag_group_gemm", self.straggler_option)
         self.tiles = self.gemm_config or self.ctx.gemm_config
         check_tiles("ag_group_gemm", self.tiles)
         self.chosen = chosen = ALGORITHMS[self.algorithm or Arrivals.name]
-        assert isinstance(chosen, _Gathering)
+        assert isinstance(chosen, _GatherAlgorithm)
         self.gather = self.gather or chosen.gathers[0]
         if self.gather not in chosen.gathers:
             expected = (
@@ -115,7 +114,7 @@ class Call(GEMMCall):
     def empty_product(self) -> torch.Tensor:
         return self.a.new_empty(self.full_topk_ids.numel(), self.key.N, dtype=self.output_dtype)
 
-    def operand(
+    def unpack(
         self, rows: torch.Tensor, own: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, OperandScales | None]:
         """Return the elements and the scales of gathered ``rows``, which may be packed.
@@ -124,10 +123,10 @@ class Call(GEMMCall):
         """
         if not self.is_packed or self.scales is None:
             return rows, self.scales
-        return unpacked(rows, self.a.dtype, self.key.K), self.scales.of_rows(rows, own)
+        return unpacked(rows, self.a.dtype, self.key.K), self.scales.of_packed_rows(rows, own)
 
-    def blocks(self, block_m: int, **groups: Any) -> BlockMap:
-        """Return the map from routes (pairs of token and expert) to tiles, before its launches."""
+    def block_map(self, block_m: int, **groups: Any) -> BlockMap:
+        """Return the map from routes (pairs of token and expert) to tiles; it is not launched."""
         return block_map(self.full_topk_ids, self.key.E, block_m, **groups)
 
     def exchange(self) -> Exchange:
@@ -141,7 +140,7 @@ class Call(GEMMCall):
             call_tag(self.key, len(a)),
         )
 
-    def all_rows(self, overlapped_work: Callable[[], object]) -> torch.Tensor:
+    def gather_all_rows(self, overlapped_work: Callable[[], object]) -> torch.Tensor:
         """Gather the rows of all ranks. ``overlapped_work()`` queues work that needs no gathered
         rows."""
         a, ctx = self.shard.detach(), self.ctx
@@ -160,14 +159,14 @@ class Call(GEMMCall):
         return rows
 
 
-class _Gathering(Algorithm[Call, RoutedKey]):
+class _GatherAlgorithm(Algorithm[Call, RoutedKey]):
     """Base class of the algorithms."""
 
     gathers: tuple[str, ...]
     """All-gathers that the algorithm can use, the default first."""
 
 
-class Arrivals(_Gathering):
+class Arrivals(_GatherAlgorithm):
     """Copy engines send shards during the GEMM; a tile waits for the shards of its rows.
 
     Tiles are sorted by group of shards (in the order of arrival), then by expert.
@@ -179,10 +178,10 @@ class Arrivals(_Gathering):
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         tiles = grouped_tiles()
-        height = max(each.kwargs["BLOCK_SIZE_M"] for each in tiles)
-        highest = [each for each in tiles if each.kwargs["BLOCK_SIZE_M"] == height]
-        for num_groups in _GROUPS:
-            for each in tiles if num_groups == 1 else highest:
+        max_block_m = max(each.kwargs["BLOCK_SIZE_M"] for each in tiles)
+        tallest = [each for each in tiles if each.kwargs["BLOCK_SIZE_M"] == max_block_m]
+        for num_groups in _VALID_NUM_GROUPS:
+            for each in tiles if num_groups == 1 else tallest:
                 yield each, num_groups, PUSH
         if not has_links_between_all_gpus():
             for num_groups in (1, 2):
@@ -199,7 +198,7 @@ class Arrivals(_Gathering):
         return (has_full_tiles or current_device().interprets) and fits_tiles(config, sizes)
 
     def check(self, call: Call) -> None:
-        if call.num_groups not in _GROUPS:
+        if call.num_groups not in _VALID_NUM_GROUPS:
             expected = f"1 to {MAX_GROUPS}"
             raise InvalidArgument("ag_group_gemm", "num_groups", call.num_groups, expected)
 
@@ -210,7 +209,7 @@ class Arrivals(_Gathering):
             launch.compile()
 
     def run(self, call: Call) -> torch.Tensor:
-        buffer, awaited = call.ctx.buffer, False
+        buffer, has_awaited_peers = call.ctx.buffer, False
         gathered = buffer.start(
             call.shard,
             AllGatherMethod(call.gather),
@@ -223,30 +222,30 @@ class Arrivals(_Gathering):
             C, blocks, product = self._launches(call, gathered)
             blocks.queue()
             product.run()
-            awaited = True  # every shard has rows in some tile, which waits for the shard
+            has_awaited_peers = True  # every shard has rows in some tile, which waits for the shard
         finally:  # even if a launch failed, because peers wait for the release of the slot
-            buffer.finish(awaited)
+            buffer.finish(has_awaited_peers)
         return C
 
     @staticmethod
     def _launches(call: Call, gathered: GatheredShards) -> tuple[torch.Tensor, BlockMap, Launch]:
         ctx, C = call.ctx, call.empty_product()
-        blocks = call.blocks(
+        blocks = call.block_map(
             call.tiles.kwargs["BLOCK_SIZE_M"], rank=ctx.rank, num_sources=ctx.num_ranks,
             group_ends=group_ends(call.num_groups, ctx.num_ranks),
         )  # fmt: skip
-        a, scales = call.operand(call.shard)
+        a, scales = call.unpack(call.shard)
         if ctx.num_ranks > 1:
-            rows, scales = call.operand(gathered.rows, call.shard)
+            rows, scales = call.unpack(gathered.rows, call.shard)
             gathered = dataclasses.replace(gathered, rows=rows)
         product = grouped_product(
             a, call.b, C, blocks, call.tiles,
             gathered=gathered if ctx.num_ranks > 1 else None, rank=ctx.rank, scales=scales,
         )  # fmt: skip
-        return C, blocks, consumer(product)
+        return C, blocks, with_exported_kernel(product)
 
 
-class _GatherThenMultiply(_Gathering):
+class _GatherThenMultiply(_GatherAlgorithm):
     """Gather all shards, then multiply. Only the computation of the map overlaps."""
 
     gathers = (EXCHANGE, COLLECTIVE)
@@ -265,7 +264,7 @@ class _GatherThenMultiply(_Gathering):
         """Gather all rows and return the grouped product."""
 
     def compile_gather(self, call: Call) -> None:
-        """Compile the kernel that ``Call.all_rows`` launches."""
+        """Compile the kernel that ``Call.gather_all_rows`` launches."""
         if call.ctx.num_ranks > 1 and call.gather == EXCHANGE:
             out = call.shard.new_empty(call.shard.numel() * call.ctx.num_ranks)
             call.ctx.exchange.launch(call.exchange(), call.shard.view(-1), out).compile()
@@ -302,21 +301,21 @@ class Serial(_GatherThenMultiply):
 
     def multiply(self, call: Call) -> torch.Tensor:
         blocks = self._blocks(call)
-        C, _, product = self._launches(call, call.all_rows(blocks.queue), blocks)
+        C, _, product = self._launches(call, call.gather_all_rows(blocks.queue), blocks)
         product.run()
         return C
 
     @staticmethod
     def _blocks(call: Call) -> BlockMap:
-        return call.blocks(call.tiles.kwargs["BLOCK_SIZE_M"])
+        return call.block_map(call.tiles.kwargs["BLOCK_SIZE_M"])
 
     @staticmethod
     def _launches(
         call: Call, rows: torch.Tensor, blocks: BlockMap
     ) -> tuple[torch.Tensor, BlockMap, Launch]:
-        C, (a, scales) = call.empty_product(), call.operand(rows)
+        C, (a, scales) = call.empty_product(), call.unpack(rows)
         product = grouped_product(a, call.b, C, blocks, call.tiles, scales=scales)
-        return C, blocks, consumer(product)
+        return C, blocks, with_exported_kernel(product)
 
 
 class Library(_GatherThenMultiply):
@@ -342,23 +341,23 @@ class Library(_GatherThenMultiply):
 
     def compile(self, call: Call) -> None:
         self.compile_gather(call)
-        blocks, C = call.blocks(ROWS_OF_SINGLE_TILE), call.empty_product()
-        rows, _ = call.operand(call.shard.new_empty(call.key.M, call.shard.shape[1]))
+        blocks, C = call.block_map(ROWS_OF_SINGLE_TILE), call.empty_product()
+        rows, _ = call.unpack(call.shard.new_empty(call.key.M, call.shard.shape[1]))
         sorted_rows = call.a.new_empty(len(C), call.key.K)
         copies = gather_rows(rows, sorted_rows, blocks), restore_row_order(C, C, blocks)
         for launch in (*blocks.launches, *copies):
             launch.compile()
 
     def multiply(self, call: Call) -> torch.Tensor:
-        blocks = call.blocks(ROWS_OF_SINGLE_TILE)
-        rows, scales = call.operand(call.all_rows(blocks.queue))
+        blocks = call.block_map(ROWS_OF_SINGLE_TILE)
+        rows, scales = call.unpack(call.gather_all_rows(blocks.queue))
         product = sorted_product(rows, call.b.detach(), blocks, scales, call.key)
         C = call.empty_product()
         restore_row_order(product, C, blocks).run()
         return C
 
 
-def consumer(launch: Launch) -> Launch:
+def with_exported_kernel(launch: Launch) -> Launch:
     """Return ``launch`` with the kernel that the package exports, which scripts may replace.
 
     If the replacement is wrapped in ``triton.autotune``, drop the options that its configs set.
@@ -392,7 +391,7 @@ def candidate_gathers() -> list[str]:
 def fits_exchange(sizes: RoutedKey) -> bool:
     """Return whether one launch can gather the rows of every call of the key."""
     rows = max_rows_of_key(sizes.M // sizes.num_ranks, sizes.num_ranks) * sizes.num_ranks
-    width, dtype = packed_form(sizes.K, sizes.dtype)
+    width, dtype = packed_format(sizes.K, sizes.dtype)
     return rows * width * dtype.itemsize <= MAX_GATHERED_BYTES
 
 

@@ -32,7 +32,7 @@ from triton_dist.kernels.common.moe.routing import (
     MAX_TOPK,
     check_ids,
 )
-from triton_dist.kernels.common.moe.scales import packed_form
+from triton_dist.kernels.common.moe.scales import packed_format
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
 from triton_dist.runtime.ranks import Group, process_group_of
 
@@ -88,14 +88,14 @@ class MoEAllGatherGroupGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         self.num_experts, self.topk, self.dtype = num_experts, topk, dtype
         self.num_local_ranks, num_ranks = min(num_local_ranks, self.num_ranks), self.num_ranks
         self.gemm_config, self.compares_ids = gemm_config, every_call_compares()
-        width, packed_dtype = packed_form(K, dtype)
-        max_rows = MAX_GATHERED_BYTES // (width * packed_dtype.itemsize)
-        rows_of_each = min(max_ntokens, max_rows) // num_ranks
-        self.exchanged_rows = rows_of_each * num_ranks if num_ranks > 1 else 0
-        nbytes = bytes_of_slot(rows_of_each * width, packed_dtype, num_ranks)
+        packed_columns, packed_dtype = packed_format(K, dtype)
+        max_rows = MAX_GATHERED_BYTES // (packed_columns * packed_dtype.itemsize)
+        rows_per_rank = min(max_ntokens, max_rows) // num_ranks
+        self.exchanged_rows = rows_per_rank * num_ranks if num_ranks > 1 else 0
+        nbytes = bytes_of_slot(rows_per_rank * packed_columns, packed_dtype, num_ranks)
         with self.allocating() as add:
             rows = AllGatherBuffer(
-                max_ntokens, width, packed_dtype, group, "ag_group_gemm",
+                max_ntokens, packed_columns, packed_dtype, group, "ag_group_gemm",
                 describe_tag=describe_tag if dtype in FP8 else int,
             )  # fmt: skip
             self.buffer = add(rows)
@@ -220,11 +220,11 @@ def check_operands(
         yield "full_topk_ids.device", device, device == a.device, f"the device of a, {a.device}"
         yield from scaling.checks(a, b, "a", "b")
 
-    def key() -> RoutedKey:
+    def make_key() -> RoutedKey:
         check_ids("ag_group_gemm", full_topk_ids, ctx.num_experts, "full_topk_ids")
         M, (E, K, N) = full_topk_ids.shape[0], b.shape
         unscaled_key = RoutedKey(M, N, K, E, ctx.topk, a.dtype, weights_layout(b), buffer.num_ranks)
         return scaling.key_of(unscaled_key, a, b)
 
     signature = (*operand_signature(b, a, b, full_topk_ids), *scaling.signature(b))
-    return cached_after_checks(ctx.checked_keys, signature, "ag_group_gemm", checks, key)
+    return cached_after_checks(ctx.checked_keys, signature, "ag_group_gemm", checks, make_key)

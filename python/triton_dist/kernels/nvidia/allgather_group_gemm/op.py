@@ -17,9 +17,9 @@ Timeline of one call (W = 4, push, 2 groups):
     main stream   ─┬─ sort ─ GEMM: group {own, rank+1}, expert by expert │ {rank+2, rank+3} ─┬─ end
     copy stream    └─ shard → rank-1, flag │ → rank-2, flag │ → rank-3, flag ────────────────┘
 
-Tile order: the time to read the weights limits the kernel. If tiles are sorted by expert, the
-weights are read once, but every tile waits for the last shard. If tiles are sorted by shard, no
-tile waits long, but the weights are read W times. Therefore shards are divided into *groups* in the
+Tile order: the time to read the weights limits the kernel. If tiles were sorted by expert, the
+weights would be read once, but every tile would wait for the last shard. If tiles were sorted by
+shard, the weights would be read W times. Therefore shards are divided into *groups* in the
 order of arrival, and tiles are sorted by expert within each group. The number of groups is tuned.
 Within a group, the rows of an expert are packed without gaps in the order of arrival, so only the
 expert's last tile is partial.
@@ -31,8 +31,8 @@ call. Dropped choices (ids outside 0 to E - 1) give rows of zeros.
 Design:
     * Waiting programs may occupy all SMs, so copy engines, which need no SM, write rows and flags.
     * A program waits once per shard, not once per tile, because an acquire takes about 1 us.
-    * Every shard has at least one route, and tiles of dropped choices wait too. A finished GEMM has
-      therefore received every peer's shard, and the next call need not wait for the peers.
+    * Every shard has at least one route, and tiles of dropped choices also wait. When the GEMM
+      ends, all shards have therefore arrived, and the next call need not wait for the peers.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import triton.language as tl
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange.protocol import chunk_flag, flag_offset, notify_ranks
-from triton_dist.kernels.common.moe.product import multiply_tile, weights_of
+from triton_dist.kernels.common.moe.product import multiply_tile, weights_operand
 from triton_dist.kernels.common.moe.routing import RECORD_WORDS, tile_of_work_item
 from triton_dist.kernels.common.moe.sorted_rows import rows_of_experts
 from triton_dist.kernels.common.peers import target_at
@@ -149,7 +149,7 @@ def kernel_dispatch_grouped_gemm(
         N = width * 2 if grouped_plan.SILU_MUL else width
         E: tl.constexpr = ep_plan.EXPERTS
         tiles_n = tl.cdiv(width, COLUMNS)
-        b = weights_of(b_ptr, E, N, K, weight_strides, grouped_plan, COLUMNS, BLOCK_SIZE_K)
+        b = weights_operand(b_ptr, E, N, K, weight_strides, grouped_plan, COLUMNS, BLOCK_SIZE_K)
         a_ptr = sent.x if NUM_RANKS == 1 else sent.rows
         counter = blocks.num_tiles + 1
         work_items = tl.load(blocks.num_tiles) * tiles_n

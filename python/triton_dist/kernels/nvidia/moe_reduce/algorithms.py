@@ -37,8 +37,8 @@ from triton_dist.kernels.nvidia.moe_reduce.context import MoEReduceARContext, Mo
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch
 
-_CHUNKS = (1, 2, 4, 8)
-# Lower tiles are for products that are limited by the reads of weights. Such a product is too short
+_CHUNK_COUNTS = (1, 2, 4, 8)
+# Tiles with fewer rows are for products whose time is the reading of weights. These are too short
 # to hide a transfer. A copy engine takes some us per push, hence the minimum bytes of a push.
 _MIN_CHUNKED_BLOCK_M, _MIN_PUSH_BYTES = 64, 256 << 10
 
@@ -60,8 +60,8 @@ class Product(ABC):
     def queue_products(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Queue the product of columns ``first`` to ``end``.
 
-        Return (product [M * topk, end - first], row of each route in the product). The second is
-        ``None`` if rows are in the order of routes. The product is valid until the next call.
+        Return (product [M * topk, end - first], row of each route in the product). The rows are
+        ``None`` if they are in the order of routes. The product is valid until the next call.
         """
 
     def queue_sums(self, first: int, end: int, out: torch.Tensor, block_rows: int) -> None:
@@ -70,9 +70,9 @@ class Product(ABC):
         ``topk_sum`` describes the layout of ``out`` with row blocks of ``block_rows`` tokens.
         """
         products, rows = self.queue_products(first, end)
-        self.run(self._sum(products, rows, first, out, block_rows))
+        self.run(self._sum_launch(products, rows, first, out, block_rows))
 
-    def _sum(
+    def _sum_launch(
         self,
         products: torch.Tensor,
         rows: torch.Tensor | None,
@@ -109,30 +109,30 @@ class TiledProduct(Product):
         assert call.tiles is not None
         self.tiles = call.tiles
         super().__init__(call, call.tiles.kwargs["BLOCK_SIZE_M"])
-        self._chunk: torch.Tensor | None = None
+        self._product_memory: torch.Tensor | None = None
 
     def queue_products(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        C, launch = self._multiply(first, end)
+        C, launch = self._chunk_launch(first, end)
         self.run(launch)
         return C, None
 
     def launches(
         self, first: int, end: int, out: torch.Tensor, block_rows: int
     ) -> Iterator[Launch]:
-        C, launch = self._multiply(first, end)
+        C, launch = self._chunk_launch(first, end)
         yield launch
-        yield self._sum(C, None, first, out, block_rows)
+        yield self._sum_launch(C, None, first, out, block_rows)
 
-    def _multiply(self, first: int, end: int) -> tuple[torch.Tensor, Launch]:
+    def _chunk_launch(self, first: int, end: int) -> tuple[torch.Tensor, Launch]:
         """Return the memory for the product of a chunk, and the launch that computes it.
 
         All chunks use one memory, so that it stays in the L2 cache.
         """
         routes = self.call.chosen_experts.numel()
         elements = routes * (end - first)
-        if self._chunk is None or self._chunk.numel() < elements:
-            self._chunk = self.call.empty(elements)
-        C = self._chunk[:elements].view(routes, end - first)
+        if self._product_memory is None or self._product_memory.numel() < elements:
+            self._product_memory = self.call.empty(elements)
+        C = self._product_memory[:elements].view(routes, end - first)
         weights, scales = self.weights[:, :, first:end], self.call.scales
         return C, grouped_product(
             self.x, weights, C, self.blocks, self.tiles,
@@ -171,7 +171,7 @@ class LibraryProduct(Product):
         if self.call.scales is not None:
             yield sorted_scales(self.call.scales, self.blocks)[1]
         C = self.call.empty(self.call.chosen_experts.numel(), end - first)
-        yield self._sum(C, self.blocks.rows, first, out, block_rows)
+        yield self._sum_launch(C, self.blocks.rows, first, out, block_rows)
 
 
 class SumAlgorithm(Algorithm[SumCall, SumSizes]):
@@ -222,19 +222,19 @@ class Chunks(SumAlgorithm):
     name, tunables = "chunks", ("gemm_config", "num_chunks")
 
     def values_of_last_tunable(self) -> tuple[Any, ...]:
-        return _CHUNKS[:2] if current_device().interprets else _CHUNKS
+        return _CHUNK_COUNTS[:2] if current_device().interprets else _CHUNK_COUNTS
 
     def fits_reduction(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
         key, num_chunks = sizes.key, config["num_chunks"]
         if sizes.n_chunks is not None:
-            return bool(num_chunks == 1)  # one candidate: the caller's number is used instead
+            return bool(num_chunks == 1)  # one candidate, because the caller's number replaces it
         if num_chunks == 1 or num_chunks > key.n_chunks_max:
             return bool(num_chunks == 1)
         if current_device().interprets:  # One config is sufficient for tests.
             return key.num_ranks > 1 and _has_first_tiles(config)
-        has_low_tiles = config["gemm_config"].kwargs["BLOCK_SIZE_M"] < _MIN_CHUNKED_BLOCK_M
+        has_few_row_tiles = config["gemm_config"].kwargs["BLOCK_SIZE_M"] < _MIN_CHUNKED_BLOCK_M
         pushed_bytes = sizes.nbytes // key.num_ranks // num_chunks
-        return key.num_ranks > 1 and not has_low_tiles and pushed_bytes >= _MIN_PUSH_BYTES
+        return key.num_ranks > 1 and not has_few_row_tiles and pushed_bytes >= _MIN_PUSH_BYTES
 
     def check(self, call: SumCall) -> None:
         super().check(call)
@@ -253,7 +253,7 @@ class Chunks(SumAlgorithm):
         if ctx.num_ranks > 1:
             out = call.empty(columns.rows, columns.N)
             ctx.buffer.launch(columns, addends, out, call.key.M).compile()
-            ctx.prepare_finish(out, call.key.M)
+            ctx.compile_finish(out, call.key.M)
 
     def run(self, call: SumCall) -> torch.Tensor:
         ctx, M, product = call.ctx, call.key.M, TiledProduct(call)
@@ -297,10 +297,10 @@ class Serial(SumAlgorithm):
 
     def check(self, call: SumCall) -> None:
         super().check(call)
-        known = (*self.ctx_type.reductions, COLLECTIVE)
-        reduction = call.reduction or known[0]
-        if reduction not in known:
-            expected = f"None or one of {', '.join(map(repr, known))}"
+        reductions = (*self.ctx_type.reductions, COLLECTIVE)
+        reduction = call.reduction or reductions[0]
+        if reduction not in reductions:
+            expected = f"None or one of {', '.join(map(repr, reductions))}"
             raise InvalidArgument(call.ctx_type.function, "reduction", call.reduction, expected)
         nbytes = call.key.M * call.key.N * call.ctx.dtype.itemsize
         if reduction != COLLECTIVE and not self.ctx_type.fits_sum(reduction, nbytes):
@@ -315,11 +315,11 @@ class Serial(SumAlgorithm):
             routes = call.chosen_experts.numel()
             rows = call.chosen_experts.new_empty(routes, dtype=torch.int32)
             products = call.empty(routes, call.key.N)
-            _sums(call, products, None if self.product is TiledProduct else rows).compile(
+            _routed_sums(call, products, None if self.product is TiledProduct else rows).compile(
                 ctx.exchange, ctx.has_all_rows
             )
         elif ctx.num_ranks > 1 and call.reduction != COLLECTIVE:
-            ctx.prepare_sum(total, call.reduction)
+            ctx.compile_sum_over_ranks(total, call.reduction)
 
     def run(self, call: SumCall) -> torch.Tensor:
         product, ctx = self.product(call), call.ctx
@@ -329,7 +329,7 @@ class Serial(SumAlgorithm):
                 return sum_all_columns(product)
             if call.reduction == TOPK_EXCHANGE:
                 product.begin()
-                sums = _sums(call, *product.queue_products(0, call.key.N))
+                sums = _routed_sums(call, *product.queue_products(0, call.key.N))
                 return sums.run(ctx.exchange, ctx.has_all_rows)
             total: torch.Tensor = ctx.sum_over_ranks(sum_all_columns(product), call.reduction)
             return total
@@ -349,7 +349,7 @@ def _has_first_tiles(config: Mapping[str, Any]) -> bool:
     return str(config.get("gemm_config")) == str(grouped_tiles()[0])
 
 
-def _sums(call: SumCall, products: torch.Tensor, rows: torch.Tensor | None) -> RoutedSums:
+def _routed_sums(call: SumCall, products: torch.Tensor, rows: torch.Tensor | None) -> RoutedSums:
     weight, ids = call.expert_weight.detach(), call.chosen_experts
     return RoutedSums(products, rows, weight, ids, call.key.E)
 

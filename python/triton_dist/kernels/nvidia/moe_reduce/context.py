@@ -28,8 +28,8 @@ from triton_dist.kernels.common.exchange.sums import (
 from triton_dist.kernels.common.moe.columns import PushedColumns
 from triton_dist.kernels.common.moe.summing import (
     COLLECTIVE,
+    MoEContextLimits,
     MoESumContext,
-    RoutedProductLimits,
     create,
 )
 from triton_dist.kernels.common.moe.topk_sum import TOPK_EXCHANGE
@@ -41,7 +41,7 @@ MAX_EXCHANGED_BYTES = 64 << 20
 engines are faster."""
 _MIN_LARGE_BYTES = 1 << 20
 """Bytes of a shard from which large launch parameters are used, for many bytes in flight."""
-_LARGE_SCATTER, _LARGE_GATHER = LaunchParams(128, 16384), LaunchParams(64, 16384)
+_LARGE_SCATTER_PARAMS, _LARGE_GATHER_PARAMS = LaunchParams(128, 16384), LaunchParams(64, 16384)
 
 
 class MoEReduceRSContext(MoESumContext):
@@ -54,9 +54,9 @@ class MoEReduceRSContext(MoESumContext):
     creator, reductions = "create_moe_rs_context", (PUSH, TOPK_EXCHANGE)
     has_all_rows = False
 
-    def __init__(self, products: RoutedProductLimits) -> None:
-        super().__init__(products)
-        N, dtype, n_chunks_max, group = self.N, self.dtype, self.n_chunks_max, products.group
+    def __init__(self, limits: MoEContextLimits) -> None:
+        super().__init__(limits)
+        N, dtype, n_chunks_max, group = self.N, self.dtype, self.n_chunks_max, limits.group
         rows = self.block_rows(self.max_tokens)
         exchanged_rows = min(rows, MAX_EXCHANGED_BYTES // (self.num_ranks * N * dtype.itemsize))
         nbytes = bytes_of_slot(max(1, exchanged_rows) * N, dtype, self.num_ranks)
@@ -77,18 +77,18 @@ class MoEReduceRSContext(MoESumContext):
     def sum_over_ranks(self, total: torch.Tensor, reduction: str) -> torch.Tensor:
         if reduction == COLLECTIVE:
             return libraries.reduce_scatter(total, self.group)
-        exchange, rows = self._exchange(total)
+        exchange, rows = self._scatter_exchange(total)
         self.exchange.run(exchange, total, rows)
         return rows
 
-    def prepare_sum(self, total: torch.Tensor, reduction: str) -> None:
-        exchange, rows = self._exchange(total)
+    def compile_sum_over_ranks(self, total: torch.Tensor, reduction: str) -> None:
+        exchange, rows = self._scatter_exchange(total)
         self.exchange.launch(exchange, total, rows).compile()
 
-    def _exchange(self, total: torch.Tensor) -> tuple[Exchange, torch.Tensor]:
+    def _scatter_exchange(self, total: torch.Tensor) -> tuple[Exchange, torch.Tensor]:
         is_large = total.nbytes // self.num_ranks >= _MIN_LARGE_BYTES
         return reduce_scatter_exchange(
-            total, self.num_ranks, _LARGE_SCATTER if is_large else params_for_device()
+            total, self.num_ranks, _LARGE_SCATTER_PARAMS if is_large else params_for_device()
         )
 
 
@@ -103,9 +103,9 @@ class MoEReduceARContext(MoESumContext):
     has_all_rows = True
     exchange: SumBuffer
 
-    def __init__(self, products: RoutedProductLimits) -> None:
-        super().__init__(products)
-        N, dtype, n_chunks_max, group = self.N, self.dtype, self.n_chunks_max, products.group
+    def __init__(self, limits: MoEContextLimits) -> None:
+        super().__init__(limits)
+        N, dtype, n_chunks_max, group = self.N, self.dtype, self.n_chunks_max, limits.group
         rows = self.block_rows(self.max_tokens)
         nbytes = self.num_ranks * rows * N * dtype.itemsize if self.num_ranks > 1 else 1
         with self.allocating() as add:
@@ -126,28 +126,28 @@ class MoEReduceARContext(MoESumContext):
             return libraries.all_reduce(total, self.group)
         return self.exchange.sum(total, reduction)
 
-    def prepare_sum(self, total: torch.Tensor, reduction: str) -> None:
+    def compile_sum_over_ranks(self, total: torch.Tensor, reduction: str) -> None:
         self.exchange.compile_sum(total, reduction)
 
     def finish_chunks(self, rows: torch.Tensor, M: int) -> torch.Tensor:
         """Gather the sums of all ranks and return all M rows."""
-        exchange, gathered = self._gathering(rows, M)
+        exchange, gathered = self._gather_exchange(rows, M)
         self.exchange.run(exchange, rows, gathered)
         return gathered[:M]
 
-    def prepare_finish(self, rows: torch.Tensor, M: int) -> None:
-        exchange, gathered = self._gathering(rows, M)
+    def compile_finish(self, rows: torch.Tensor, M: int) -> None:
+        exchange, gathered = self._gather_exchange(rows, M)
         self.exchange.launch(exchange, rows, gathered).compile()
 
-    def _gathering(self, rows: torch.Tensor, M: int) -> tuple[Exchange, torch.Tensor]:
+    def _gather_exchange(self, rows: torch.Tensor, M: int) -> tuple[Exchange, torch.Tensor]:
         """Return the launch that gathers the sums, and its output.
 
         The output has whole shards, so the last shard may end after row M.
         """
-        # Round up, so that ranks with slightly different M launch the kernel that detects this.
+        # Round up, so that ranks with different M usually launch the same kernel, which detects it.
         max_M = triton.next_power_of_2(M)
         is_large = max_M * rows.shape[1] * rows.element_size() >= _MIN_LARGE_BYTES * self.num_ranks
-        params = _LARGE_GATHER if is_large else params_for_device()
+        params = _LARGE_GATHER_PARAMS if is_large else params_for_device()
         return all_gather_exchange(rows, self.num_ranks, params, M)
 
 
