@@ -44,7 +44,7 @@ from triton_dist.kernels.nvidia.grouped_gemm.algorithms import GroupedKey
 from triton_dist.kernels.nvidia.sp_ag_attention.algorithms import AttentionKey
 from triton_dist.kernels.nvidia.ulysses.algorithms import HeadsKey
 from triton_dist.kernels.nvidia.ulysses_gemm.algorithms import HeadsProductKey
-from triton_dist.runtime.device import current_device, detect
+from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.runtime.peaks import device_peak
 from triton_dist.runtime.ranks.solo import SoloRank
@@ -105,7 +105,7 @@ class On:
     def __call__(self, tuned: Any, gpu: str, topology: Mapping[str, str]) -> None:
         """Of one GPU the space is evaluated anew."""
         device, ranks = FakeGpu(gpu), FakeRanks(topology)
-        self.monkeypatch.setattr(detect, "_cpu", lambda: device)
+        self.monkeypatch.setattr("triton_dist.runtime.device._cpu", lambda: device)
         self.monkeypatch.setattr(compose, "group_for", lambda *_: ranks)
         self.monkeypatch.setattr(gemm_spaces, "compiles_for_hopper", lambda: True)
         self.touched.append(tuned)
