@@ -19,7 +19,7 @@ from tests.compile.scattered import compile_launch
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TILES, tile_shapes
 from triton_dist.kernels.common.moe.spaces import GROUPED_TILES
-from triton_dist.kernels.common.scatter.algorithms import outputs
+from triton_dist.kernels.common.scatter.algorithms import output_tensors
 from triton_dist.runtime.device.cuda_launch import can_repeat, parameters, scratch_bytes
 from triton_dist.testing.compile_only import compile_kernel
 
@@ -156,7 +156,7 @@ def test_one_kernel_serves_all_ranks_and_sizes_and_its_launch_is_laid_out(sm90, 
         assert varying <= set(found)
         if "out" in arguments:
             out = arguments["out"]
-            moves = outputs(out.c, out.bias)
+            moves = output_tensors(out.c, out.bias)
             assert all(found[each] is tensor for each, tensor in moves.items())
             assert ("out.bias" in found) == (out.bias is not None)
 
