@@ -20,7 +20,7 @@ from triton_dist.kernels.nvidia import (
     grouped_gemm,
 )
 from triton_dist.kernels.nvidia.expert_parallel import algorithms
-from triton_dist.kernels.nvidia.expert_parallel.algorithms import DispatchCall, most_programs
+from triton_dist.kernels.nvidia.expert_parallel.algorithms import DispatchCall, max_programs
 from triton_dist.kernels.nvidia.expert_parallel.op import combine_variants, id_variants
 from triton_dist.runtime import waits
 
@@ -133,7 +133,7 @@ def test_programs_leave_room_for_a_second_context(ctx, monkeypatch):
     gpu = SimpleNamespace(interprets=False, num_sms=132)
     call = DispatchCall(X, IDS, ctx, num_ctas=128)
     monkeypatch.setattr(algorithms, "current_device", lambda: gpu)
-    assert most_programs(None, 1) == 128
+    assert max_programs(None, 1) == 128
     for experts in (1, 4, 128, 512):
         for num_sms in (None, 4, 5, 20, 132):
             call.num_sms, call.ctx.local_experts, call.limit = num_sms, experts, 4096

@@ -85,7 +85,7 @@ MUTANTS = (
     Mutant(
         "expert parallel: arbitrary counts select no fused tiles",
         _EP_GROUP_GEMM,
-        "tl.maximum(tl.minimum(stop, number) - first, 0)",
+        "tl.maximum(tl.minimum(stop, num_tiles) - first, 0)",
         "tl.maximum(stop - first, 0)",
         EP_GROUP_GEMM,
     ),
@@ -148,14 +148,14 @@ MUTANTS = (
     Mutant(
         "expert parallel: a dispatch waits for the rows of every program",
         _EP_KERNEL,
-        "count = layouts * ep_plan.NUM_RANKS",
-        "count = meta * ep_plan.NUM_RANKS",
+        "count = num_senders * ep_plan.NUM_RANKS",
+        "count = num_meta * ep_plan.NUM_RANKS",
         EXPERT_PARALLEL,
     ),
     Mutant(
         "expert parallel: a call does not accept the flags of an earlier one",
         _EP_KERNEL,
-        "epoch = counted // _PROGRAMS + 1",
+        "epoch = counted // _PER_CALL + 1",
         "epoch = 1 + 0 * counted",
         EXPERT_PARALLEL,
     ),

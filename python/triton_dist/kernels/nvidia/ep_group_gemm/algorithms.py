@@ -38,7 +38,7 @@ from triton_dist.kernels.nvidia.expert_parallel import (
     EPContext,
     Received,
     ep_dispatch,
-    most_programs,
+    max_programs,
 )
 from triton_dist.kernels.nvidia.expert_parallel import Key as DispatchKey
 from triton_dist.kernels.nvidia.grouped_gemm import SILU_MUL
@@ -49,10 +49,10 @@ from triton_dist.runtime.launch import Launch
 _COPY_PROGRAMS = (32, 16, 64)
 _BLOCK_BYTES = 8192
 """Bytes of a row that a copy program of ``"fused"`` sends at once."""
-_OWN_FIRST = (1.0, 0.25)
+_OWN_FIRST_SHARES = (1.0, 0.25)
 """Shares of the experts whose own tiles precede all other tiles. Weights of these experts are read
 twice, so fewer are faster if the time to read weights limits the GEMM."""
-_TILES = 128
+_TILES_PER_STEP = 128
 """Number of tiles whose records a program writes at a time."""
 
 
@@ -141,7 +141,7 @@ class Call(OpCall):
         fits = B.ndim == 3 and tuple(B.shape[:2]) == shape and B.shape[2] > 0
         yield "B.shape", tuple(B.shape), fits, f"[E / W, hidden, N] = [{shape[0]}, {shape[1]}, N]"
         yield gradient_check("B", B)
-        share, copies, most = self.own_first, self.num_ctas, most_programs(None, 1)
+        share, copies, most = self.own_first, self.num_ctas, max_programs(None, 1)
         fits = share is None or (isinstance(share, (int, float)) and 0 <= share <= 1)
         yield "own_first", share, fits, "None, or 0 to 1"
         fits = copies is None or (is_int(copies) and 1 <= copies <= most)
@@ -163,7 +163,7 @@ class Call(OpCall):
             accepted_key=None,
         )  # fmt: skip
 
-    def dispatched(self) -> Received:
+    def run_dispatch(self) -> Received:
         """Run the dispatch, with its own tuning unless this call is untuned."""
         if self.algorithm is None:
             return self.dispatch.start(receive=True)
@@ -192,7 +192,7 @@ class Serial(Algorithm[Call, EPProductKey]):
         call.product(call.dispatch.result(), self.product).compile()
 
     def run(self, call: Call) -> Any:
-        received = call.dispatched()
+        received = call.run_dispatch()
         return call.product(received, self.product).run(), received
 
 
@@ -224,16 +224,16 @@ class Fused(Algorithm[Call, EPProductKey]):
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
         for copies in _COPY_PROGRAMS:
-            for share in _OWN_FIRST:
+            for share in _OWN_FIRST_SHARES:
                 for tiles in grouped_tiles():
                     yield tiles, copies, share
 
     def fits(self, config: Mapping[str, Any], sizes: EPProductKey) -> bool:
         tiles = config["gemm_config"]
         # With few rows, the transfer takes less time than the overhead of overlapping.
-        is_high = tiles.kwargs["BLOCK_SIZE_M"] >= 64 or current_device().interprets
-        is_high &= config["num_ctas"] <= most_programs(None, 1)
-        return is_high and self.fits_sizes(sizes) and fits_tiles(config, sizes)
+        has_tall_tiles = tiles.kwargs["BLOCK_SIZE_M"] >= 64 or current_device().interprets
+        has_tall_tiles &= config["num_ctas"] <= max_programs(None, 1)
+        return has_tall_tiles and self.fits_sizes(sizes) and fits_tiles(config, sizes)
 
     @staticmethod
     def fits_sizes(sizes: EPProductKey) -> bool:
@@ -268,10 +268,10 @@ class Fused(Algorithm[Call, EPProductKey]):
         tiles = ends.new_empty(max_tiles(number, E, block_m), RECORD_WORDS.value)
         num_tiles = ends.new_empty(2)
         plan = dispatch.plan()._replace(BLOCK=max(1, _BLOCK_BYTES // call.x.element_size()))
-        share = _OWN_FIRST[0] if call.own_first is None else call.own_first
+        share = _OWN_FIRST_SHARES[0] if call.own_first is None else call.own_first
         options = {
             "EXPERTS": E, "EXPERT_LANES": triton.next_power_of_2(E), "NUM_RANKS": plan.NUM_RANKS,
-            "LANES": plan.LANES, "BLOCK": _TILES, "num_warps": 4,
+            "LANES": plan.LANES, "BLOCK": _TILES_PER_STEP, "num_warps": 4,
         }  # fmt: skip
         arguments: tuple[Any, ...] = (
             ends, received.counts, tiles, num_tiles, ctx.rank, block_m, math.ceil(share * E),

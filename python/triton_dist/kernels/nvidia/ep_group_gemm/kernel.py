@@ -27,7 +27,7 @@ from triton_dist.kernels.common.moe.product import multiply_tile, weights_operan
 from triton_dist.kernels.common.moe.routing import RECORD_WORDS, tile_of_work_item
 from triton_dist.kernels.common.moe.sorted_rows import rows_of_experts
 from triton_dist.kernels.common.peers import target_at
-from triton_dist.kernels.nvidia.expert_parallel import begin_call_of, send_rows
+from triton_dist.kernels.nvidia.expert_parallel import begin_ep_call, send_rows
 
 
 class DispatchTensors(NamedTuple):
@@ -48,56 +48,56 @@ def kernel_order_tiles(
 ):  # fmt: skip
     """Write the records of each expert's tiles (``RECORD_WORDS``). Grid (EXPERTS,).
 
-    Tiles that have only rows of this rank precede all other tiles, for the first ``num_own_first``
-    experts. Word 6 of a record is 0 for these tiles, and 1 for tiles that wait. Store the number of
-    tiles and 0, the number of tiles that programs have taken, in ``num_tiles``.
+    For the first ``num_own_first`` experts, tiles that have only rows of this rank precede all
+    other tiles. Word 6 of a record is 0 for these tiles, and 1 for tiles that wait. Store two
+    numbers at ``num_tiles_ptr``: of all tiles, and of the tiles that programs have taken, 0.
     """
     expert = tl.program_id(0)
     source = tl.arange(0, LANES)
-    lane, begin, end, number = rows_of_experts(ends_ptr, block_m, EXPERTS, EXPERT_LANES)
+    lane, begin, end, num_tiles = rows_of_experts(ends_ptr, block_m, EXPERTS, EXPERT_LANES)
     is_expert = lane < EXPERTS
     sent = tl.load(
         counts_ptr + lane[:, None] * NUM_RANKS + source[None, :],
         mask=is_expert[:, None] & (source < NUM_RANKS)[None, :], other=0,
     )  # fmt: skip
     # Rows of an expert are sorted by source rank.
-    first_own = tl.sum(tl.where((source < rank)[None, :], sent, 0), 1)
-    end_own = tl.sum(tl.where((source <= rank)[None, :], sent, 0), 1)
+    first_own_row = tl.sum(tl.where((source < rank)[None, :], sent, 0), 1)
+    end_own_row = tl.sum(tl.where((source <= rank)[None, :], sent, 0), 1)
     # After a wait that gave up, ends are 0 and counts are arbitrary. Bounded, they select no tiles.
-    first = tl.minimum(tl.maximum(tl.cdiv(first_own, block_m), 0), number)
-    stop = tl.where(end_own == end - begin, number, end_own // block_m)
-    own = tl.where(lane < num_own_first, tl.maximum(tl.minimum(stop, number) - first, 0), 0)
-    leading = tl.where(own > 0, first, number)
-    total_own = tl.sum(own, 0)
+    first = tl.minimum(tl.maximum(tl.cdiv(first_own_row, block_m), 0), num_tiles)
+    stop = tl.where(end_own_row == end - begin, num_tiles, end_own_row // block_m)
+    num_own = tl.where(lane < num_own_first, tl.maximum(tl.minimum(stop, num_tiles) - first, 0), 0)
+    leading = tl.where(num_own > 0, first, num_tiles)
+    total_own = tl.sum(num_own, 0)
     is_earlier = lane < expert
-    first_own_tile = tl.sum(tl.where(is_earlier, own, 0), 0)
-    first_other_tile = total_own + tl.sum(tl.where(is_earlier, number - own, 0), 0)
-    own = tl.sum(tl.where(lane == expert, own, 0), 0)
+    first_own_tile = tl.sum(tl.where(is_earlier, num_own, 0), 0)
+    first_other_tile = total_own + tl.sum(tl.where(is_earlier, num_tiles - num_own, 0), 0)
+    num_own = tl.sum(tl.where(lane == expert, num_own, 0), 0)
     leading = tl.sum(tl.where(lane == expert, leading, 0), 0)
-    tiles = tl.sum(tl.where(lane == expert, number, 0), 0)
-    low = tl.sum(tl.where(lane == expert, begin, 0), 0)
-    high = tl.sum(tl.where(lane == expert, end, 0), 0)
+    tiles = tl.sum(tl.where(lane == expert, num_tiles, 0), 0)
+    begin_row = tl.sum(tl.where(lane == expert, begin, 0), 0)
+    end_row = tl.sum(tl.where(lane == expert, end, 0), 0)
     for part in tl.static_range(3):
         # Runs of consecutive tiles: this rank's, those before, and those after.
-        first_of_run, tiles_of_run, skipped = first_own_tile, own, leading
+        first_of_run, tiles_of_run, skipped = first_own_tile, num_own, leading
         if part == 1:
             first_of_run, tiles_of_run, skipped = first_other_tile, leading, 0
         if part == 2:
-            first_of_run, tiles_of_run = first_other_tile + leading, tiles - own - leading
-            skipped = leading + own
-        row = low + skipped * block_m
+            first_of_run, tiles_of_run = first_other_tile + leading, tiles - num_own - leading
+            skipped = leading + num_own
+        row = begin_row + skipped * block_m
         for first_tile in range(0, tiles_of_run, BLOCK):
             tile = first_tile + tl.arange(0, BLOCK)
             record = tiles_ptr + (first_of_run + tile) * RECORD_WORDS
             mask = tile < tiles_of_run
             tl.store(record, expert, mask=mask)
             tl.store(record + 1, row, mask=mask)
-            tl.store(record + 2, tl.minimum(row + tiles_of_run * block_m, high), mask=mask)
+            tl.store(record + 2, tl.minimum(row + tiles_of_run * block_m, end_row), mask=mask)
             tl.store(record + 3, first_of_run, mask=mask)
             tl.store(record + 4, tiles_of_run, mask=mask)
             tl.store(record + 6, 0 if part == 0 else 1, mask=mask)
     if expert == 0:
-        tl.store(num_tiles_ptr, tl.sum(number, 0))
+        tl.store(num_tiles_ptr, tl.sum(num_tiles, 0))
         tl.store(num_tiles_ptr + 1, 0)
 
 
@@ -131,7 +131,7 @@ def kernel_dispatch_grouped_gemm(
     """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     COLUMNS: tl.constexpr = BLOCK_SIZE_N // 2 if grouped_plan.SILU_MUL else BLOCK_SIZE_N
-    call = begin_call_of(peers, digest, rank, False, ep_plan)
+    call = begin_ep_call(peers, digest, rank, False, ep_plan)
     program = tl.program_id(0)
     if program == 0:  # notify peers that this rank has begun the call
         notify_ranks(call, 1, chunk_flag(call, 0), ep_plan)

@@ -52,7 +52,7 @@ from triton_dist.runtime import waits
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch, int32_vectors
 
-_MAX_META, _MAX_LAYOUTS = 32, 32
+_MAX_META_PROGRAMS, _MAX_LAYOUT_PROGRAMS = 32, 32
 _MIN_PROGRAMS = 4
 """A dispatch has at least one program of each of the four kinds."""
 MAX_COMBINE_PROGRAMS = 512
@@ -60,10 +60,10 @@ _FREE_SMS = 4
 """Number of SMs left free for other launches."""
 _LINE_ELEMENTS = 16
 """Elements of the smallest dtype in a line. A row in packets must fill whole lines."""
-_DISPATCH = tuple(
+_DISPATCH_PARAMS = tuple(
     LaunchParams(ctas, nbytes) for ctas in (192, 128, 64) for nbytes in (16384, 8192, 4096)
 )
-_PACKETS = tuple(LaunchParams(*each) for each in ((192, 8192), (128, 8192), (192, 4096)))
+_PACKET_PARAMS = tuple(LaunchParams(*each) for each in ((192, 8192), (128, 8192), (192, 4096)))
 DEFAULT_PARAMS = LaunchParams(128, 8192)
 ALIGNMENTS = tuple(1 << power for power in range(9))
 
@@ -92,7 +92,7 @@ class Key(NamedTuple):
     routing_skew: str | None
 
 
-def most_programs(num_sms: int | None, per_sm: int = 2) -> int:
+def max_programs(num_sms: int | None, per_sm: int = 2) -> int:
     """Return the maximum number of programs of a launch if ``per_sm`` programs fit on an SM.
 
     Programs wait for peers. Ranks may start the launches of two contexts in different orders, so
@@ -114,7 +114,7 @@ def launch_options(params: LaunchParams, per_sm: int = 2, warp_bytes: int = 512)
     return {"num_warps": warps, "maxnreg": min(255, 2048 // (per_sm * warps))}
 
 
-def packet_programs_of_sm(num_ranks: int, block_bytes: int = 0, topk: int = MAX_TOPK) -> int:
+def packet_programs_per_sm(num_ranks: int, block_bytes: int = 0, topk: int = MAX_TOPK) -> int:
     """Return how many programs that poll lines fit on an SM.
 
     Programs need more registers with more ranks, and for sums of larger blocks or more choices.
@@ -136,7 +136,7 @@ def plan_of(num_ranks: int, experts: int, topk: int, **constants: Any) -> EPPlan
         NUM_RANKS=num_ranks, LANES=lanes, BLOCK=1, TOPK=topk, TOPK_LANES=topk_lanes,
         EXPERTS=experts, EXPERT_LANES=triton.next_power_of_2(max(8, experts)),
         BINS=triton.next_power_of_2(max(128, num_ranks * experts + 8)),
-        META_LANES=_MAX_META * lanes, FLAG_LANES=MAX_CTAS * lanes, BLOCKS=1, META_TOKENS=1,
+        META_LANES=_MAX_META_PROGRAMS * lanes, FLAG_LANES=MAX_CTAS * lanes, BLOCKS=1, META_TOKENS=1,
         REPLICAS=0, ALIGNMENT=1, SCALES="none",
     )  # fmt: skip
     return plan._replace(**constants)
@@ -221,9 +221,9 @@ class DispatchCall(OpCall):
 
     def programs(self, plan: EPPlan, copies: int | None = None) -> tuple[int, int, int]:
         """Return the numbers of meta, copy and layout programs."""
-        total, blocks = most_programs(self.num_sms), -(-self.limit // plan.META_TOKENS)
-        meta = max(1, min(_MAX_META, blocks, total // 8))
-        layouts = min(_MAX_LAYOUTS, self.ctx.num_ranks * blocks)
+        total, blocks = max_programs(self.num_sms), -(-self.limit // plan.META_TOKENS)
+        meta = max(1, min(_MAX_META_PROGRAMS, blocks, total // 8))
+        layouts = min(_MAX_LAYOUT_PROGRAMS, self.ctx.num_ranks * blocks)
         if copies is None:
             copies = min(self.params.num_ctas, total - meta - 1 - min(layouts, total // 4))
             copies = max(1, copies)
@@ -274,13 +274,13 @@ class DispatchCall(OpCall):
             ctx.control,
         )  # fmt: skip
         return Received(
-            ctx, self.wire()[: rows * ctx.hidden].view(rows, ctx.hidden), scales, row_of_position,
-            ends, counts.view(experts, num_ranks), weights, position_of_route.view(-1, topk),
-            local_ids.view(-1, topk), destinations, self.tokens, self.limit, layout,
-            lambda: self.launch_kernel(layout, False, True), self.routing_skew,
+            ctx, self.row_buffer()[: rows * ctx.hidden].view(rows, ctx.hidden), scales,
+            row_of_position, ends, counts.view(experts, num_ranks), weights,
+            position_of_route.view(-1, topk), local_ids.view(-1, topk), destinations, self.tokens,
+            self.limit, layout, lambda: self.launch_kernel(layout, False, True), self.routing_skew,
         )  # fmt: skip
 
-    def wire(self) -> torch.Tensor:
+    def row_buffer(self) -> torch.Tensor:
         """Return the receive buffer as a 1-D tensor."""
         return self.ctx.buffer.memory["rows"].local.view(self.wire_dtype)
 
@@ -331,7 +331,7 @@ class DispatchCall(OpCall):
         has_scales = plan.SCALES != "none"
         scales, meta = memory["scales"], memory["meta"]
         regions = EPMemory(
-            self.wire(), memory["rows"].pointers, scales.local if has_scales else None,
+            self.row_buffer(), memory["rows"].pointers, scales.local if has_scales else None,
             scales.pointers if has_scales else None, meta.local, meta.pointers, ctx.meta_elements,
         )  # fmt: skip
         _, peers = ctx.buffer.regions(torch.int32)
@@ -351,11 +351,11 @@ class Push(Algorithm[DispatchCall, Key]):
     tunables: ClassVar[tuple[str, ...]] = ("num_ctas", "block_bytes")
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        candidates = dict.fromkeys((params_for_device(DEFAULT_PARAMS), *_DISPATCH))
+        candidates = dict.fromkeys((params_for_device(DEFAULT_PARAMS), *_DISPATCH_PARAMS))
         return ((params.num_ctas, params.block_bytes) for params in candidates)
 
     def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
-        limit = most_programs(sizes.num_sms)
+        limit = max_programs(sizes.num_sms)
         return bool(config["num_ctas"] <= max(limit, min(ctas for ctas, _ in self.candidates())))
 
     def compile(self, call: DispatchCall) -> None:
@@ -379,7 +379,7 @@ class Packets(Push):
     name = "packets"
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        candidates = dict.fromkeys(map(params_for_device, _PACKETS))
+        candidates = dict.fromkeys(map(params_for_device, _PACKET_PARAMS))
         return ((params.num_ctas, params.block_bytes) for params in candidates)
 
     def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
@@ -403,8 +403,8 @@ class Packets(Push):
             BLOCK=max(4 * SCALE_ELEMENTS, call.params.block_bytes // call.x.element_size()),
             BLOCKS=triton.next_power_of_2(ctx.num_ranks * metas), META_TOKENS=meta_tokens,
         )  # fmt: skip
-        per_sm = packet_programs_of_sm(ctx.num_ranks)
-        total = most_programs(call.num_sms, per_sm)
+        per_sm = packet_programs_per_sm(ctx.num_ranks)
+        total = max_programs(call.num_sms, per_sm)
         metas = min(metas, -(-total // 8))
         layouts = min(ctx.num_ranks * metas, -(-total // 4))
         copies = min(call.params.num_ctas, total - metas - layouts)
@@ -416,10 +416,10 @@ class Packets(Push):
         digest = call.digest(plan, metas, copies)
         has_scales = plan.SCALES != "none"
         arguments = (
-            call.x, call.x_scale, call.topk_ids, call.topk_weights, call.expert_map, call.wire(),
-            ctx.buffer.memory["scales"].local if has_scales else None, ctx.packets(),
-            layout, call.tokens, call.limit, ctx.hidden, call.logical_experts, ctx.rank,
-            ctx.meta_lines, metas, copies, digest,
+            call.x, call.x_scale, call.topk_ids, call.topk_weights, call.expert_map,
+            call.row_buffer(), ctx.buffer.memory["scales"].local if has_scales else None,
+            ctx.packets(), layout, call.tokens, call.limit, ctx.hidden, call.logical_experts,
+            ctx.rank, ctx.meta_lines, metas, copies, digest,
         )  # fmt: skip
         options = {"ep_plan": plan, **launch_options(call.params, per_sm, 1024)}
         return Launch(kernel_dispatch_packets, (programs,), arguments, options)

@@ -38,9 +38,9 @@ from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
     MAX_COMBINE_PROGRAMS,
     Key,
     launch_options,
-    most_programs,
+    max_programs,
     num_sms_check,
-    packet_programs_of_sm,
+    packet_programs_per_sm,
     plan_of,
 )
 from triton_dist.kernels.nvidia.expert_parallel.context import (
@@ -54,15 +54,15 @@ from triton_dist.kernels.nvidia.expert_parallel.kernel import (
     EPLayout,
     EPPlan,
     await_begun,
-    begin_call_of,
+    begin_ep_call,
     report_fault,
-    store,
+    store_row,
 )
 from triton_dist.kernels.nvidia.expert_parallel.packets import LINE_BITS, line_of, poll_unmarked
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch
 
-_COMBINE = tuple(
+_COMBINE_PARAMS = tuple(
     LaunchParams(*each)
     for each in itertools.product((512, 256, 128), (16384, 8192, 4096), (1, 4, 16))
 )
@@ -103,7 +103,7 @@ def sum_of_choices(y_ptr, y_rows, ep_layout, positions, column, hidden, ep_plan:
         is_local, products = is_local + (exists,), products + (product,)  # noqa: RUF005
         weights = weights + (weight,)  # noqa: RUF005
     total = tl.full((ep_plan.BLOCK,), 0.0, tl.float32)
-    # Skip products of other ranks, which are most. All loads have been issued before this loop.
+    # Skip choices of other ranks, which are most choices. All loads were issued before this loop.
     for choice in tl.static_range(TOPK):
         if is_local[choice]:
             total += products[choice].to(tl.float32) * weights[choice]
@@ -134,7 +134,7 @@ def send_sums(
         target += first_line(packets, call.rank, token, row_lines) * LINE_WORDS
         # Fill the last line with zeros, because the receiver waits for whole lines.
         row_ptr, in_lines = target.to(y_ptr.dtype) + column, column < row_lines * PER_LINE
-        store(row_ptr, sums.to(y_ptr.dtype.element_ty), in_lines)
+        store_row(row_ptr, sums.to(y_ptr.dtype.element_ty), in_lines)
     return begun
 
 
@@ -203,7 +203,7 @@ def begin_combine(packets, peers, call_tag, rank, ep_plan: tl.constexpr):
     Every call must also wait for the flags of all ranks (``await_begun``), because later calls of
     few tokens rely on it.
     """
-    call = begin_call_of(peers, call_tag, rank, False, ep_plan)
+    call = begin_ep_call(peers, call_tag, rank, False, ep_plan)
     if tl.program_id(0) == 0:
         notify_ranks(call, 0, chunk_flag(call, 0), ep_plan)
     return call
@@ -313,9 +313,9 @@ class CombineCall(OpCall):
             "ep_combine", self.num_ctas, self.block_bytes, self.num_chunks, DEFAULT_PARAMS,
             MAX_COMBINE_PROGRAMS,
         )  # fmt: skip
-        limit = most_programs(
+        limit = max_programs(
             self.num_sms,
-            packet_programs_of_sm(self.ctx.num_ranks, params.block_bytes, self.key.topk),
+            packet_programs_per_sm(self.ctx.num_ranks, params.block_bytes, self.key.topk),
         )
         self.params = replace(params, num_ctas=min(params.num_ctas, limit))
         self.chosen.check(self)
@@ -374,13 +374,13 @@ class CombinePush(Algorithm[CombineCall, Key]):
     tunables: ClassVar[tuple[str, ...]] = ("num_ctas", "block_bytes", "num_chunks")
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        candidates = dict.fromkeys((params_for_device(DEFAULT_PARAMS), *_COMBINE))
+        candidates = dict.fromkeys((params_for_device(DEFAULT_PARAMS), *_COMBINE_PARAMS))
         return (params.values for params in candidates)
 
     def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
         nbytes = config["block_bytes"]
-        limit = most_programs(
-            sizes.num_sms, packet_programs_of_sm(sizes.num_ranks, nbytes, sizes.topk)
+        limit = max_programs(
+            sizes.num_sms, packet_programs_per_sm(sizes.num_ranks, nbytes, sizes.topk)
         )
         smallest = min(ctas for ctas, *_ in self.candidates())
         blocks = sizes.M * -(-sizes.hidden * sizes.dtype.itemsize // nbytes)
@@ -398,7 +398,7 @@ class CombinePush(Algorithm[CombineCall, Key]):
     def launch(self, call: CombineCall, out: torch.Tensor) -> Launch:
         ctx, received, params = call.ctx, call.received, call.params
         _, peers = ctx.sums.regions(call.y.dtype)
-        per_sm = packet_programs_of_sm(ctx.num_ranks, params.block_bytes, call.key.topk)
+        per_sm = packet_programs_per_sm(ctx.num_ranks, params.block_bytes, call.key.topk)
         slot = ctx.slot_tokens if received.max_tokens <= ctx.slot_tokens else 0
         digest = digest_of(received.max_tokens, call.key.topk, call.has_weights, params)
         arguments = (

@@ -2,7 +2,7 @@
 
 Terms:
     * A *route* is a pair (token, choice). The *source* of a token is the rank that owns the token.
-    * *Experts* are physical, E / W per rank.
+    * *Experts* are physical experts, E / W per rank.
     * The *location* of a token on a rank is the token's index on its source. If the capacity is
       limited, it is the index among the tokens that the source sends to the rank.
     * The *row* of a token in the receive buffer is ``source * capacity + location``.
@@ -18,9 +18,9 @@ A dispatch is one launch. Its programs are, in this order:
 * *layout* programs wait for the ids of all ranks, and write the positions of local routes;
 * one program waits for the last flags of the meta and copy programs.
 
-A launch may contain only the first two kinds, or only the last two. Programs start in the order of
-their numbers. A program waits only for flags of an earlier kind, or of programs with smaller
-numbers. A launch therefore finishes even if each GPU runs only one program at a time.
+A launch may contain only the first two kinds of programs, or only the last two. Programs start in
+the order of their numbers. A program waits only for flags of programs of an earlier kind or with
+smaller numbers. A launch therefore finishes even if each GPU runs only one program at a time.
 
 *One buffer for rows.* A peer stores rows only after this rank has set its begun flag (phase 1). The
 kernels that read the rows of earlier calls precede the call on the stream, so they have ended.
@@ -63,9 +63,9 @@ FAULT_ID, FAULT_WEIGHT = tl.constexpr(1), tl.constexpr(2)
 FAULT_ROWS, FAULT_OUT = tl.constexpr(3), tl.constexpr(4)
 """The y of a combine, or the ``out`` of ``expanded``, has fewer rows than positions in use."""
 _FP8_MAXIMUM = tl.constexpr(448.0)
-_COUNTS = tl.constexpr(4096)
+_COUNTS_PER_STEP = tl.constexpr(4096)
 """Number of counts that a layout program loads at once."""
-_PROGRAMS = tl.constexpr(4096)
+_PER_CALL = tl.constexpr(4096)
 """Increment of the counter of calls per call. Exceeds the number of programs of a launch."""
 
 
@@ -132,7 +132,7 @@ class EPPlan(NamedTuple):
 
 
 @jit
-def begin_call_of(peers, call_tag, rank, continues: tl.constexpr, ep_plan: tl.constexpr):
+def begin_ep_call(peers, call_tag, rank, continues: tl.constexpr, ep_plan: tl.constexpr):
     """Begin a call. Each program calls this once.
 
     A launch with ``continues`` belongs to the call of the launch before. ``offset`` of the result
@@ -142,16 +142,16 @@ def begin_call_of(peers, call_tag, rank, continues: tl.constexpr, ep_plan: tl.co
     table = tl.load(peers.table + peer, mask=peer < ep_plan.NUM_RANKS, other=0)
     flags = table.to(peers.arrivals.dtype) + tl.program_id(0) * ep_plan.NUM_RANKS + rank
     if not continues:
-        step = tl.where(tl.program_id(0) == 0, _PROGRAMS - tl.num_programs(0) + 1, 1).to(tl.int64)
+        step = tl.where(tl.program_id(0) == 0, _PER_CALL - tl.num_programs(0) + 1, 1).to(tl.int64)
         counted = tl.atomic_add(peers.calls + 1, step, sem="relaxed", scope="gpu")
-        epoch = counted // _PROGRAMS + 1
+        epoch = counted // _PER_CALL + 1
         # The host uses the first word to find late flags. The next call claims items by word
         # 2 or 3 (``send_rows``).
         if tl.program_id(0) == 0:
             tl.atomic_add(peers.calls, MAX_CTAS, sem="relaxed", scope="gpu")
             tl.store(peers.calls + claims_word(epoch + 1), 0)
     else:
-        epoch = tl.load(peers.calls + 1) // _PROGRAMS
+        epoch = tl.load(peers.calls + 1) // _PER_CALL
     return Call(flags=flags, epoch=epoch, offset=epoch * 0, call_tag=call_tag, rank=rank)
 
 
@@ -189,9 +189,9 @@ def read_block(
     first, ids_ptr, weights_ptr, locations_ptr, map_ptr, num_experts, ep_layout, rank, tokens,
     max_tokens, ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """Return the experts and bits of weights of a block of tokens, and its routes per expert.
+    """Return the experts and the bits of the weights of a block of tokens, and its route counts.
 
-    The routes per expert are [BINS]. Experts of tokens from ``tokens`` on are -1. Also store the
+    Route counts are by expert, [BINS]. Experts of tokens from ``tokens`` on are -1. Also store the
     tokens' ``destinations``.
     """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
@@ -222,17 +222,17 @@ def read_block(
 @jit
 def send_meta(
     program, ids_ptr, weights_ptr, locations_ptr, map_ptr, num_experts, memory, ep_layout, call,
-    tokens, max_tokens, meta, ep_plan: tl.constexpr,
+    tokens, max_tokens, num_meta, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Store ids, weights, locations and counts of this rank's tokens on every rank. Set flags."""
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     TOPK: tl.constexpr = ep_plan.TOPK
     EXPERTS: tl.constexpr = ep_plan.EXPERTS
     offset = slot_offset(call.epoch, memory.meta_elements)
-    plane = NUM_RANKS * max_tokens * TOPK
+    num_ids = NUM_RANKS * max_tokens * TOPK
     bin = tl.arange(0, ep_plan.BINS)
     choice = tl.arange(0, ep_plan.TOPK_LANES)[None, :]
-    for first in range(program * ep_plan.META_TOKENS, max_tokens, meta * ep_plan.META_TOKENS):
+    for first in range(program * ep_plan.META_TOKENS, max_tokens, num_meta * ep_plan.META_TOKENS):
         expert, bits, count = read_block(
             first, ids_ptr, weights_ptr, locations_ptr, map_ptr, num_experts, ep_layout, call.rank,
             tokens, max_tokens, ep_plan,
@@ -248,16 +248,16 @@ def send_meta(
                 target = target_at(memory.meta_table, peer, memory.meta) + offset
                 tl.store(target + route, expert, mask=stored)
                 if weights_ptr is not None:
-                    tl.store(target + plane + route, bits, mask=stored)
+                    tl.store(target + num_ids + route, bits, mask=stored)
                 if locations_ptr is not None:
                     location = tl.load(
                         locations_ptr + peer * max_tokens + token, mask=in_call, other=-1
                     )
                     index = call.rank * max_tokens + token
-                    tl.store(target + 2 * plane + index, location, mask=in_call)
+                    tl.store(target + 2 * num_ids + index, location, mask=in_call)
                 local = bin - peer * EXPERTS
                 tl.store(
-                    target + 2 * plane + NUM_RANKS * max_tokens + item * EXPERTS + local, count,
+                    target + 2 * num_ids + NUM_RANKS * max_tokens + item * EXPERTS + local, count,
                     mask=(local >= 0) & (local < EXPERTS),
                 )  # fmt: skip
     notify_ranks(call, 0, chunk_flag(call, 0), ep_plan)
@@ -275,7 +275,7 @@ def quantise(x):
 
 @jit
 def load_block(x_ptr, ids_ptr, item, items, hidden, ep_plan: tl.constexpr):
-    """Return block ``item`` of the rows of this rank, and the ids of its token."""
+    """Return block ``item`` of this rank's rows, and the expert ids of the block's token."""
     blocks = tl.cdiv(hidden, ep_plan.BLOCK)
     token, choice = item // blocks, tl.arange(0, ep_plan.TOPK_LANES)
     column = item % blocks * ep_plan.BLOCK + tl.arange(0, ep_plan.BLOCK)
@@ -293,10 +293,10 @@ def has_owner(expert, rank, ep_plan: tl.constexpr):
 
 
 @jit
-def store(target, values, mask, UNMARKED: tl.constexpr = True):
+def store_row(target, values, mask, UNMARKED: tl.constexpr = True):
     """Store ``values``, or if ``UNMARKED`` is true, the complement of their bits.
 
-    A complement of 0, which only a NaN has, is replaced by the complement of another NaN.
+    If the complement is 0, which only a NaN has, the complement of another NaN is stored instead.
     """
     if UNMARKED:
         BITS: tl.constexpr = values.dtype.primitive_bitwidth
@@ -325,8 +325,8 @@ def send_rows(
 ):  # fmt: skip
     """Store this program's tokens once on each rank that owns one of their experts.
 
-    If CLAIMED is true, programs claim the second half of the blocks of rows one by one. Otherwise a
-    program with many rows for peers would end last.
+    If CLAIMED is true, programs claim the second half of the blocks one by one. With fixed shares,
+    a program with many rows for peers would end much later than the others.
 
     ``rows[i]`` and ``scales[i]`` are the addresses of the first token on rank ``rank + i``.
     ``strides`` are the strides of rows and scales on peers. If ``call`` is ``None``, rows are sent
@@ -369,31 +369,31 @@ def send_rows(
                 if not UNMARKED:
                     begun = await_begun(begun, 1, peers, call, ep_plan)
             row_ptr = rows[step] + location * row_stride + column
-            store(row_ptr, x, (column < hidden) & is_sent, UNMARKED and step > 0)
+            store_row(row_ptr, x, (column < hidden) & is_sent, UNMARKED and step > 0)
             if ep_plan.SCALES != "none":
                 if UNMARKED and step > 0:  # the receiver waits for whole lines
                     stored = tl.cdiv(groups, SCALES_OF_LINE) * SCALES_OF_LINE
                 scale_ptr = scales[step] + location * scale_stride + group
-                store(scale_ptr, scale, (group < stored) & is_sent, UNMARKED and step > 0)
+                store_row(scale_ptr, scale, (group < stored) & is_sent, UNMARKED and step > 0)
         item = next_item
 
 
 @jit
 def begin_experts(
-    total, ep_layout, timeout_words, program, programs, length, ep_plan: tl.constexpr
+    total, ep_layout, timeout_words, program, programs, max_positions, ep_plan: tl.constexpr
 ):  # fmt: skip
     """Return the first position of each expert, and store the ends and the padding.
 
-    ``total`` [EXPERT_LANES] is the number of routes of each expert, ``length`` the length of the
-    arrays of positions.
+    ``total`` [EXPERT_LANES] is the number of routes of each expert, ``max_positions`` the length of
+    the arrays of positions.
     """
     ALIGNMENT: tl.constexpr = ep_plan.ALIGNMENT
     expert = tl.arange(0, ep_plan.EXPERT_LANES)
     is_expert = expert < ep_plan.EXPERTS
     # If ranks disagree, waits end early and counts may be arbitrary. Keep positions in the arrays.
     aligned = (total + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-    begin = tl.minimum(tl.maximum(tl.cumsum(aligned, 0) - aligned, 0), length)
-    end = tl.minimum(tl.maximum(begin + aligned, 0), length)
+    begin = tl.minimum(tl.maximum(tl.cumsum(aligned, 0) - aligned, 0), max_positions)
+    end = tl.minimum(tl.maximum(begin + aligned, 0), max_positions)
     if program == 0:
         # If a wait gave up, positions are missing. Ends of 0 prevent that kernels read positions.
         gave_up = tl.load(timeout_words + 1, volatile=True) != 0
@@ -408,7 +408,7 @@ def begin_experts(
 
 
 @jit
-def place_routes(ep_layout, begin, ids, local, row, bits, index, valid, length):
+def place_routes(ep_layout, begin, ids, local, row, bits, index, valid, max_positions):
     """Write the positions of a block's routes.
 
     ``begin`` [EXPERT_LANES] is the first free position of each expert. ``local`` is the local
@@ -417,13 +417,13 @@ def place_routes(ep_layout, begin, ids, local, row, bits, index, valid, length):
     ROUTES: tl.constexpr = local.shape[0]
     PAIRED: tl.constexpr = min(32, ROUTES)
     lane = tl.arange(0, ROUTES)
-    before = tl.full((ROUTES,), 0, tl.int32)
+    earlier_routes = tl.full((ROUTES,), 0, tl.int32)
     for first in tl.static_range(0, ROUTES, PAIRED):
         other = first + tl.arange(0, PAIRED)
         precedes = tl.gather(local, other, 0)[None, :] == local[:, None]
-        before += tl.sum((precedes & (other[None, :] < lane[:, None])).to(tl.int32), 1)
-    position = tl.gather(begin, tl.maximum(local, 0), 0) + before
-    is_local = (local >= 0) & (position >= 0) & (position < length)
+        earlier_routes += tl.sum((precedes & (other[None, :] < lane[:, None])).to(tl.int32), 1)
+    position = tl.gather(begin, tl.maximum(local, 0), 0) + earlier_routes
+    is_local = (local >= 0) & (position >= 0) & (position < max_positions)
     with dl.mark("store"):
         tl.store(ep_layout.row_of_position + position, row, mask=is_local)
     tl.store(ep_layout.position_of_route + index, tl.where(is_local, position, -1), mask=valid)
@@ -441,7 +441,7 @@ def place_routes(ep_layout, begin, ids, local, row, bits, index, valid, length):
 @jit
 def lay_out(
     program, programs, has_locations: tl.constexpr, memory, peers, ep_layout, call, max_tokens,
-    capacity, meta, ep_plan: tl.constexpr,
+    capacity, num_meta, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Write the positions, rows, local ids and weights of this program's blocks of routes.
 
@@ -452,19 +452,19 @@ def lay_out(
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     EXPERTS: tl.constexpr = ep_plan.EXPERTS
     ROUTES: tl.constexpr = ep_plan.META_TOKENS * ep_plan.TOPK_LANES
-    COUNTED: tl.constexpr = max(1, _COUNTS // ep_plan.EXPERT_LANES)
+    COUNTED: tl.constexpr = max(1, _COUNTS_PER_STEP // ep_plan.EXPERT_LANES)
     flags = tl.arange(0, ep_plan.META_LANES)
     value = chunk_flag(call, 0)
     first_flag = peers.arrivals + flag_offset(0, value, NUM_RANKS)
-    waited = dl.wait(first_flag + flags, meta * NUM_RANKS, value, peers.timeout_words, True)
+    waited = dl.wait(first_flag + flags, num_meta * NUM_RANKS, value, peers.timeout_words, True)
     meta_ptr = memory.meta + after_wait(slot_offset(call.epoch, memory.meta_elements), waited)
     routes = max_tokens * ep_plan.TOPK
-    plane = NUM_RANKS * routes
-    location_ptr = meta_ptr + 2 * plane
+    num_ids = NUM_RANKS * routes
+    location_ptr = meta_ptr + 2 * num_ids
     counts_ptr = location_ptr + NUM_RANKS * max_tokens
     blocks = tl.cdiv(max_tokens, ep_plan.META_TOKENS)
-    share = tl.cdiv(NUM_RANKS * blocks, programs)
-    first_item = program * share
+    block_share = tl.cdiv(NUM_RANKS * blocks, programs)
+    first_item = program * block_share
     expert = tl.arange(0, ep_plan.EXPERT_LANES)
     is_expert = expert < EXPERTS
     total = tl.full((ep_plan.EXPERT_LANES,), 0, tl.int32)
@@ -484,11 +484,11 @@ def lay_out(
         if program == 0:
             tl.store(ep_layout.counts + expert * NUM_RANKS + source, sent, mask=is_expert)
         total += sent
-    length = plane + EXPERTS * (ep_plan.ALIGNMENT - 1)
+    max_positions = num_ids + EXPERTS * (ep_plan.ALIGNMENT - 1)
     position = earlier + begin_experts(
-        total, ep_layout, peers.timeout_words, program, programs, length, ep_plan
+        total, ep_layout, peers.timeout_words, program, programs, max_positions, ep_plan
     )  # fmt: skip
-    for item in range(first_item, tl.minimum(first_item + share, NUM_RANKS * blocks)):
+    for item in range(first_item, tl.minimum(first_item + block_share, NUM_RANKS * blocks)):
         source = item // blocks
         first_route = (item - source * blocks) * ep_plan.META_TOKENS * ep_plan.TOPK
         end_route = tl.minimum(first_route + ep_plan.META_TOKENS * ep_plan.TOPK, routes)
@@ -505,10 +505,10 @@ def lay_out(
         is_local = (local >= 0) & (local < EXPERTS) & (location >= 0)
         bits = tl.full((ROUTES,), 0, tl.int32)
         if ep_layout.weights is not None:
-            bits = tl.load(meta_ptr + plane + index, mask=valid, other=0, cache_modifier=".cg")
+            bits = tl.load(meta_ptr + num_ids + index, mask=valid, other=0, cache_modifier=".cg")
         place_routes(
             ep_layout, position, ids, tl.where(is_local, local, -1), source * capacity + location,
-            bits, index, valid, length,
+            bits, index, valid, max_positions,
         )  # fmt: skip
         position += tl.load(
             counts_ptr + item * EXPERTS + expert, mask=is_expert, other=0, cache_modifier=".cg"
@@ -523,32 +523,32 @@ def report_fault(control_ptr, fault):
 
 @jit(
     do_not_specialize=[
-        "tokens", "max_tokens", "capacity", "num_experts", "rank", "meta", "copies", "digest",
+        "tokens", "max_tokens", "capacity", "num_experts", "rank", "num_meta", "num_copy", "digest",
     ]
 )  # fmt: skip
 def kernel_dispatch(
     x_ptr, x_scale_ptr, ids_ptr, weights_ptr, locations_ptr, map_ptr, memory, peers, ep_layout,
-    tokens, max_tokens, capacity, hidden, num_experts, rank, meta, copies, digest,
+    tokens, max_tokens, capacity, hidden, num_experts, rank, num_meta, num_copy, digest,
     receives_only: tl.constexpr, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Run the programs of a dispatch, or with ``receives_only`` only the last two kinds.
 
-    Grid (programs,). ``meta`` and ``copies`` are the numbers of meta and copy programs.
+    Grid (programs,). ``num_meta`` and ``num_copy`` are the numbers of meta and copy programs.
     """
-    call = begin_call_of(peers, digest, rank, receives_only, ep_plan)
+    call = begin_ep_call(peers, digest, rank, receives_only, ep_plan)
     program, end = tl.program_id(0), tl.num_programs(0)
-    layouts = meta + copies
+    num_senders = num_meta + num_copy
     if receives_only:
-        program += layouts
-        end += layouts
+        program += num_senders
+        end += num_senders
     if program == 0:  # notify peers that this rank has begun the call
         notify_ranks(call, 1, chunk_flag(call, 0), ep_plan)
-    if program < meta:
+    if program < num_meta:
         send_meta(
             program, ids_ptr, weights_ptr, locations_ptr, map_ptr, num_experts, memory, ep_layout,
-            call, tokens, max_tokens, meta, ep_plan,
+            call, tokens, max_tokens, num_meta, ep_plan,
         )  # fmt: skip
-    if program < layouts:
+    if program < num_senders:
         NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
         rows, scales, groups = tl.tuple([]), tl.tuple([]), tl.cdiv(hidden, SCALE_ELEMENTS)
         own = call.offset + rank * capacity
@@ -561,21 +561,21 @@ def kernel_dispatch(
                 scales = scales + (target + own * groups,)  # noqa: RUF005
         # The first blocks belong to the copy programs, which begin before the meta programs.
         send_rows(
-            (program + copies) % layouts, x_ptr, x_scale_ptr, ids_ptr, locations_ptr, map_ptr,
+            (program + num_copy) % num_senders, x_ptr, x_scale_ptr, ids_ptr, locations_ptr, map_ptr,
             num_experts, rows, scales, (hidden, groups), peers, call,
-            tl.where(copies > 0, tokens, 0), max_tokens, hidden, rank, layouts, ep_plan, True,
+            tl.where(num_copy > 0, tokens, 0), max_tokens, hidden, rank, num_senders, ep_plan, True,
         )  # fmt: skip
         notify_ranks(call, 0, chunk_flag(call, 1), ep_plan)
     elif program < end - 1:
         lay_out(
-            program - layouts, end - 1 - layouts, locations_ptr is not None, memory, peers,
-            ep_layout, call, max_tokens, capacity, meta, ep_plan,
+            program - num_senders, end - 1 - num_senders, locations_ptr is not None, memory, peers,
+            ep_layout, call, max_tokens, capacity, num_meta, ep_plan,
         )  # fmt: skip
     else:
         flags = tl.arange(0, ep_plan.FLAG_LANES)
         value = chunk_flag(call, 1)
         first_flag = peers.arrivals + flag_offset(0, value, ep_plan.NUM_RANKS)
-        count = layouts * ep_plan.NUM_RANKS
+        count = num_senders * ep_plan.NUM_RANKS
         dl.wait(first_flag + flags, count, value, peers.timeout_words, True)
 
 

@@ -57,7 +57,7 @@ from triton_dist.kernels.nvidia.expert_parallel.kernel import (
     place_routes,
     read_block,
     send_rows,
-    store,
+    store_row,
 )
 from triton_dist.language._spin import INTERPRETED, spin, wait_deadline
 
@@ -65,11 +65,11 @@ LINE_BITS = tl.constexpr(128)
 SLOTS = tl.constexpr(3)
 BLOCK_ROUTES = tl.constexpr(128)
 """Routes of a block, if the number of choices is rounded up to a power of two."""
-_COUNTS = tl.constexpr(4)
+_COUNTS_PER_LINE = tl.constexpr(4)
 """Counts in a line. Each is one word, because halves of a word may arrive at different times."""
-_SCALED = tl.constexpr(SCALES_OF_LINE.value * SCALE_ELEMENTS.value)
+_ELEMENTS_PER_SCALE_LINE = tl.constexpr(SCALES_OF_LINE.value * SCALE_ELEMENTS.value)
 """Elements whose four scales are in one line."""
-_CLEARED = tl.constexpr(512)
+_CLEARED_PER_STEP = tl.constexpr(512)
 """Number of lines that a layout program clears at once."""
 
 
@@ -185,7 +185,7 @@ def send_routes(
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     EXPERTS: tl.constexpr = ep_plan.EXPERTS
     META_TOKENS: tl.constexpr = ep_plan.META_TOKENS
-    COUNT_LINES: tl.constexpr = triton.cdiv(EXPERTS, _COUNTS)
+    COUNT_LINES: tl.constexpr = triton.cdiv(EXPERTS, _COUNTS_PER_LINE)
     everyone = peers_at(packets, rank, NUM_RANKS) + (packets.words,)  # noqa: RUF005
     bin = tl.arange(0, ep_plan.BINS)
     for first in range(program * META_TOKENS, max_tokens, programs * META_TOKENS):
@@ -207,10 +207,10 @@ def send_routes(
         for step in tl.static_range(NUM_RANKS):
             # ``everyone`` ends with this rank, so entry ``step`` is rank ``rank + step + 1``.
             local = bin - (rank + step + 1) % NUM_RANKS * EXPERTS
-            in_lines = (local >= 0) & (local < COUNT_LINES * _COUNTS)
+            in_lines = (local >= 0) & (local < COUNT_LINES * _COUNTS_PER_LINE)
             counts = tl.where(local < EXPERTS, count, 0)
             target = (everyone[step] + offset + line * LINE_WORDS).to(tl.pointer_type(tl.int32))
-            store(target + local, counts, in_lines)
+            store_row(target + local, counts, in_lines)
 
 
 @jit
@@ -235,7 +235,7 @@ def receive_tokens(
         index = first // PER_LINE + tl.arange(0, BLOCK // PER_LINE)
         in_row, line = index * PER_LINE < hidden, begin + index
         # Each thread also polls the line with the scales of its elements.
-        quad = index // (_SCALED // PER_LINE)
+        quad = index // (_ELEMENTS_PER_SCALE_LINE // PER_LINE)
         scale_line = begin + hidden // PER_LINE + quad
         metas, lines, scale_lines = tl.tuple([]), tl.tuple([]), tl.tuple([])
         for peer in tl.static_range(NUM_RANKS - 1):
@@ -260,7 +260,7 @@ def receive_tokens(
             with dl.mark("store"):
                 tl.store(target, line_of(words, peer), mask=is_sent[peer][:, None])
             if ep_plan.SCALES != "none":
-                is_first = is_sent[peer] & (index % (_SCALED // PER_LINE) == 0)
+                is_first = is_sent[peer] & (index % (_ELEMENTS_PER_SCALE_LINE // PER_LINE) == 0)
                 for place in tl.static_range(4):
                     group = quad * 4 + place
                     scale = words[4 * (NUM_RANKS - 1 + peer) + place].to(tl.float32, bitcast=True)
@@ -279,8 +279,8 @@ def lay_out_routes(
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     EXPERTS: tl.constexpr = ep_plan.EXPERTS
     BLOCKS: tl.constexpr = ep_plan.BLOCKS
-    LINES: tl.constexpr = ep_plan.EXPERT_LANES // _COUNTS
-    COUNT_LINES: tl.constexpr = triton.cdiv(EXPERTS, _COUNTS)
+    LINES: tl.constexpr = ep_plan.EXPERT_LANES // _COUNTS_PER_LINE
+    COUNT_LINES: tl.constexpr = triton.cdiv(EXPERTS, _COUNTS_PER_LINE)
     slot = packets.words + packet_offset(epoch, 0, packets.shard_words, NUM_RANKS, SLOTS)
     words_ptr, shard_lines = slot.to(tl.pointer_type(tl.int32)), packets.shard_words // LINE_WORDS
     routes, blocks = max_tokens * ep_plan.TOPK, tl.cdiv(max_tokens, ep_plan.META_TOKENS)
@@ -328,8 +328,8 @@ def lay_out_routes(
         tl.store(ep_layout.counts + expert * NUM_RANKS + shard, sent, mask=expert < EXPERTS)
     for shard in tl.static_range(NUM_RANKS):
         last = packet_offset(epoch - 1, shard, packets.shard_words, NUM_RANKS, SLOTS)
-        for first in range(program * _CLEARED, meta_lines, programs * _CLEARED):
-            cleared = first + tl.arange(0, _CLEARED)
+        for first in range(program * _CLEARED_PER_STEP, meta_lines, programs * _CLEARED_PER_STEP):
+            cleared = first + tl.arange(0, _CLEARED_PER_STEP)
             clear(packets.words + last, cleared, cleared < meta_lines)
 
 
