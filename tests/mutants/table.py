@@ -120,8 +120,8 @@ MUTANTS = (
     Mutant(
         "ulysses: ranks that share a KV head receive the same head",
         _ULYSSES_KERNEL,
-        "kv_head = peer // plan.REPLICAS",
-        "kv_head = peer % plan.REPLICAS",
+        "column = peer // REPLICAS * WIDTH",
+        "column = peer % REPLICAS * WIDTH",
         ULYSSES,
     ),
     Mutant(

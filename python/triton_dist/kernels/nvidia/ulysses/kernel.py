@@ -132,15 +132,19 @@ def offset_in_global(
 
 @jit
 def send_part(
-    x_ptr, stride, target, worker, chunk, column, tokens, before, total, batch, WIDTH: tl.constexpr,
+    x_ptr, stride, target, worker, chunk, peer, tokens, before, total, batch, part: tl.constexpr,
     plan: tl.constexpr,
 ):  # fmt: skip
-    """Store this program's elements of a chunk of a block at ``target``.
+    """Store this program's elements of a chunk of a block in the slot of ``peer``.
 
-    ``before`` is the number of tokens of the ranks before the target rank. ``column`` is the first
-    element of a row of x that the target rank receives.
+    ``target`` is the begin of this rank's blocks, ``before`` the number of tokens of the ranks
+    before the peer. ``part`` is 0 for q, 1 for k and 2 for v.
     """
+    WIDTH: tl.constexpr = (plan.Q, plan.K, plan.V)[part]
+    REPLICAS: tl.constexpr = (1, plan.REPLICAS, plan.REPLICAS)[part]
+    column = peer // REPLICAS * WIDTH
     rows = batch.to(tl.int64) * tokens
+    target += rows * (0, plan.Q, plan.Q + plan.K)[part]
     for round in range(rounds_of(rows, WIDTH, plan)):
         first_row, offset, mask = elements_of(round, worker, chunk, rows, WIDTH, plan)
         if plan.TO_HEADS:
@@ -167,36 +171,28 @@ def send(
             tokens, before = length_of(sequence, length, peer, plan)
         start = block_start(call.rank, tokens, before, batch, plan) * (plan.Q + plan.K + plan.V)
         target = target_at(slots.table, peer, slots.data) + call.offset + start
-        rows = batch.to(tl.int64) * tokens
-        send_part(
-            x.q, row_strides.q, target, worker, chunk, peer * plan.Q, tokens, before, total, batch,
-            plan.Q, plan,
-        )  # fmt: skip
-        kv_head = peer // plan.REPLICAS
-        if x.k is not None:
-            send_part(
-                x.k, row_strides.k, target + rows * plan.Q, worker, chunk, kv_head * plan.K, tokens,
-                before, total, batch, plan.K, plan,
-            )  # fmt: skip
-        if x.v is not None:
-            send_part(
-                x.v, row_strides.v, target + rows * (plan.Q + plan.K), worker, chunk,
-                kv_head * plan.V, tokens, before, total, batch, plan.V, plan,
-            )  # fmt: skip
+        for part in tl.static_range(3):
+            if x[part] is not None:
+                send_part(
+                    x[part], row_strides[part], target, worker, chunk, peer, tokens, before, total,
+                    batch, part, plan,
+                )  # fmt: skip
 
 
 @jit
 def receive_local(
-    x_ptr, stride, out_ptr, blocks_ptr, block_elements, worker, chunk, tokens, before, total,
-    batch, rank, part: tl.constexpr, REPLICAS: tl.constexpr, WIDTH: tl.constexpr,
-    plan: tl.constexpr,
+    x_ptr, stride, out_ptr, slots_ptr, worker, chunk, tokens, before, total, batch, rank,
+    part: tl.constexpr, blocks: tl.constexpr, plan: tl.constexpr,
 ):  # fmt: skip
     """Write a chunk of a local tensor. Heads are summed over the ranks that share them.
 
-    ``blocks_ptr`` points to the block of rank 0. Blocks are ``block_elements`` elements apart. The
-    rank's own block is in x.
+    The rank's own block is in x.
     """
+    WIDTH: tl.constexpr = (plan.Q, plan.K, plan.V)[part]
+    REPLICAS: tl.constexpr = (1, plan.REPLICAS, plan.REPLICAS)[part]
     rows = batch.to(tl.int64) * tokens
+    blocks_ptr = slots_ptr + rows * (0, plan.Q, plan.Q + plan.K)[part]
+    block_elements = rows * (plan.Q + plan.K + plan.V)
     SHARDS: tl.constexpr = plan.NUM_RANKS // REPLICAS
     for round in range(rounds_of(rows, WIDTH, plan)):
         first_row, offset, mask = elements_of(round, worker, chunk, rows, WIDTH, plan)
@@ -207,7 +203,7 @@ def receive_local(
         for shard in tl.static_range(SHARDS):
             needed = mask
             if REPLICAS == 1:
-                needed = mask & ((rank == shard) if part == "own" else (rank != shard))
+                needed = mask & ((rank == shard) if blocks == "own" else (rank != shard))
             # The loads bypass L1, which may hold stale data.
             for replica in tl.static_range(REPLICAS):
                 source = shard * REPLICAS + replica
@@ -225,17 +221,20 @@ def receive_local(
 
 @jit
 def receive_global(
-    x_ptr, stride, out_ptr, block_ptr, worker, chunk, tokens, before, total, batch,
-    WIDTH: tl.constexpr, plan: tl.constexpr,
+    x_ptr, stride, out_ptr, slots_ptr, sender, worker, chunk, tokens, before, total, batch, rank,
+    part: tl.constexpr, blocks: tl.constexpr, plan: tl.constexpr,
 ):  # fmt: skip
-    """Copy a chunk of a block to a global tensor.
-
-    The block is at ``block_ptr``, or in x if ``block_ptr`` is ``None``.
-    """
+    """Copy a chunk of the block of ``sender`` to a global tensor. The rank's own block is in x."""
+    WIDTH: tl.constexpr = (plan.Q, plan.K, plan.V)[part]
     rows = batch.to(tl.int64) * tokens
+    if blocks == "own":
+        x_ptr += rank // (1, plan.REPLICAS, plan.REPLICAS)[part] * WIDTH
+    else:
+        start = block_start(sender, tokens, before, batch, plan) * (plan.Q + plan.K + plan.V)
+        block_ptr = slots_ptr + start + rows * (0, plan.Q, plan.Q + plan.K)[part]
     for round in range(rounds_of(rows, WIDTH, plan)):
         first_row, offset, mask = elements_of(round, worker, chunk, rows, WIDTH, plan)
-        if block_ptr is None:
+        if blocks == "own":
             source = first_row * stride + offset // WIDTH * stride + offset % WIDTH
             value = tl.load(x_ptr + source, mask=mask)
         else:
@@ -249,59 +248,32 @@ def receive_global(
 @jit
 def receive(
     x, row_strides, results, sequence, slots_ptr, worker, chunk, length, total, batch, rank,
-    part: tl.constexpr, plan: tl.constexpr,
+    blocks: tl.constexpr, plan: tl.constexpr,
 ):  # fmt: skip
     """Write one chunk of each block for this rank to ``results``, from the slot at ``slots_ptr``.
 
-    ``part`` is "own" for the block that the rank sends to itself, "others" for the other blocks.
-    Blocks that are summed over ranks are all read in the part "others".
+    ``blocks`` is "own" for the block that the rank sends to itself, "others" for the other blocks.
+    Blocks that are summed over ranks are all read with "others".
     """
-    NUM_RANKS: tl.constexpr = plan.NUM_RANKS
-    SUM: tl.constexpr = plan.Q + plan.K + plan.V
-    kv_head = rank // plan.REPLICAS
-    if plan.TO_HEADS:
-        FIRST: tl.constexpr = 0 if part == "own" else 1
-        END: tl.constexpr = 1 if part == "own" else NUM_RANKS
-        for step in tl.static_range(FIRST, END):
-            source = (rank + step) % NUM_RANKS
-            tokens, before = length_of(sequence, length, source, plan)
-            rows = batch.to(tl.int64) * tokens
-            block = slots_ptr + block_start(source, tokens, before, batch, plan) * SUM
-            k_block, v_block = block + rows * plan.Q, block + rows * (plan.Q + plan.K)
-            if step == 0:
-                block, k_block, v_block = None, None, None
-            receive_global(
-                x.q + rank * plan.Q, row_strides.q, results.q, block, worker, chunk, tokens, before,
-                total, batch, plan.Q, plan,
-            )  # fmt: skip
-            if x.k is not None:
-                receive_global(
-                    x.k + kv_head * plan.K, row_strides.k, results.k, k_block, worker, chunk,
-                    tokens, before, total, batch, plan.K, plan,
-                )  # fmt: skip
-            if x.v is not None:
-                receive_global(
-                    x.v + kv_head * plan.V, row_strides.v, results.v, v_block, worker, chunk,
-                    tokens, before, total, batch, plan.V, plan,
-                )  # fmt: skip
-    else:
-        tokens, before = length_of(sequence, length, rank, plan)
-        rows = batch.to(tl.int64) * tokens
-        receive_local(
-            x.q, row_strides.q, results.q, slots_ptr, rows * SUM, worker, chunk, tokens, before,
-            total, batch, rank, part, 1, plan.Q, plan,
-        )  # fmt: skip
-        if x.k is not None and (plan.REPLICAS == 1 or part == "others"):
-            receive_local(
-                x.k, row_strides.k, results.k, slots_ptr + rows * plan.Q, rows * SUM, worker, chunk,
-                tokens, before, total, batch, rank, part, plan.REPLICAS, plan.K, plan,
-            )  # fmt: skip
-        if x.v is not None and (plan.REPLICAS == 1 or part == "others"):
-            receive_local(
-                x.v, row_strides.v, results.v, slots_ptr + rows * (plan.Q + plan.K), rows * SUM,
-                worker, chunk, tokens, before, total, batch, rank, part, plan.REPLICAS, plan.V,
-                plan,
-            )  # fmt: skip
+    IS_OWN: tl.constexpr = blocks == "own" or not plan.TO_HEADS
+    END: tl.constexpr = 1 if IS_OWN else plan.NUM_RANKS
+    for step in tl.static_range(0 if IS_OWN else 1, END):
+        sender = rank
+        if plan.TO_HEADS:
+            sender = (rank + step) % plan.NUM_RANKS
+        tokens, before = length_of(sequence, length, sender, plan)
+        for part in tl.static_range(3):
+            if x[part] is not None:
+                if plan.TO_HEADS:
+                    receive_global(
+                        x[part], row_strides[part], results[part], slots_ptr, sender, worker, chunk,
+                        tokens, before, total, batch, rank, part, blocks, plan,
+                    )  # fmt: skip
+                elif part == 0 or plan.REPLICAS == 1 or blocks == "others":
+                    receive_local(
+                        x[part], row_strides[part], results[part], slots_ptr, worker, chunk, tokens,
+                        before, total, batch, rank, part, blocks, plan,
+                    )  # fmt: skip
 
 
 @jit(do_not_specialize=["length", "total", "batch", "call_tag", "rank"])
