@@ -31,6 +31,7 @@ from triton_dist.kernels.nvidia.sp_ag_attention.kernel import kernel_await_shard
 from triton_dist.kernels.nvidia.ulysses import UlyssesContext
 from triton_dist.kernels.nvidia.ulysses.algorithms import post_attn_call, pre_attn_call
 from triton_dist.kernels.nvidia.ulysses_gemm.algorithms import (
+    Receive,
     gemm_pre_attn_call,
     post_attn_gemm_call,
 )
@@ -77,21 +78,14 @@ class FakeSlots(dict):
         return self["epoch"]
 
 
-EVERY = [
-    (algorithm, *sizes)
-    for algorithm in ("push", "copy_engine")
-    for sizes in ((2, 32, 8, False, 1), (4, 32, 2, True, 2))
-]
-
-
 @pytest.mark.parametrize(
-    ("algorithm", "num_ranks", "q_heads", "kv_heads", "lengths", "batch"),
-    quick(EVERY, EVERY[1], EVERY[2]),
+    ("num_ranks", "q_heads", "kv_heads", "lengths", "batch"),
+    [(2, 32, 8, False, 1), (4, 32, 2, True, 2)],
 )
-def test_heads_travel_in_vectors(sm90, algorithm, num_ranks, q_heads, kv_heads, lengths, batch):
+def test_heads_travel_in_vectors(sm90, num_ranks, q_heads, kv_heads, lengths, batch):
     ctx = context(num_ranks, q_heads, kv_heads)
     tokens = 512
-    options = {"seq_lens": [tokens] * num_ranks if lengths else None, "algorithm": algorithm}
+    options = {"seq_lens": [tokens] * num_ranks if lengths else None}
     options |= {"block_bytes": 16384}
     q, k = matrix(batch, tokens, q_heads, 128), matrix(batch, tokens, kv_heads, 128)
     pre = pre_attn_call(q, k, k, ctx, **options)
@@ -102,10 +96,11 @@ def test_heads_travel_in_vectors(sm90, algorithm, num_ranks, q_heads, kv_heads, 
     for call in (pre, post):
         kernel = compile_launch(call.chosen.launch(call, call.outputs()))
         assert_fits(
-            kernel, stack_bytes=16, has=[VECTOR_LOAD, VECTOR_STORE],
+            kernel, stack_bytes=16, has=[VECTOR_LOAD, VECTOR_STORE, RELEASE],
             lacks=["st.global.b16", "ld.global.b16"],
         )  # fmt: skip
-        assert algorithm == "copy_engine" or RELEASE.search(kernel.ptx)
+    kernel = compile_launch(Receive().launch(pre, pre.outputs()))
+    assert_fits(kernel, stack_bytes=16, has=[VECTOR_LOAD, VECTOR_STORE, ACQUIRE])
 
 
 PRODUCTS = [(2, 1024, index) for index in hardest(PERSISTENT_TILES)] + [(4, 1, 0), (2, 1, 0)]

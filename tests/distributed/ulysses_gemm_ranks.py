@@ -28,7 +28,7 @@ from triton_dist.testing import assert_allclose
 from triton_dist.testing.assertions import assert_bitwise_equal
 from triton_dist.testing.opinfo.sequence_parallel import local_part, shared_heads
 
-ALGORITHMS = ("fused", "fused", "serial", "fused", "serial_copy_engine", "collective")
+ALGORITHMS = ("fused", "fused", "serial", "fused", "serial", "collective")
 
 
 def ternary(shared: random.Random, *sizes: int, dtype: torch.dtype) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import triton
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.collective.pushed import heads_check, row_stride, rows_of
+from triton_dist.kernels.common.collective.pushed import heads_check, row_stride
 from triton_dist.kernels.common.context import (
     Check,
     checked_buffer,
@@ -25,16 +25,12 @@ from triton_dist.kernels.common.exchange.buffer import (
     MAX_CTAS,
     LaunchParams,
     checked_params,
-    params_for_device,
 )
-from triton_dist.kernels.common.exchange.pushed import Pushed
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
 from triton_dist.kernels.common.peers import digest_of
-from triton_dist.kernels.common.slots.epochs import PUSH_STREAMS
 from triton_dist.kernels.nvidia.ulysses import kernel
 from triton_dist.kernels.nvidia.ulysses.context import UlyssesContext
 from triton_dist.runtime.device import current_device
-from triton_dist.runtime.device.transfer import Copy, InputRows, Step
 from triton_dist.runtime.launch import Launch
 
 _DEFAULT, _INTERPRETED = LaunchParams(64, 16384, 4), LaunchParams(2, 16384, 2)
@@ -46,10 +42,6 @@ _PUSH = tuple(
     )
     for chunks in every
 )  # fmt: skip
-_COPY_ENGINE = tuple(
-    LaunchParams(ctas, 16384, chunks) for ctas in (32, 64, 128) for chunks in (2, 4, 8)
-)
-_MIN_COPY_ENGINE_BYTES = 1 << 20
 
 
 class HeadsKey(NamedTuple):
@@ -327,77 +319,6 @@ class Push(_Algorithm):
         return call.ctx.buffer.regions(call.key.dtype)
 
 
-class CopyEngine(Push):
-    """Copy engines push chunks of blocks. A kernel copies received chunks to ``out``."""
-
-    name = "copy_engine"
-    programs = 1
-    kernel = kernel.kernel_receive_heads
-
-    def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return (params.values for params in map(params_for_device, _COPY_ENGINE))
-
-    def fits(self, config: Mapping[str, Any], sizes: HeadsKey) -> bool:
-        nbytes = sizes.M * sum(sizes.widths) * sizes.dtype.itemsize
-        return sizes.num_ranks > 1 and nbytes >= _MIN_COPY_ENGINE_BYTES
-
-    def memory(self, call: HeadsCall) -> tuple[Any, ...]:
-        slots = call.ctx.pushed.slots
-        shards, arrivals = slots["shards"].local.view(call.key.dtype), slots["arrivals"].local
-        return (Pushed(shards, arrivals, slots.epoch),)
-
-    def move(self, call: HeadsCall, out: list[Any]) -> None:
-        pushed, num_chunks = call.ctx.pushed, call.params.num_chunks
-        key = call.to_heads, call.batch, call.lengths, call.key, call.params
-        pushed.push(
-            call.digest, key, lambda: self.steps(call),
-            tuple(rows_of(x) for x in call.x if x is not None),
-            lambda: self.repeat(pushed.slots.launcher, call, out), lambda: num_chunks,
-        )  # fmt: skip
-
-    def steps(self, call: HeadsCall) -> Iterator[Step]:
-        """Yield the copies of this rank's blocks, chunk by chunk, in the chunks of the kernel."""
-        ctx, slots, chunks = call.ctx, call.ctx.pushed.slots, call.params.num_chunks
-        for chunk in range(chunks):
-            for step in range(1, ctx.num_ranks):
-                stream = (chunk * (ctx.num_ranks - 1) + step) % PUSH_STREAMS
-                peer = (ctx.rank + step) % ctx.num_ranks
-                rows = call.batch * call.lengths[ctx.rank if call.to_heads else peer]
-                chunk_rows = -(-rows // chunks)
-                first, end = min(chunk * chunk_rows, rows), min((chunk + 1) * chunk_rows, rows)
-                before = call.batch * sum(call.lengths[: ctx.rank])
-                start = before if call.to_heads else ctx.rank * rows
-                target = slots["shards"].peers[peer].view(call.key.dtype)
-                target = target[start * sum(call.widths) :]
-                for tensor, (_, _, width, skipped, replicas) in enumerate(call.blocks()):
-                    columns = None
-                    if call.to_heads:
-                        columns = (peer // replicas * width, (peer // replicas + 1) * width)
-                    block = target[rows * skipped :][: rows * width].view(rows, width)
-                    for begin, stop, source in self.pieces(call, peer, first, end):
-                        part = InputRows(source, source + stop - begin, columns, tensor)
-                        yield Copy(stream, block[begin:stop], part)
-                flag = chunk * ctx.num_ranks + ctx.rank
-                yield Copy(stream, slots["arrivals"].peers[peer][flag : flag + 1], slots.epoch[:1])
-
-    @staticmethod
-    def pieces(call: HeadsCall, peer: int, first: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield pieces of rows [first, end) of a block that are adjacent in x.
-
-        A piece is its first row and end in the block, and its first row in x.
-        """
-        if call.to_heads:
-            if first < end:
-                yield first, end, first
-            return
-        tokens, before = call.lengths[peer], sum(call.lengths[:peer])
-        while first < end:
-            number, token = divmod(first, tokens)
-            stop = min(end, (number + 1) * tokens)
-            yield first, stop, number * call.total + before + token
-            first = stop
-
-
 class Collective(_Algorithm):
     """All-to-all by ``torch.distributed`` (NCCL, or gloo on CPU ranks) between two permutations."""
 
@@ -445,5 +366,5 @@ class Collective(_Algorithm):
                 target.copy_(torch.cat(tuple(sums), 2))
 
 
-PRE_ATTN = Algorithms("ulysses_pre_attn", (Push(), CopyEngine(), Collective()))
-POST_ATTN = Algorithms("ulysses_post_attn", (Push(), CopyEngine(), Collective()))
+PRE_ATTN = Algorithms("ulysses_pre_attn", (Push(), Collective()))
+POST_ATTN = Algorithms("ulysses_post_attn", (Push(), Collective()))

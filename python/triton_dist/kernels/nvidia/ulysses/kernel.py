@@ -12,8 +12,8 @@ Terms:
 If several ranks share a KV head, the head is sent to each of them. In the other direction, the
 blocks of these ranks are added.
 
-Blocks are contiguous in the slots. A chunk is a range of rows of a block, so copy engines can send
-a chunk with one copy. Flags, epochs and slots follow ``common/exchange/protocol.py``.
+Blocks are contiguous in the slots. A chunk is a range of rows of a block. Flags, epochs and slots
+follow ``common/exchange/protocol.py``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from triton_dist.kernels.common.exchange.protocol import (
     chunk_flag,
     notify_ranks,
 )
-from triton_dist.kernels.common.exchange.pushed import await_pushed
-from triton_dist.kernels.common.peers import flag_of, target_at
+from triton_dist.kernels.common.peers import target_at
 
 
 class Heads(NamedTuple):
@@ -311,29 +310,3 @@ def kernel_exchange_heads(
                 x, row_strides, results, sequence, slots_ptr, worker, chunk, length, total, batch,
                 rank, "others", plan,
             )  # fmt: skip
-
-
-@jit(do_not_specialize=["length", "total", "batch", "call_tag", "rank"])
-def kernel_receive_heads(
-    x, row_strides, results, sequence, pushed, length, total, batch, call_tag, rank,
-    plan: tl.constexpr, COPY_OWN: tl.constexpr = True,
-):  # fmt: skip
-    """Write the blocks that copy engines push to ``results``, chunk by chunk. Grid (WORKERS,).
-
-    If ``COPY_OWN`` is false, the blocks that the rank sends to itself are already in ``results``.
-    """
-    value = flag_of(pushed.epoch, call_tag)
-    worker = tl.program_id(0)
-    if COPY_OWN:
-        for chunk in range(plan.NUM_CHUNKS):
-            receive(
-                x, row_strides, results, sequence, pushed.shards, worker, chunk, length, total,
-                batch, rank, "own", plan,
-            )  # fmt: skip
-    for chunk in range(plan.NUM_CHUNKS):
-        token = await_pushed(pushed, value, chunk, rank, plan.NUM_RANKS)
-        slots_ptr = pushed.shards + after_wait(tl.zeros((), tl.int64), token)
-        receive(
-            x, row_strides, results, sequence, slots_ptr, worker, chunk, length, total, batch, rank,
-            "others", plan,
-        )  # fmt: skip

@@ -13,7 +13,7 @@ Timeline of a call, one launch on every rank, in chunks of rows:
 
 Design:
     * A block is the part of a tensor that one rank sends to another rank. Blocks are contiguous in
-      the receive memory, so sources write long rows and copy engines send a block with one copy.
+      the receive memory, so sources write long rows.
     * Results are new tensors, because autograd keeps them. The copy from the receive memory to the
       results overlaps with the transfer of the next chunk.
     * The parts of the sequence may have different lengths. All ranks pass the lengths of all ranks,
@@ -22,8 +22,6 @@ Design:
 
 Algorithms:
     * ``"push"``: the timeline above.
-    * ``"copy_engine"``: copy engines push chunks, and a kernel copies received chunks to the
-      results.
     * ``"collective"``: all-to-all by ``torch.distributed`` (NCCL, or gloo on CPU ranks) between two
       permutations.
 """
@@ -81,7 +79,7 @@ def ulysses_pre_attn(
             graph capture.
         num_ctas, block_bytes, num_chunks: number of workers (programs that share a chunk), bytes
             that a program copies at once, and number of chunks of each block (tuned).
-        algorithm: ``"push"``, ``"copy_engine"`` or ``"collective"`` (tuned; ``"push"`` if untuned).
+        algorithm: ``"push"`` or ``"collective"`` (tuned; ``"push"`` if untuned).
         accepted_key: reserved for the tuner.
 
     Returns:

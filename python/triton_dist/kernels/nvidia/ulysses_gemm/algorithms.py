@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +26,13 @@ from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.gemm.tile import Strides
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall, check_tiles
 from triton_dist.kernels.common.scatter.tiles import Tile, tile_constants
+from triton_dist.kernels.common.slots.epochs import PUSH_STREAMS
 from triton_dist.kernels.nvidia.ulysses import UlyssesContext
 from triton_dist.kernels.nvidia.ulysses.algorithms import (
     PRE_ATTN,
-    CopyEngine,
     HeadsCall,
     HeadsKey,
+    Push,
     plan_of,
     post_attn_call,
     pre_attn_call,
@@ -38,9 +40,13 @@ from triton_dist.kernels.nvidia.ulysses.algorithms import (
 )
 from triton_dist.kernels.nvidia.ulysses.kernel import Heads
 from triton_dist.kernels.nvidia.ulysses.kernel import Sequence as Lengths
-from triton_dist.kernels.nvidia.ulysses_gemm.kernel import kernel_gemm_received, kernel_gemm_send
+from triton_dist.kernels.nvidia.ulysses_gemm.kernel import (
+    kernel_gemm_received,
+    kernel_gemm_send,
+    kernel_receive_heads,
+)
 from triton_dist.runtime.device import current_device
-from triton_dist.runtime.device.transfer import Copy
+from triton_dist.runtime.device.transfer import Copy, InputRows
 from triton_dist.runtime.launch import Launch, dot_precision, fits_descriptor, normalise_strides
 
 _RECEIVE = LaunchParams(128, 16384)
@@ -233,7 +239,7 @@ class Serial(_Algorithm):
 class Fused(_Algorithm):
     """Base class of algorithms whose GEMM sends or waits for blocks."""
 
-    name, exchange = "fused", CopyEngine.name
+    name, exchange = "fused", Push.name
 
     def fits(self, config: Mapping[str, Any], sizes: HeadsProductKey) -> bool:
         if sizes.M < _MIN_TOKENS and sizes.num_ranks > 1 and not current_device().interprets:
@@ -254,14 +260,20 @@ class Fused(_Algorithm):
         """Queue the kernels and copies of the call, and return its result."""
 
 
-class _Receive(CopyEngine):
+class Receive(Push):
     """Copy the blocks of other ranks to the results, which already have this rank's block."""
 
-    name = "received tiles"
+    name, programs, kernel = "received tiles", 1, kernel_receive_heads
 
-    def launch(self, call: HeadsCall, out: Sequence[Any]) -> Launch:
-        launch = super().launch(call, out)
-        return replace(launch, options={**launch.options, "COPY_OWN": False})
+    def memory(self, call: HeadsCall) -> tuple[Any, ...]:
+        return (pushed_slot(call),)
+
+
+def pushed_slot(call: HeadsCall) -> Pushed:
+    """Return the kernel argument for the slot that other ranks write."""
+    slots = call.ctx.pushed.slots
+    shards, arrivals = slots["shards"].local.view(call.key.dtype), slots["arrivals"].local
+    return Pushed(shards, arrivals, slots.epoch)
 
 
 class SendTiles(Fused):
@@ -279,7 +291,7 @@ class SendTiles(Fused):
         out = call.exchange.outputs()
         self.launch(call, self.rows(call), out).compile()
         if call.ctx.num_ranks > 1:
-            _Receive().launch(call.exchange, out).compile()
+            Receive().launch(call.exchange, out).compile()
 
     def overlap(self, call: ProductCall) -> Any:
         ctx, exchange, out = call.ctx, call.exchange, call.exchange.outputs()
@@ -289,7 +301,7 @@ class SendTiles(Fused):
             launcher = ctx.pushed.slots.launcher
             ctx.pushed.push(
                 exchange.digest, self.name, lambda: self.flags(ctx), (),
-                lambda: _Receive().repeat(launcher, exchange, out), lambda: 1,
+                lambda: Receive().repeat(launcher, exchange, out), lambda: 1,
                 lambda: self.multiply(call, out),
             )  # fmt: skip
         return tuple(out)
@@ -363,10 +375,33 @@ class AwaitRows(Fused):
         else:
             key = self.name, exchange.batch, exchange.lengths, exchange.key, exchange.params
             ctx.pushed.push(
-                exchange.digest, key, lambda: CopyEngine().steps(exchange), (rows_of(call.x),),
+                exchange.digest, key, lambda: self.steps(exchange), (rows_of(call.x),),
                 lambda: self.multiply(call, C), lambda: exchange.params.num_chunks,
             )  # fmt: skip
         return C.view(exchange.batch, exchange.own_tokens, C.shape[1])
+
+    @staticmethod
+    def steps(call: HeadsCall) -> Iterator[Copy]:
+        """Yield the copies of the blocks for other ranks and of their flags, chunk by chunk."""
+        ctx, slots, chunks, (width, *_) = (
+            call.ctx, call.ctx.pushed.slots, call.params.num_chunks, call.widths,
+        )  # fmt: skip
+        for chunk, step in itertools.product(range(chunks), range(1, ctx.num_ranks)):
+            stream = (chunk * (ctx.num_ranks - 1) + step) % PUSH_STREAMS
+            peer = (ctx.rank + step) % ctx.num_ranks
+            tokens, before = call.lengths[peer], sum(call.lengths[:peer])
+            rows = call.batch * tokens
+            first, end = (min(n * -(-rows // chunks), rows) for n in (chunk, chunk + 1))
+            block = slots["shards"].peers[peer].view(call.key.dtype)[ctx.rank * rows * width :]
+            block = block[: rows * width].view(rows, width)
+            while first < end:  # one copy per batch
+                number, token = divmod(first, tokens)
+                stop = min(end, (number + 1) * tokens)
+                source = number * call.total + before + token
+                yield Copy(stream, block[first:stop], InputRows(source, source + stop - first))
+                first = stop
+            flag = chunk * ctx.num_ranks + ctx.rank
+            yield Copy(stream, slots["arrivals"].peers[peer][flag : flag + 1], slots.epoch[:1])
 
     @staticmethod
     def result(call: ProductCall) -> torch.Tensor:
@@ -392,13 +427,12 @@ class AwaitRows(Fused):
 
     @staticmethod
     def launch(call: ProductCall, own: torch.Tensor, C: torch.Tensor) -> Launch:
-        ctx, exchange, slots, bias = call.ctx, call.exchange, call.ctx.pushed.slots, call.bias
+        ctx, exchange, bias = call.ctx, call.exchange, call.bias
         tile, options, descriptors = call.descriptor_tile(own, C)
         (rows, N), (width, *_) = C.shape, exchange.widths
-        shards, arrivals = slots["shards"].local.view(own.dtype), slots["arrivals"].local
         chunk_rows = max(1, -(-rows // exchange.params.num_chunks))
         arguments = (
-            own, Pushed(shards, arrivals, slots.epoch), call.B.detach(),
+            own, pushed_slot(exchange), call.B.detach(),
             None if bias is None else bias.detach(), C, Strides(*own.stride(), *call.B.stride()),
             rows, N, chunk_rows, exchange.digest, ctx.rank, ctx.num_ranks, width,
         )  # fmt: skip
@@ -409,10 +443,7 @@ class AwaitRows(Fused):
         return Launch(kernel_gemm_received, (min(ctx.device.num_sms, tiles),), arguments, options)
 
 
-_SERIAL = (
-    Serial("serial", "push"), Serial("serial_copy_engine", "copy_engine"),
-    Serial("collective", "collective"),
-)  # fmt: skip
+_SERIAL = Serial("serial", "push"), Serial("collective", "collective")
 GEMM_PRE_ATTN = Algorithms("ulysses_gemm_pre_attn", (SendTiles(), *_SERIAL))
 POST_ATTN_GEMM = Algorithms("ulysses_post_attn_gemm", (AwaitRows(), *_SERIAL))
 

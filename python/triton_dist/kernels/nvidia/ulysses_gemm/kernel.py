@@ -9,6 +9,8 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
+from triton_dist.kernels.common.exchange.protocol import after_wait
+from triton_dist.kernels.common.exchange.pushed import await_pushed
 from triton_dist.kernels.common.gemm.scales import add_bias_at
 from triton_dist.kernels.common.gemm.tile import (
     multiply_steps,
@@ -22,7 +24,7 @@ from triton_dist.kernels.common.scatter.tiles import (
     multiply_operands,
     store_tile_by_pointers,
 )
-from triton_dist.kernels.nvidia.ulysses.kernel import block_start, length_of
+from triton_dist.kernels.nvidia.ulysses.kernel import block_start, length_of, receive
 
 
 @jit
@@ -124,6 +126,24 @@ def kernel_gemm_send(
             tl.store(block, product.to(results.q.dtype.element_ty), mask=mask)
     if DESCRIPTORS:
         dl.publish_tile()  # The flags of other ranks are set after this kernel.
+
+
+@jit(do_not_specialize=["length", "total", "batch", "call_tag", "rank"])
+def kernel_receive_heads(
+    x, row_strides, results, sequence, pushed, length, total, batch, call_tag, rank,
+    plan: tl.constexpr,
+):  # fmt: skip
+    """Copy the blocks of other ranks to ``results``, when all have arrived. Grid (WORKERS,).
+
+    Each peer sets one flag. The blocks that the rank sends to itself are already in ``results``.
+    """
+    token = await_pushed(pushed, flag_of(pushed.epoch, call_tag), 0, rank, plan.NUM_RANKS)
+    slots_ptr = pushed.shards + after_wait(tl.zeros((), tl.int64), token)
+    for chunk in range(plan.NUM_CHUNKS):
+        receive(
+            x, row_strides, results, sequence, slots_ptr, tl.program_id(0), chunk, length, total,
+            batch, rank, "others", plan,
+        )  # fmt: skip
 
 
 @jit

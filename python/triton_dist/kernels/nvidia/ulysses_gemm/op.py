@@ -12,7 +12,6 @@ Timeline of ``"fused"`` (W = 2):
 Algorithms:
     * ``"fused"``: the timelines above.
     * ``"serial"``: a library's GEMM, and the exchange by ``"push"`` of the Ulysses op.
-    * ``"serial_copy_engine"``: the same with ``"copy_engine"``.
     * ``"collective"``: a library's GEMM, and NCCL's all-to-all (gloo on CPU ranks).
 
 Design:
@@ -80,8 +79,7 @@ def ulysses_gemm_pre_attn(
             descriptors (tuned).
         num_ctas, block_bytes, num_chunks: tunables of the exchange after a separate GEMM; see
             ``ulysses_pre_attn`` (tuned).
-        algorithm: ``"fused"``, ``"serial"``, ``"serial_copy_engine"`` or ``"collective"`` (tuned;
-            ``"fused"`` if untuned).
+        algorithm: ``"fused"``, ``"serial"`` or ``"collective"`` (tuned; ``"fused"`` if untuned).
         accepted_key: reserved for the tuner.
 
     Returns:
