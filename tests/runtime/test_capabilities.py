@@ -71,7 +71,7 @@ def test_a_function_that_needs_them_warns(monkeypatch):
 
 
 def test_the_clock_is_not_waited_for_unless_asked(monkeypatch):
-    monkeypatch.setattr(profiling, "_wait", lambda *_: pytest.fail("it waits"))
+    monkeypatch.setattr(profiling, "_wait_for_max_clock", lambda *_: pytest.fail("it waits"))
     assert profiling.wait_until_max_gpu_clock_or_warning()
     monkeypatch.setenv("TRITON_DIST_WAIT_GPU_CLOCK", "1")
     assert profiling.wait_until_max_gpu_clock_or_warning(device_id=0, timeout_sec=1)  # CPU ranks
@@ -84,17 +84,17 @@ def test_waiting_for_a_clock(monkeypatch):
         profiling.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds)
     )
     rising = iter([(300, 1980), (1200, 1980), (1980, 1980)])
-    assert profiling._wait("cuda:0", lambda: next(rising), 10)
+    assert profiling._wait_for_max_clock("cuda:0", lambda: next(rising), 10)
     assert 0.2 < now[0] < 1
     with pytest.warns(TritonDistWarning, match="cuda:0: the SM clock is 1200 MHz after 10 s"):
-        assert not profiling._wait("cuda:0", lambda: (1200, 1980), 10)
+        assert not profiling._wait_for_max_clock("cuda:0", lambda: (1200, 1980), 10)
     assert now[0] < 11
 
     def without():
         raise FileNotFoundError("nvidia-smi")
 
     with pytest.warns(TritonDistWarning, match="does not report the SM clock: nvidia-smi"):
-        assert not profiling._wait("cuda:0", without, 10)
+        assert not profiling._wait_for_max_clock("cuda:0", without, 10)
 
 
 def test_the_clock_is_read_from_nvidia_smi(monkeypatch):
@@ -103,7 +103,7 @@ def test_the_clock_is_read_from_nvidia_smi(monkeypatch):
         return SimpleNamespace(stdout="1755, 1980\n")
 
     monkeypatch.setattr(subprocess, "run", answer)
-    assert profiling._megahertz("GPU-1") == (1755, 1980)
+    assert profiling._clocks_in_mhz("GPU-1") == (1755, 1980)
 
 
 def test_perf_func_gives_the_last_output_and_the_mean():

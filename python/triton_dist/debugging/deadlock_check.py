@@ -66,7 +66,7 @@ class DeadlockCheck(Observer):
         self._waits: dict[int, dict[str, Any]] = {}  # by thread
         self._set_flags: OrderedDict[str, str] = OrderedDict()
         self._last_change = self._last_check = time.monotonic()
-        self._host: FrameType | None = None
+        self._host_frame: FrameType | None = None
         self._host_since = time.monotonic()
         self._stopped = threading.Event()
 
@@ -143,8 +143,8 @@ class DeadlockCheck(Observer):
                 self._waits.pop(thread, None)
                 self._last_change = now
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        if frame is not self._host:
-            self._host, self._host_since = frame, now
+        if frame is not self._host_frame:
+            self._host_frame, self._host_since = frame, now
         collective, line = _host_line(frame)
         in_kernel = bool(self._waits)
         return {
@@ -214,9 +214,9 @@ def _is_deadlocked(states: dict[int, dict[str, Any] | None]) -> bool:
 
 
 def _report(wait: dict[str, Any], states: dict[int, dict[str, Any] | None], overdue: bool) -> str:
-    why = "TRITON_DIST_WAIT_TIMEOUT has expired" if overdue else "no rank can set it any more"
+    reason = "TRITON_DIST_WAIT_TIMEOUT has expired" if overdue else "no rank can set it any more"
     lines = [
-        f"{wait['at']}: waits for {rank_status.describe_wait(wait)}: {why}. Status of the ranks:"
+        f"{wait['at']}: waits for {rank_status.describe_wait(wait)}: {reason}. Status of the ranks:"
     ]
     set_at = {
         flag: at for state in states.values() if state for flag, at in state["set_flags"].items()

@@ -37,7 +37,7 @@ from triton_dist.runtime.symmetric import Region
 
 _MAX_LAUNCHES, _MAX_FRAMES = 4, 12
 _launches: deque[str] = deque(maxlen=_MAX_LAUNCHES)
-_is_on = False
+_is_recording = False
 
 
 Read = Callable[[torch.Tensor], torch.Tensor | None]
@@ -108,16 +108,16 @@ _memories: weakref.WeakSet[SlotStatus] = weakref.WeakSet()
 
 def start() -> None:
     """Start to record launches, and the memories that are created from now on."""
-    global _is_on
-    _is_on = True
+    global _is_recording
+    _is_recording = True
     hook = triton.knobs.runtime.launch_enter_hook
     if hasattr(hook, "add"):
         hook.add(_note_compiled)
 
 
 def stop() -> None:
-    global _is_on
-    _is_on = False
+    global _is_recording
+    _is_recording = False
     hook = triton.knobs.runtime.launch_enter_hook
     if hasattr(hook, "remove"):
         hook.remove(_note_compiled)
@@ -125,11 +125,11 @@ def stop() -> None:
 
 def add(memory: SlotStatus) -> bool:
     """Include ``memory`` in the status. Return False if status is off."""
-    if _is_on:
+    if _is_recording:
         _memories.add(memory)
         with suppress(Exception):
             memory.status()  # allocates buffers now, because it cannot while a kernel runs
-    return _is_on
+    return _is_recording
 
 
 def note_launch(kernel: str, grid: tuple[int, ...]) -> None:
@@ -260,8 +260,8 @@ def report(folder: Path) -> tuple[str, int]:
     answers: dict[int, dict[str, Any]] = {}
     end = time.monotonic() + _ANSWER_SECONDS
     while True:
-        states |= _read(folder.glob("[0-9]*.json"))
-        found = _read(folder.glob("where-*.json"))
+        states |= _read_states(folder.glob("[0-9]*.json"))
+        found = _read_states(folder.glob("where-*.json"))
         answers = {r: each for r, each in found.items() if each["request"] == request}
         missing = [r for r, each in states.items() if r not in answers and is_running(each["pid"])]
         if (states and not missing) or time.monotonic() > end:
@@ -274,7 +274,7 @@ def report(folder: Path) -> tuple[str, int]:
     return "\n".join(lines + _memory_lines(answers)), len(answers)
 
 
-def _read(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
+def _read_states(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
     found = {}
     for path in paths:
         with suppress(OSError, ValueError):

@@ -19,7 +19,7 @@ from triton_dist.runtime.interpreter_program import current_program_number
 
 # One thread of every 4 warps writes the mark; $1 is the begin time. The braces scope the register
 # names. Values are written as early as possible, because a producer warp has only 24 registers.
-_WRITE = """{{
+_MARK_PTX = """{{
 .reg .pred one;
 .reg .b32 thread, place, size;
 .reg .b64 now, at;
@@ -51,7 +51,7 @@ or.b32 thread, thread, {name};
 _WORD_BYTES = 8
 
 
-def _index_of_name(name: Any) -> int:
+def _mark_index(name: Any) -> int:
     name = getattr(name, "value", name)  # unwrap a constexpr
     if name not in marking.MARK_NAMES:
         expected = f"one of {', '.join(map(repr, marking.MARK_NAMES))}"
@@ -65,16 +65,16 @@ class _CompiledMark:
     __triton_builtin__ = True
 
     def __init__(self, name: Any, pipelined: Any = False, *, _semantic: Any) -> None:
-        self._name_index, self._semantic = _index_of_name(name), _semantic
+        self._name_index, self._semantic = _mark_index(name), _semantic
         self._marks = None if getattr(pipelined, "value", pipelined) else marking.current()
 
     def __enter__(self) -> None:
         if self._marks is not None:
-            self._began = globaltimer(_semantic=self._semantic)
+            self._begin_time = globaltimer(_semantic=self._semantic)
 
     def __exit__(self, *_: object) -> None:
         if self._marks is not None:
-            _write(self._marks, self._name_index, [self._began], self._semantic)
+            _write(self._marks, self._name_index, [self._begin_time], self._semantic)
 
 
 def _write(marks: marking.Marks, kind: int, operands: list[Any], semantic: Any) -> None:
@@ -85,7 +85,7 @@ def _write(marks: marking.Marks, kind: int, operands: list[Any], semantic: Any) 
         operands: [begin time] for a mark; [time, address, value] for a flag.
     """
     first, is_flag = marking.HEADER_WORDS * _WORD_BYTES, len(operands) > 1
-    text = _WRITE.format(
+    text = _MARK_PTX.format(
         address=marks.address,
         max_marks=marking.MAX_MARKS,
         nbytes=marking.WORDS_PER_MARK * _WORD_BYTES,
@@ -104,17 +104,17 @@ def _write(marks: marking.Marks, kind: int, operands: list[Any], semantic: Any) 
 
 class _InterpretedMark:
     def __init__(self, name: Any, pipelined: Any = False) -> None:
-        self._name_index = _index_of_name(name)
+        self._name_index = _mark_index(name)
 
     def __enter__(self) -> None:
         self._marks = marking.current()
         if self._marks is not None:
-            self._began = time.time_ns()
+            self._begin_time = time.time_ns()
 
     def __exit__(self, *_: object) -> None:
         if self._marks is not None:
             name, program = marking.MARK_NAMES[self._name_index], current_program_number()
-            self._marks.add(marking.Mark(name, program, 0, self._began, time.time_ns()))
+            self._marks.add(marking.Mark(name, program, 0, self._begin_time, time.time_ns()))
 
 
 @tl.core.builtin

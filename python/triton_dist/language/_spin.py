@@ -24,7 +24,7 @@ from triton_dist.runtime.cooperative_grid import pause
 from triton_dist.runtime.interpreter_program import current_program
 from triton_dist.runtime.triton_compat import is_interpreting
 
-_STR = tl.constexpr(str)
+_STR_TYPE = tl.constexpr(str)
 _STR_MESSAGE = tl.constexpr(
     "wait(ptr, count, value, timeout_words=None): value is the int32 to wait for. There are no "
     "scope and semantic arguments: a wait acquires at system scope"
@@ -32,7 +32,7 @@ _STR_MESSAGE = tl.constexpr(
 INTERPRETED = tl.constexpr(is_interpreting())
 CALL_TAG_BITS = 20  # a tagged flag holds the call tag in its lowest 20 bits, and a count above
 _POLLS_PER_CHECK = tl.constexpr(64)
-_MAX_COUNT = tl.constexpr(1 << 30)
+_MAX_POLL_COUNT = tl.constexpr(1 << 30)
 
 
 def _deadline_interpreted() -> float:
@@ -54,14 +54,14 @@ def _spin_interpreted(
     if waits.on_poll is not None:
         waits.on_poll(ptr, seen, value, CALL_TAG_BITS if tagged else 0, polls, overdue)
     if overdue:
-        latest = int(np.argmin((seen - value).handle.data))  # index in a block of flags
+        latest_index = int(np.argmin((seen - value).handle.data))  # index in a block of flags
         tag_bits = CALL_TAG_BITS if tagged else 0
         raise WaitTimeout(
             rank=knobs.rank.get(),
             program=f"program {current_program()}",
-            flag=describe_address(int(ptr.handle.data.flat[latest])),
+            flag=describe_address(int(ptr.handle.data.flat[latest_index])),
             expected=int(value) >> tag_bits,
-            seen=int(seen.handle.data.flat[latest]) >> tag_bits,
+            seen=int(seen.handle.data.flat[latest_index]) >> tag_bits,
             seconds=waits.interpreted_limit_seconds(),
         )
     watched = waits.on_poll is not None or debugger.is_active()
@@ -84,16 +84,16 @@ def _unchanged_test(
     late = values != int(value)  # excludes masked elements, which equal ``value``
     addresses = np.broadcast_to(ptr.handle.data.ravel(), late.shape)[late].tolist()
     words = [word.from_address(address) for address in addresses]
-    before: list[int] = values[late].tolist()
+    seen_values: list[int] = values[late].tolist()
 
     def is_unchanged() -> bool:
         if time.monotonic() >= deadline or (
             timeout_words is not None and _has_given_up(timeout_words)
         ):
             return False
-        return _values(words) == before
+        return _values(words) == seen_values
 
-    return is_unchanged if _values(words) == before else None
+    return is_unchanged if _values(words) == seen_values else None
 
 
 def _values(words: list[Any]) -> list[int]:
@@ -122,7 +122,7 @@ def _reject_str_interpreted(value: Any) -> None:
 
 @jit
 def _reject_str_compiled(value):
-    tl.static_assert(not isinstance(value, _STR), _STR_MESSAGE)
+    tl.static_assert(not isinstance(value, _STR_TYPE), _STR_MESSAGE)
 
 
 @jit
@@ -156,7 +156,7 @@ def _spin_compiled(ptr, seen, value, deadline, polls, timeout_words, TAGGED: tl.
                 tl.atomic_max(timeout_words + 1, 1, sem="relaxed", scope="gpu")
                 gave_up = True
         else:
-            polls = polls % _MAX_COUNT
+            polls = polls % _MAX_POLL_COUNT
         if gave_up:
             polls = -1
     return polls

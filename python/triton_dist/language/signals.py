@@ -26,7 +26,7 @@ else:
 
 SET = tl.constexpr("set")  # Triton 3.6 to 3.9 reject a plain str as default of a constexpr argument
 CALL_TAG_BITS = tl.constexpr(_spin.CALL_TAG_BITS)
-_CALL_TAG = tl.constexpr(2**20 - 1)  # mask of the lowest 20 bits of a tagged flag
+_CALL_TAG_MASK = tl.constexpr(2**20 - 1)  # mask of the lowest 20 bits of a tagged flag
 # Result of comparing a flag with the awaited value. For several flags, the minimum counts.
 _DIFFERS, _LATE, _REACHED = tl.constexpr(-2), tl.constexpr(-1), tl.constexpr(0)
 # Indices of the timeout words 2 to 6, which ``wait`` describes.
@@ -66,14 +66,14 @@ def notify(ptr, value, op: constexpr = SET, mask=None):
     # One thread releases. The barrier orders the stores of all threads before this release.
     tl.debug_barrier()
     with mark("notify"):
-        at = flag_clock()
+        when = flag_clock()
         if op == "set":
             tl.atomic_xchg(ptr, value, mask=mask, sem="release", scope="sys")
-            note_flags(FLAG_SET, at, ptr, value, mask)
+            note_flags(FLAG_SET, when, ptr, value, mask)
         else:
             tl.static_assert(op == "add", "notify: op is 'set' or 'add'")
             before = tl.atomic_add(ptr, value, mask=mask, sem="release", scope="sys")
-            note_flags(FLAG_SET, at, ptr, before + value, mask)
+            note_flags(FLAG_SET, when, ptr, before + value, mask)
 
 
 @jit
@@ -85,14 +85,14 @@ def tagged(count, call_tag):
 
     ``call_tag`` (int32, >= 0) modulo 2**20 is in the lowest 20 bits, ``count`` in the bits above.
     """
-    return (count.to(tl.int64) << CALL_TAG_BITS) | (call_tag & _CALL_TAG)
+    return (count.to(tl.int64) << CALL_TAG_BITS) | (call_tag & _CALL_TAG_MASK)
 
 
 @jit
 def _status(seen, value, TAGGED: tl.constexpr):
     if TAGGED:
-        late = ((seen | _CALL_TAG) - value) < 0
-        differs = ((seen ^ value) & _CALL_TAG) != 0
+        late = ((seen | _CALL_TAG_MASK) - value) < 0
+        differs = ((seen ^ value) & _CALL_TAG_MASK) != 0
         status = tl.where(late, _LATE, tl.where(differs, _DIFFERS, _REACHED))
     else:
         status = tl.where(seen - value < 0, _LATE, _REACHED)
@@ -105,8 +105,8 @@ def note_disagreement(timeout_words, flag, seen, value):
 
     The flag at address ``flag`` has the value ``seen`` instead of ``value``. Only the first record
     counts. All timeout words of a context form a ring, in which each has the address of the next.
-    The waits with any of these words end: a rank that has seen the disagreement launches nothing
-    more, so its peers would wait forever.
+    All waits that use words of the ring end: this rank launches nothing more, so its peers would
+    wait forever.
     """
     if tl.atomic_xchg(timeout_words + 1, DISAGREED, sem="relaxed", scope="gpu") != DISAGREED:
         tl.store(timeout_words + _SEEN, seen)
@@ -123,13 +123,13 @@ def note_disagreement(timeout_words, flag, seen, value):
 @jit
 def _wait_together(ptr, count, value, timeout_words, TAGGED: tl.constexpr):
     # No block is carried through the loop: Triton 3.6 aborts ("Result number is out of range").
-    polled = tl.arange(0, ptr.shape[0]) < count
+    is_polled = tl.arange(0, ptr.shape[0]) < count
     deadline = wait_deadline()
     polls = 0
     status = -1
     while (status == -1) & (polls >= 0):
-        seen = tl.atomic_add(ptr, 0, mask=polled, sem="acquire", scope="sys")
-        seen = tl.where(polled, seen, value)
+        seen = tl.atomic_add(ptr, 0, mask=is_polled, sem="acquire", scope="sys")
+        seen = tl.where(is_polled, seen, value)
         status = tl.min(_status(seen, value, TAGGED), 0)
         if status == _LATE:
             polls = spin(ptr, seen, value, deadline, polls, timeout_words, TAGGED)
@@ -139,7 +139,7 @@ def _wait_together(ptr, count, value, timeout_words, TAGGED: tl.constexpr):
                 flag = tl.max(tl.where(_status(seen, value, TAGGED) == _DIFFERS, flags, 0), 0)
                 other = tl.max(tl.where(flags == flag, seen, 0), 0)
                 note_disagreement(timeout_words, flag, other, value)
-    note_flags(FLAG_AWAITED, flag_clock(), ptr, value, polled)
+    note_flags(FLAG_AWAITED, flag_clock(), ptr, value, is_polled)
     tl.debug_barrier()  # a different thread acquired each flag
 
 

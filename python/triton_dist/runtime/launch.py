@@ -43,8 +43,8 @@ class Launch:
 
     def run(self) -> Any:
         """Launch and return Triton's compiled kernel, or ``None`` in the interpreter."""
-        # Triton allocates memory for device-side descriptors through an allocator that the user
-        # may have set: keep the user's allocator.
+        # Triton allocates memory for device-side descriptors through an allocator. Keep the
+        # allocator that the user may have set.
         if not has_allocator():
             triton.set_allocator(_allocate)
         return self.kernel[self.grid](*self.args, **self.options)
@@ -64,13 +64,13 @@ class Launch:
         except Exception as failure:  # Triton's compiler can raise any exception.
             raise CandidateFailed(f"{type(failure).__name__}: {failure}") from failure
 
-    def preload(self, *others: Launch) -> Launch:
-        """Load the kernels of ``others``, which will be launched next, and return this launch.
+    def preload(self, *key_parts: Launch) -> Launch:
+        """Load the kernels of ``key_parts``, which will be launched next, and return this launch.
 
         Loading a kernel waits for running kernels (``cuModuleLoadData``, driver 580). If this
         launch's kernel waits for other ranks, a later load would block the host until they arrive.
         """
-        for other in others:
+        for other in key_parts:
             other.compile()
         return self
 
@@ -116,8 +116,8 @@ class Launcher:
             return
         new_launch = launch()
         compiled = new_launch.run()
-        # A profiling tool that requires launches through Triton may have instrumented the kernel,
-        # so the kernel is not kept.
+        # Do not keep the kernel if launches must go through Triton, because a profiling tool may
+        # have instrumented it.
         if compiled is None or callable(new_launch.grid) or through_triton:
             return
         names = new_launch.kernel.arg_names
@@ -131,7 +131,7 @@ class Launcher:
     def repeat(self, launch: Launch) -> None:
         """Run ``launch``, or repeat an earlier launch that differs only in tensor addresses."""
         # Arguments that are not tensors, and the dtypes of tensors, become part of the key.
-        tensors, others = {}, []
+        tensors, key_parts = {}, []
         for name, value in zip(launch.kernel.arg_names, launch.args, strict=False):
             fields = getattr(value, "_fields", None)
             members = {name: value}
@@ -140,10 +140,10 @@ class Launcher:
             for each, member in members.items():
                 if isinstance(member, torch.Tensor):
                     tensors[each] = member
-                    others.append(member.dtype)
+                    key_parts.append(member.dtype)
                 else:
-                    others.append(member)
-        key = launch.kernel, launch.grid, tuple(others), tuple(launch.options.items())
+                    key_parts.append(member)
+        key = launch.kernel, launch.grid, tuple(key_parts), tuple(launch.options.items())
         self.run(key, lambda: launch, tensors)
 
     def _scratch_buffer(self, nbytes: int) -> torch.Tensor:

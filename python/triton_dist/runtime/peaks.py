@@ -43,11 +43,11 @@ RELATIVE_RATE = {
     torch.float8_e5m2: 2.0,
 }
 """Rates of matrix products relative to the 16-bit rate; fp32 operands are multiplied as TF32."""
-_PCIE_GEN4_X16 = 32.0
+_PCIE_GEN4_X16_GBPS = 32.0
 _PEAK_BY_NAME = {
     "A100": Peak(312.0, 2039.0, 300.0, 108),
     "A800": Peak(312.0, 2039.0, 200.0, 108),
-    "L40S": Peak(362.0, 864.0, _PCIE_GEN4_X16, 142),
+    "L40S": Peak(362.0, 864.0, _PCIE_GEN4_X16_GBPS, 142),
     "H20": Peak(148.0, 4000.0, 450.0, 78),
     "H800": Peak(989.0, 3350.0, 200.0, 132),
     "H100": Peak(989.0, 3350.0, 450.0, 132),
@@ -83,7 +83,7 @@ def device_peak(index: int | None = None) -> Peak:
     return Peak(
         reference.tflops * sms / reference.sms,
         reference.memory_gbps * sms / reference.sms,
-        _PCIE_GEN4_X16,
+        _PCIE_GEN4_X16_GBPS,
         sms,
     )
 
@@ -113,13 +113,13 @@ def get_intranode_max_speed_gbps() -> float:
         return 0.0  # CPU ranks have no links: they share memory
     others = [gpu for gpu in range(torch.cuda.device_count()) if gpu != here.torch_device.index]
     linked = all(torch.cuda.can_device_access_peer(here.torch_device.index, gpu) for gpu in others)
-    return device_peak().link_gbps if linked else _PCIE_GEN4_X16
+    return device_peak().link_gbps if linked else _PCIE_GEN4_X16_GBPS
 
 
-_SYSTEM = Path("/sys/class")
+_SYSTEM_FOLDER = Path("/sys/class")
 
 
-def get_nic_gbps_per_gpu(system: Path = _SYSTEM) -> float:
+def get_nic_gbps_per_gpu(system: Path = _SYSTEM_FOLDER) -> float:
     """Return the network bandwidth per GPU of this host, one direction, in GB/s.
 
     This is the sum over all adapters that have the highest speed, divided by the number of GPUs.
@@ -136,18 +136,18 @@ def get_nic_gbps_per_gpu(system: Path = _SYSTEM) -> float:
 
 def _infiniband(folder: Path) -> list[float]:
     """Return the speed of each port in Gbit/s. A file contains text such as ``400 Gb/sec``."""
-    found = (re.match(r"[\d.]+", _text(file)) for file in folder.glob("*/ports/*/rate"))
+    found = (re.match(r"[\d.]+", _read_text(file)) for file in folder.glob("*/ports/*/rate"))
     return [float(rate.group()) for rate in found if rate is not None]
 
 
 def _ethernet(folder: Path) -> list[float]:
     """Return the Gbit/s of each hardware adapter. A file contains Mbit/s, or -1 for "down"."""
     adapters = (path.parent for path in folder.glob("*/device"))
-    speeds = (_text(adapter / "speed") for adapter in adapters)
+    speeds = (_read_text(adapter / "speed") for adapter in adapters)
     return [int(speed) / 1e3 for speed in speeds if speed.isdigit()]
 
 
-def _text(file: Path) -> str:
+def _read_text(file: Path) -> str:
     with suppress(OSError):  # reading the speed of an adapter that is down may fail
         return file.read_text().strip()
     return ""

@@ -122,7 +122,7 @@ def print_benchmark_comparison(
     for config, implementations in zip(configs, all_implementations.values(), strict=True):
         row = {name: str(value) for name, value in zip_longest(names, config, fillvalue="")}
         for name in dict.fromkeys(results):
-            row[name] = _result(implementations.get(name))
+            row[name] = _result_text(implementations.get(name))
         rows.append({name: text for name, text in row.items() if name not in hidden})
     table = [{name: name for name in rows[0]}, *rows] if rows else []
     for row in table:
@@ -130,7 +130,7 @@ def print_benchmark_comparison(
         print("  ".join(text.rjust(width[name]) for name, text in row.items()))
 
 
-def _result(data: Mapping[str, Any] | None) -> str:
+def _result_text(data: Mapping[str, Any] | None) -> str:
     if data is None:
         return "N/A"
     latency = data.get("latency", data.get("time", 0.0))
@@ -161,7 +161,7 @@ def timeline_profile() -> torch.autograd.profiler.profile:
     return torch.autograd.profiler.profile(use_device=device, use_kineto=True, acc_events=True)
 
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 1.0
+_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.1, 1.0
 
 
 def wait_until_max_gpu_clock_or_warning(
@@ -182,12 +182,12 @@ def wait_until_max_gpu_clock_or_warning(
     index = device.torch_device.index if device_id is None else device_id
     name = f"cuda:{index}"
     uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
-    return _wait(name, lambda: _megahertz(uuid), timeout_sec)
+    return _wait_for_max_clock(name, lambda: _clocks_in_mhz(uuid), timeout_sec)
 
 
-def _wait(name: str, read: Callable[[], tuple[int, int]], seconds: float) -> bool:
+def _wait_for_max_clock(name: str, read: Callable[[], tuple[int, int]], seconds: float) -> bool:
     """Wait for the maximum clock; ``read`` returns the present and the maximum clock in MHz."""
-    end, pause = time.monotonic() + seconds, _FIRST_PAUSE
+    end, pause = time.monotonic() + seconds, _FIRST_PAUSE_SECONDS
     while True:
         try:
             clock, max_clock = read()
@@ -202,7 +202,7 @@ def _wait(name: str, read: Callable[[], tuple[int, int]], seconds: float) -> boo
                 "and the power limit."
             )
         time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        pause = min(2 * pause, _MAX_PAUSE_SECONDS)
 
 
 def _warn(text: str) -> bool:
@@ -210,7 +210,7 @@ def _warn(text: str) -> bool:
     return False
 
 
-def _megahertz(uuid: str) -> tuple[int, int]:
+def _clocks_in_mhz(uuid: str) -> tuple[int, int]:
     query = "--query-gpu=clocks.sm,clocks.max.sm"
     command = ["nvidia-smi", "-i", uuid, query, "--format=csv,noheader,nounits"]
     output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout

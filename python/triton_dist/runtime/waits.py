@@ -61,7 +61,7 @@ os.register_at_fork(after_in_child=_limits.clear)
 
 
 def limit_seconds() -> float | None:
-    """Return the smallest active limit, or ``None`` if there is none."""
+    """Return the smallest active limit, or ``None`` without a limit."""
     return min(_limits, default=None)
 
 
@@ -110,9 +110,9 @@ class _DeferredChecks:
             return
         self._device.synchronize(seconds)
         # Run all checks, so that no error is attributed to the next config that is measured.
-        overdue = [error for check in list(self.checks) if (error := check()) is not None]
-        if overdue:
-            raise overdue[0]
+        errors = [error for check in list(self.checks) if (error := check()) is not None]
+        if errors:
+            raise errors[0]
 
 
 class _ThreadState(threading.local):
@@ -133,17 +133,17 @@ def deferred_checks(device: Device, seconds: float) -> Iterator[Callable[[], Non
     ``seconds`` for ``device`` and raises ``WaitTimeout`` if a wait gave up. A nested context first
     runs the checks of the outer context: their errors must not be attributed to the inner context.
     """
-    contexts, own = _thread.contexts, _DeferredChecks(device)
+    contexts, own_checks = _thread.contexts, _DeferredChecks(device)
     if contexts:
         contexts[-1].run_checks(seconds)
-    contexts.append(own)
+    contexts.append(own_checks)
     try:
-        yield functools.partial(own.run_checks, seconds)
+        yield functools.partial(own_checks.run_checks, seconds)
     finally:
-        contexts.remove(own)
+        contexts.remove(own_checks)
         # If a call raised, its checks have not run: run them now, without waiting.
         with suppress(Exception):
-            own.run_checks(0.0)
+            own_checks.run_checks(0.0)
 
 
 def defer(check: Check) -> bool:

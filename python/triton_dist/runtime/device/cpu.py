@@ -97,7 +97,7 @@ class CpuDevice:
         """Return ``call``: there is no launch overhead to remove."""
         return call
 
-    def delay_stream(self, queueing: float = 0.0) -> None:
+    def delay_stream(self, queueing_seconds: float = 0.0) -> None:
         """Do nothing: calls are synchronous."""
 
     def run_on_side_stream(self, work: Callable[[], object]) -> None:
@@ -192,23 +192,23 @@ class CpuCopyStream:
         is_flag = not destination.is_floating_point() and destination.numel() <= _MAX_COPIED_FLAGS
         flags = destination if is_flag else destination[:0]
         self._queue(
-            lambda: _marked(
+            lambda: _run_step(
                 "push", lambda: destination.copy_(source), flags, nbytes=destination.nbytes
             )
         )
 
     def write_flag(self, flags: torch.Tensor, index: int, value: int) -> None:
         flag = flags[index]
-        self._queue(lambda: _marked("notify", lambda: flag.fill_(value), flag))
+        self._queue(lambda: _run_step("notify", lambda: flag.fill_(value), flag))
 
     def wait_flag(self, flags: torch.Tensor, index: int, value: int) -> None:
         def step() -> None:
             _spin_until_equal(flags, index, value, self._abandoned)
 
-        self._queue(lambda: _marked("wait", step, flags[index]))
+        self._queue(lambda: _run_step("wait", step, flags[index]))
 
 
-def _marked(name: str, step: Callable[[], object], flags: torch.Tensor, nbytes: int = 0) -> None:
+def _run_step(name: str, step: Callable[[], object], flags: torch.Tensor, nbytes: int = 0) -> None:
     """Run a step of a copy stream. If marks are on, record a mark ``name`` for the step, and the
     ``flags`` that it sets or awaits."""
     begin_ns = time.time_ns()

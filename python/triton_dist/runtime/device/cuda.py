@@ -209,15 +209,15 @@ class CudaDevice:
                 raise
         return graph.replay
 
-    def delay_stream(self, queueing: float = 0.0) -> None:
+    def delay_stream(self, queueing_seconds: float = 0.0) -> None:
         """Keep the current stream busy until the host has queued the next call. The measured time
         of that call then excludes launch overhead.
 
         Args:
-            queueing: the longest time that the host has taken to queue this call, in seconds.
+            queueing_seconds: the longest time that the host has taken to queue this call.
         """
-        needed = min(1e3 * _QUEUEING_MARGIN * queueing, _MAX_DELAY_MILLISECONDS)
-        self.sleep_milliseconds(max(needed, _MIN_DELAY_MILLISECONDS))
+        milliseconds = min(1e3 * _QUEUEING_MARGIN * queueing_seconds, _MAX_DELAY_MILLISECONDS)
+        self.sleep_milliseconds(max(milliseconds, _MIN_DELAY_MILLISECONDS))
 
     def run_on_side_stream(self, work: Callable[[], object]) -> None:
         """Run ``work`` on a new stream, which does not wait for earlier work of the current stream.

@@ -12,7 +12,7 @@ import torch
 from triton_dist.runtime.device import cuda_driver
 from triton_dist.runtime.device.transfer import AwaitFlag, Copy, InputRows, SetFlag, Step
 
-_Call = tuple[cuda_driver.Function, tuple[Any, ...]]
+_DriverCall = tuple[cuda_driver.Function, tuple[Any, ...]]
 _STAGING_BYTES = 1 << 20
 
 
@@ -64,13 +64,13 @@ class CudaTransfer:
         begun = streams[0].begun_event
         self._fork = [_call("cuEventRecord", begun, self._caller_stream)]
         self._fork += [_call("cuStreamWaitEvent", each.handle, begun, 0) for each in streams]
-        self._steps = [call for step in steps for call in self._queued(step, streams[step.stream])]
-        self._join: list[_Call] = []
+        self._steps = [call for step in steps for call in self._calls(step, streams[step.stream])]
+        self._join: list[_DriverCall] = []
         for each in streams:
             self._join.append(_call("cuEventRecord", each.done_event, each.handle))
             self._join.append(_call("cuStreamWaitEvent", self._caller_stream, each.done_event, 0))
 
-    def _queued(self, step: Step, stream: CudaCopyStream) -> Iterator[_Call]:
+    def _calls(self, step: Step, stream: CudaCopyStream) -> Iterator[_DriverCall]:
         handle = stream.handle
         if isinstance(step, Copy):
             yield from self._copy(step, stream)
@@ -83,7 +83,7 @@ class CudaTransfer:
             assert isinstance(step, SetFlag)
             yield _call("cuStreamWriteValue32_v2", handle, address, step.value, 0)
 
-    def _copy(self, step: Copy, stream: CudaCopyStream) -> Iterator[_Call]:
+    def _copy(self, step: Copy, stream: CudaCopyStream) -> Iterator[_DriverCall]:
         destination, nbytes = step.destination.data_ptr(), step.destination.nbytes
         if isinstance(step.source, InputRows) and step.source.columns is not None:
             yield from self._copy_columns(step.destination, step.source, stream)
@@ -100,7 +100,7 @@ class CudaTransfer:
 
     def _copy_columns(
         self, destination: torch.Tensor, source: InputRows, stream: CudaCopyStream
-    ) -> Iterator[_Call]:
+    ) -> Iterator[_DriverCall]:
         """Copy the columns ``source.columns`` to the contiguous ``destination``."""
         assert source.columns is not None
         item, rows = destination.element_size(), source.end - source.first
@@ -162,13 +162,13 @@ class CudaTransfer:
         _run(self._join, "wait for a transfer")
 
 
-def _run(calls: list[_Call], purpose: str) -> None:
+def _run(calls: list[_DriverCall], purpose: str) -> None:
     for function, arguments in calls:
         if status := function(*arguments):
             cuda_driver.check(status, purpose)
 
 
-def _call(name: str, *values: Any) -> _Call:
+def _call(name: str, *values: Any) -> _DriverCall:
     return cuda_driver.function(name), cuda_driver.arguments(name, *values)
 
 

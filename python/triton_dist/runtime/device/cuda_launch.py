@@ -49,9 +49,9 @@ class RepeatedLaunch:
         }
         self._varying = [cells[name] for name in varying]
         scratches = ctypes.c_uint64(0 if scratch is None else scratch.data_ptr()), ctypes.c_uint64()
-        every = [*cells.values(), *scratches]
-        self._parameters = (ctypes.c_void_p * len(every))(*map(ctypes.addressof, every))
-        self._alive = (compiled, every, scratch)
+        all_cells = [*cells.values(), *scratches]
+        self._parameters = (ctypes.c_void_p * len(all_cells))(*map(ctypes.addressof, all_cells))
+        self._keep_alive = (compiled, all_cells, scratch)
         size = [*grid, 1, 1][:3]
         self._stream = ctypes.c_void_p()
         self._arguments = cuda_driver.arguments(

@@ -16,7 +16,7 @@ from triton_dist.runtime.device import cuda_driver
 from triton_dist.runtime.sharing import ranks_per_gpu
 
 _COMPUTE_MODE, _MPS_ENABLED = 20, 133  # CU_DEVICE_ATTRIBUTE_…
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACES = Path("/proc/self/ns")
 
 
@@ -53,7 +53,7 @@ class RankLocation:
         cuda_driver.call("cuDeviceGetPCIBusId", what, pci_address, 32, cuda_driver.device(ordinal))
         machine = ""
         with suppress(OSError):
-            machine = _BOOT.read_text().strip()
+            machine = _BOOT_ID_FILE.read_text().strip()
         return cls(
             host=socket.gethostname(),
             machine=machine,
@@ -84,7 +84,7 @@ def sharing_error(
     number for a rank in the message.
     """
     first = locations[0]
-    on_gpu = Counter((location.machine, location.pci_address) for location in locations)
+    ranks_on_gpu = Counter((location.machine, location.pci_address) for location in locations)
     for rank, location in enumerate(locations):
         pair = f"rank {global_rank(0)} and rank {global_rank(rank)}"
         reasons = (
@@ -111,7 +111,7 @@ def sharing_error(
                 "Give all ranks of the host the same CUDA_VISIBLE_DEVICES.",
             ),
             (
-                on_gpu[location.machine, location.pci_address] > location.ranks_per_gpu,
+                ranks_on_gpu[location.machine, location.pci_address] > location.ranks_per_gpu,
                 f"rank {global_rank(rank)} is not alone on its GPU, and sharing was not requested",
                 "Start one rank per GPU; or let ranks share GPUs: launch.sh "
                 "--share-gpus, which sets TRITON_DIST_SHARE_GPUS=1.",
@@ -129,9 +129,9 @@ def sharing_error(
                 "End MPS (echo quit | nvidia-cuda-mps-control): then GPUs are time-sliced.",
             ),
         )
-        for holds, why, remedy in reasons:
-            if holds:
-                return DeviceUnavailable("cuda", why, remedy)
+        for applies, reason, remedy in reasons:
+            if applies:
+                return DeviceUnavailable("cuda", reason, remedy)
     return None
 
 

@@ -24,7 +24,7 @@ _CHECK_INTERVAL_SECONDS = 0.25
 _SPIN_SECONDS = 0.5e-3
 """Time for which a rank polls without sleeping."""
 
-_PAUSE_SECONDS = 2.0
+_STOPPED_GAP_SECONDS = 2.0
 """A longer gap between two polls means that this process, its host or the store was stopped."""
 
 
@@ -125,15 +125,15 @@ class Mailbox:
         # a rank ended, and logs two warnings for each timeout.
         while not client.check(wanted):
             now = time.monotonic()
-            if now - last > _PAUSE_SECONDS:
+            if now - last > _STOPPED_GAP_SECONDS:
                 deadline += now - last
             last = now
             if now >= next_check:
                 missing = [rank for rank, name in names.items() if not client.check([name])]
                 notice: LeaveNotice | None = self.find(notice_name)
-                gone, stopped = self.ended_or_stopped(missing)
-                if missing and (notice or gone):
-                    raise MissingRanks(missing, notice, gone, now - begin)
+                ended, stopped = self.ended_or_stopped(missing)
+                if missing and (notice or ended):
+                    raise MissingRanks(missing, notice, ended, now - begin)
                 if stopped and stopped_seconds < max_stopped_seconds():
                     stopped_seconds += now - last_check
                     deadline += now - last_check
@@ -157,14 +157,14 @@ class Mailbox:
     def ended_or_stopped(self, missing: Sequence[int]) -> tuple[dict[int, str], dict[int, str]]:
         """Return the missing ranks whose process has ended, and those whose process is stopped.
         Both dicts have a text for messages by rank. Processes of other hosts are not checked."""
-        gone, stopped = {}, {}
+        ended, stopped = {}, {}
         for rank in missing:
             process = self.process(rank)
             if process is not None and process.has_ended():
-                gone[rank] = f"ended: there is no process {process.pid} any more"
+                ended[rank] = f"ended: there is no process {process.pid} any more"
             elif process is not None and process.is_stopped():
                 stopped[rank] = f"is stopped: process {process.pid} waits for a signal to continue"
-        return gone, stopped
+        return ended, stopped
 
     def _client(self) -> dist.Store:
         client: dist.Store | None = getattr(self._clients, "store", None)

@@ -66,7 +66,7 @@ class StoreRanks:
         self.rank, self.size, self.is_leader = rank, size, rank == 0
         self.world = tuple(range(size)) if world is None else tuple(world)
         self._mailbox = Mailbox(store, rank)
-        self._numbers = itertools.count(1)
+        self._channel_numbers = itertools.count(1)
         self._channel_prefix = self._function = self._key = self._hint = ""
         self._call = self._step = 0
         self._written_names: list[str] = []
@@ -199,11 +199,11 @@ class StoreRanks:
         if self.is_leader:
             self._put(step, phase, value)
             return value  # type: ignore[return-value]  # the leader always passes a value
-        ((leaders_phase, decided),) = self._receive_all(step, phase, [0], seconds)
+        ((leaders_phase, value_of_leader),) = self._receive_all(step, phase, [0], seconds)
         if leaders_phase != phase:
             by_rank = {self.global_rank(0): leaders_phase, self.global_rank(self.rank): phase}
             raise RankDisagreement(f"step {step} of the tuning", by_rank)
-        return decided  # type: ignore[no-any-return]
+        return value_of_leader  # type: ignore[no-any-return]
 
     def all_gather(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
         step = self._next_step()
@@ -219,7 +219,7 @@ class StoreRanks:
         """Return the values that other ranks have sent for the next step, and the reasons why
         other ranks cannot send theirs (process ended or stopped). Both by rank."""
         values: dict[int, Any] = {}
-        why: dict[int, str] = {}
+        reasons: dict[int, str] = {}
         others = [rank for rank in range(self.size) if rank != self.rank]
         with suppress(dist.DistError):
             for rank in others:
@@ -229,8 +229,8 @@ class StoreRanks:
             ended_or_stopped, stopped = self._mailbox.ended_or_stopped(
                 [rank for rank in others if rank not in values]
             )
-            why = ended_or_stopped | stopped
-        return values, why
+            reasons = ended_or_stopped | stopped
+        return values, reasons
 
     def align_devices(self) -> None:
         """Do nothing: these ranks queue no work on a device."""
@@ -253,7 +253,7 @@ class StoreRanks:
         return notice.refused and (notice.function, notice.call) == (self._function, self._call)
 
     def _next_channel(self) -> None:
-        self._channel_prefix, self._step = f"channel {next(self._numbers)}/", 0
+        self._channel_prefix, self._step = f"channel {next(self._channel_numbers)}/", 0
 
     def _next_step(self) -> int:
         self._step += 1
