@@ -10,7 +10,7 @@ import torch
 
 from tests.compile.scattered import RELEASE, assert_fits, compile_launch, matrix, quick, words
 from tests.compile.test_packets import POLL
-from triton_dist.deep_ep.pack import launch_of
+from triton_dist.deep_ep.pack import pack_launch
 from triton_dist.kernels.common.exchange.protocol import Packets, Peers
 from triton_dist.kernels.nvidia.expert_parallel import EPContext
 from triton_dist.kernels.nvidia.expert_parallel.algorithms import DispatchCall
@@ -123,5 +123,5 @@ def test_rows_are_packed_in_vectors(sm90):
     received = dispatch_call(ctx, 8, quantise=True).result()
     out = matrix(32, 1024, 7168, dtype=torch.float8_e4m3fn)
     scales = matrix(32, 56, 1024, dtype=torch.float32)
-    launch = launch_of(received, out, scales, matrix(32, 1024, dtype=torch.int32))
+    launch = pack_launch(received, out, scales, matrix(32, 1024, dtype=torch.int32))
     assert_fits(compile_launch(launch), programs=2, has=[VECTOR_LOAD, VECTOR_STORE])

@@ -1,7 +1,7 @@
 """``Buffer``, and its dispatch and combine of many tokens.
 
-Ranks gather their counts, and the host reads them once. Each token travels once to each rank.
-Results have the exact size.
+All ranks exchange their numbers of tokens, and the host waits once to read them. A token is sent
+once to each rank that has one of its experts. Results have as many rows as were received.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import triton
 from torch.nn.functional import pad
 
-from triton_dist.deep_ep.low_latency import LowLatencyCalls, Rows, received_at
+from triton_dist.deep_ep.low_latency import LowLatencyCalls, Rows, received_for_combine
 from triton_dist.deep_ep.utils import Config, EventHandle, EventOverlap
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import libraries
@@ -27,47 +27,46 @@ _MIN_SMS = 4
 
 
 class Handle(NamedTuple):
-    """Layout of a dispatch. Callers pass it back; entries 0, 3 and 4 are equal to DeepEP's.
+    """Layout of a dispatch. Callers pass it back. Entries 0, 3 and 4 have DeepEP's contents.
 
     Attributes:
-        rank_prefix_matrix: int32 [ranks, ranks], entry [s, r] is the end of the rows of source
-            s among the rows that rank r receives.
-        place_of_token: int32 [ranks * limit, 1], index in the received rows of each token of each
-            rank, or -1.
-        ends: int32 [local experts], the number of received rows, repeated.
-        recv_src_idx: int32 [received rows], index of each row on its source.
+        rank_prefix_matrix: int32 [ranks, ranks]. Rank r receives the rows of source s before row
+            [s, r] and after the rows of source s - 1.
+        row_of_token: int32 [ranks * max_tokens, 1], index in the received rows of each token of
+            each rank, or -1 if the token was not sent to this rank.
+        ends: int32 [local experts], each element is the number of received rows.
+        recv_src_idx: int32 [received rows], index of each row's token on its source rank.
         is_token_in_rank: bool [tokens, ranks].
-        token_of_place: int32 [received rows], ``source * limit + token``, or -1.
-        destinations: int32 [limit], ranks to which each token of this rank went, as bits.
-        limit: ``max_tokens`` of the dispatch.
+        token_of_row: int32 [received rows], ``source * max_tokens + token``; -1 for unused rows.
+        destinations: int32 [max_tokens]. Bit r is set if the token was sent to rank r.
+        max_tokens: bound of the tokens of a rank in the dispatch.
         num_experts: experts of all ranks.
     """
 
     rank_prefix_matrix: torch.Tensor
-    place_of_token: torch.Tensor
+    row_of_token: torch.Tensor
     ends: torch.Tensor
     recv_src_idx: torch.Tensor
     is_token_in_rank: torch.Tensor
-    token_of_place: torch.Tensor
+    token_of_row: torch.Tensor
     destinations: torch.Tensor
-    limit: int
+    max_tokens: int
     num_experts: int
 
 
 class _Sizes(NamedTuple):
-    """Sizes of a dispatch.
+    """Sizes of a dispatch, from the counts of all ranks."""
 
-    limit: bound of the tokens of a rank; rows: result rows; counts: routes of each local expert;
-    prefix: ``rank_prefix_matrix``.
-    """
+    max_tokens: int
+    """Bound of the tokens of a rank, equal on all ranks."""
+    num_rows: int
+    """Number of result rows on this rank."""
+    routes_per_expert: list[int]
+    """Number of routes of each local expert; empty if the host does not read it."""
+    rank_prefix_matrix: torch.Tensor
 
-    limit: int
-    rows: int
-    counts: list[int]
-    prefix: torch.Tensor
 
-
-def _refused(expected: str) -> Any:
+def _unsupported_method(expected: str) -> Any:
     def method(*_: Any, **__: Any) -> NoReturn:
         raise InvalidArgument("Buffer", "the call", "not supported", expected)
 
@@ -146,9 +145,12 @@ class Buffer(LowLatencyCalls):
 
     get_combine_config = get_dispatch_config
 
-    get_local_buffer_tensor = _refused("a tensor of your own: the memory is private")
-    internode_dispatch = internode_combine = _refused("ranks of one host: RDMA is not supported")
-    low_latency_update_mask_buffer = _refused("enable_shrink=False: no rank can be masked")
+    get_local_buffer_tensor = _unsupported_method("a tensor of your own: the memory is private")
+    internode_dispatch = _unsupported_method("ranks of one host: RDMA is not supported")
+    internode_combine = internode_dispatch
+    low_latency_update_mask_buffer = _unsupported_method(
+        "enable_shrink=False: no rank can be masked"
+    )
     low_latency_query_mask_buffer = low_latency_update_mask_buffer
     low_latency_clean_mask_buffer = low_latency_update_mask_buffer
 
@@ -171,13 +173,14 @@ class Buffer(LowLatencyCalls):
 
         def work() -> tuple[torch.Tensor, ...]:
             is_masked = topk_idx < 0
+            # Masked choices count for one extra rank and one extra expert, which are cut off.
             owner = (topk_idx // (num_experts // ranks)).masked_fill(is_masked, ranks)
-            goes = owner.new_zeros((len(topk_idx), ranks + 1), dtype=torch.bool)
-            goes = goes.scatter_(1, owner, True)[:, :ranks].contiguous()
-            route = topk_idx.masked_fill(is_masked, num_experts).flatten()
-            counts = route.new_zeros(num_experts + 1, dtype=torch.int32)
-            counts.scatter_add_(0, route, torch.ones_like(route, dtype=torch.int32))
-            return goes.sum(0, dtype=torch.int32), counts[:num_experts], goes
+            in_rank = owner.new_zeros((len(topk_idx), ranks + 1), dtype=torch.bool)
+            in_rank = in_rank.scatter_(1, owner, True)[:, :ranks].contiguous()
+            experts = topk_idx.masked_fill(is_masked, num_experts).flatten()
+            counts = experts.new_zeros(num_experts + 1, dtype=torch.int32)
+            counts.scatter_add_(0, experts, torch.ones_like(experts, dtype=torch.int32))
+            return in_rank.sum(0, dtype=torch.int32), counts[:num_experts], in_rank
 
         result, event = self._run("layout", work, previous_event, async_finish, topk_idx)
         return result[0], None, *result[1:], event
@@ -200,54 +203,55 @@ class Buffer(LowLatencyCalls):
         Args:
             x: bf16 [tokens, hidden]; or fp8, and scales [tokens, at most hidden / 128] in fp32 or
                 int32.
-            handle: send to the ranks of an earlier dispatch; excludes the next arguments up to
-                ``topk_weights``.
+            handle: send to the ranks of an earlier dispatch. The next arguments, up to
+                ``topk_weights``, must then be ``None``.
             num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank: results of
                 ``get_dispatch_layout``, for ``topk_idx`` if it is passed.
             num_tokens_per_rdma_rank: no effect.
             topk_idx: int64 [tokens, topk], experts; -1 is masked.
             topk_weights: fp32 [tokens, topk].
             expert_alignment: round the returned numbers up to multiples of this number.
-            num_worst_tokens: number of result rows, equal on all ranks and at least the ranks times
-                the tokens of any rank.
+            num_worst_tokens: number of result rows, equal on all ranks; at least the number of
+                ranks times the largest number of tokens of a rank.
             config: ``num_sms`` bounds the programs, of which there are at least 4.
-            previous_event: run after this event. With ``async_finish``, do not wait for the
-                current stream.
+            previous_event: run after this event. With ``async_finish``, the call then does not
+                wait for other work of the current stream.
             async_finish: run on a second stream.
 
         Returns:
-            Received rows as x, sorted by source rank and token; int64 [rows, topk], local experts
-            or -1; their weights or 0; numbers of routes of each local expert; the handle; the
-            event. Without ``topk_idx``, the second and third are ``None``. With
-            ``num_worst_tokens``, the fourth is empty. With ``handle``, the middle four are
-            ``None``.
+            Six results: received rows (and scales) like x, sorted by source rank and token; int64
+            [rows, topk], local experts or -1; their weights or 0; list of the number of routes of
+            each local expert; the handle; the event. Without ``topk_idx``, the second and third
+            are ``None``. With ``num_worst_tokens``, the list is empty. With ``handle``, all but
+            the first and last are ``None``.
 
         Raises:
             InvalidArgument: an argument is missing or has a wrong size.
         """
         rows, scales = x if isinstance(x, tuple) else (x, None)
         layout = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
-        is_new = all(each is not None for each in layout)
-        if is_new is (handle is not None):
+        has_layout = all(each is not None for each in layout)
+        if has_layout is (handle is not None):
             expected = "either a handle, or the results of get_dispatch_layout"
             raise InvalidArgument("dispatch", "handle", type(handle).__name__, expected)
-        sms = (config or self.get_dispatch_config(self.group_size)).num_sms
+        num_sms = (config or self.get_dispatch_config(self.group_size)).num_sms
 
-        def send(ids: torch.Tensor, limit: int, experts: int) -> Received:
-            groups = -(-rows.shape[1] // SCALE_ELEMENTS)
-            ctx, x_scale = self._context("rows", limit, rows.shape[1], experts), None
+        def send(ids: torch.Tensor, max_tokens: int, num_experts: int) -> Received:
+            scales_per_row = -(-rows.shape[1] // SCALE_ELEMENTS)
+            ctx, x_scale = self._context("rows", max_tokens, rows.shape[1], num_experts), None
             if scales is not None:
                 x_scale = scales.contiguous().view(torch.float32)
-                x_scale = pad(x_scale, (0, groups - scales.shape[1])).contiguous()
+                x_scale = pad(x_scale, (0, scales_per_row - scales.shape[1])).contiguous()
             return ep_dispatch(
-                rows, ids, ctx, topk_weights, x_scale=x_scale, max_tokens=limit,
-                num_sms=max(_MIN_SMS, sms),
+                rows, ids, ctx, topk_weights, x_scale=x_scale, max_tokens=max_tokens,
+                num_sms=max(_MIN_SMS, num_sms),
             )  # fmt: skip
 
-        def gathered(received: Received, made: Handle) -> Rows:
-            placed = replace(received, row_of_position=made.token_of_place, ends=made.ends)
-            out, out_scales = placed.expanded(
-                rows.new_empty(len(made.token_of_place), rows.shape[1])
+        def result_rows(received: Received, layout: Handle) -> Rows:
+            # ``expanded`` writes one row per position. Here a position is a result row.
+            one_per_token = replace(received, row_of_position=layout.token_of_row, ends=layout.ends)
+            out, out_scales = one_per_token.expanded(
+                rows.new_empty(len(layout.token_of_row), rows.shape[1])
             )
             if scales is None or out_scales is None:
                 return out
@@ -255,24 +259,28 @@ class Buffer(LowLatencyCalls):
 
         def work() -> tuple[Any, ...]:
             if handle is not None:
-                goes, experts = handle.is_token_in_rank, handle.num_experts
-                received = send(self._rank_ids(goes, experts), handle.limit, experts)
-                return gathered(received, handle), None, None, None, None
+                ids = self._first_experts_of(handle.is_token_in_rank, handle.num_experts)
+                received = send(ids, handle.max_tokens, handle.num_experts)
+                return result_rows(received, handle), None, None, None, None
             assert num_tokens_per_rank is not None
             assert is_token_in_rank is not None
             assert num_tokens_per_expert is not None
-            experts = len(num_tokens_per_expert)
+            num_experts = len(num_tokens_per_expert)
             sizes = self._gather_sizes(
                 len(rows), num_tokens_per_rank, num_tokens_per_expert, num_worst_tokens,
                 expert_alignment,
             )  # fmt: skip
-            ids = self._rank_ids(is_token_in_rank, experts) if topk_idx is None else topk_idx
-            received = send(ids, sizes.limit, experts)
-            made = _handle_of(received, sizes, is_token_in_rank, experts)
+            ids = (
+                self._first_experts_of(is_token_in_rank, num_experts)
+                if topk_idx is None
+                else topk_idx
+            )
+            received = send(ids, sizes.max_tokens, num_experts)
+            new_handle = _handle_of(received, sizes, is_token_in_rank, num_experts)
             choices = (None, None)
             if topk_idx is not None:
-                choices = _choices(received, made.token_of_place)
-            return gathered(received, made), *choices, sizes.counts, made
+                choices = _local_choices(received, new_handle.token_of_row)
+            return result_rows(received, new_handle), *choices, sizes.routes_per_expert, new_handle
 
         inputs = rows, scales, layout, topk_idx, topk_weights, handle
         result, event = self._run("rows", work, previous_event, async_finish, inputs)
@@ -284,25 +292,25 @@ class Buffer(LowLatencyCalls):
     ) -> _Sizes:  # fmt: skip
         """Exchange the sizes of all ranks. The host waits, unless ``num_worst_tokens`` is given."""
         ranks = self.group_size
-        own = torch.cat([per_rank.new_full((1,), tokens), per_rank, per_expert])
-        table = libraries.all_gather_rows(own[None], self.group) if ranks > 1 else own[None]
-        prefix = table[:, 1 : 1 + ranks].cumsum(0, dtype=torch.int32)
+        own_counts = torch.cat([per_rank.new_full((1,), tokens), per_rank, per_expert])[None]
+        counts = own_counts if ranks == 1 else libraries.all_gather_rows(own_counts, self.group)
+        rank_prefix_matrix = counts[:, 1 : 1 + ranks].cumsum(0, dtype=torch.int32)
         if num_worst_tokens:
-            return _Sizes(-(-num_worst_tokens // ranks), num_worst_tokens, [], prefix)
-        host = table.cpu()
-        sums, most = host.sum(0).tolist(), int(host[:, 0].max())
-        local = len(per_expert) // ranks
-        first = 1 + ranks + self.rank * local
-        counts = [-(-each // alignment) * alignment for each in sums[first : first + local]]
-        # Powers of two, because ops are tuned for each limit.
-        limit = triton.next_power_of_2(max(1, most))
-        return _Sizes(limit, sums[1 + self.rank], counts, prefix)
+            return _Sizes(-(-num_worst_tokens // ranks), num_worst_tokens, [], rank_prefix_matrix)
+        host_counts = counts.cpu()
+        sums, max_tokens = host_counts.sum(0).tolist(), int(host_counts[:, 0].max())
+        local_experts = len(per_expert) // ranks
+        first = 1 + ranks + self.rank * local_experts
+        routes = [-(-each // alignment) * alignment for each in sums[first : first + local_experts]]
+        # A power of two, because ops are tuned for each value.
+        max_tokens = triton.next_power_of_2(max(1, max_tokens))
+        return _Sizes(max_tokens, sums[1 + self.rank], routes, rank_prefix_matrix)
 
-    def _rank_ids(self, is_token_in_rank: torch.Tensor, num_experts: int) -> torch.Tensor:
-        """Return int64 [tokens, ranks], an expert of each rank that gets the token, or -1."""
+    def _first_experts_of(self, is_token_in_rank: torch.Tensor, num_experts: int) -> torch.Tensor:
+        """Return int64 [tokens, ranks]: the first expert of a rank that gets the token, or -1."""
         step, device = num_experts // self.group_size, is_token_in_rank.device
-        experts = torch.arange(0, num_experts, step, dtype=torch.int64, device=device)
-        return torch.where(is_token_in_rank, experts, -1)
+        first_experts = torch.arange(0, num_experts, step, dtype=torch.int64, device=device)
+        return torch.where(is_token_in_rank, first_experts, -1)
 
     def combine(
         self, x: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None = None,
@@ -310,7 +318,7 @@ class Buffer(LowLatencyCalls):
         previous_event: EventOverlap | None = None, async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:  # fmt: skip
-        """Return the sum of each token's rows, in fp32 in the order of ranks. Collective; tuned.
+        """Return the sum of each token's rows, added in fp32 in rank order. Collective; tuned.
 
         Args:
             x: bf16 [received rows, hidden].
@@ -323,16 +331,23 @@ class Buffer(LowLatencyCalls):
             bf16 [tokens, hidden], zero for tokens without rows; sums of ``topk_weights``, fp32
             [tokens, topk], or ``None``; the event.
         """
-        sms = (config or self.get_combine_config(self.group_size)).num_sms
+        num_sms = (config or self.get_combine_config(self.group_size)).num_sms
         biases = bias if isinstance(bias, tuple) else (bias,)
         tokens = len(handle.is_token_in_rank)
 
         def summed(rows: torch.Tensor, kind: str) -> torch.Tensor:
-            ctx = self._context(kind, handle.limit, rows.shape[1], handle.num_experts)
-            received = received_at(
-                ctx, handle.place_of_token, handle.ends, handle.destinations, tokens, handle.limit
+            ctx = self._context(kind, handle.max_tokens, rows.shape[1], handle.num_experts)
+            received = received_for_combine(
+                ctx,
+                handle.row_of_token,
+                handle.ends,
+                handle.destinations,
+                tokens,
+                handle.max_tokens,
             )
-            return ep_combine(rows, received, ctx, apply_weights=False, num_sms=max(_MIN_SMS, sms))
+            return ep_combine(
+                rows, received, ctx, apply_weights=False, num_sms=max(_MIN_SMS, num_sms)
+            )
 
         def work() -> tuple[torch.Tensor, torch.Tensor | None]:
             out, weights = summed(x, "rows"), None
@@ -352,25 +367,26 @@ class Buffer(LowLatencyCalls):
 def _handle_of(
     received: Received, sizes: _Sizes, is_token_in_rank: torch.Tensor, num_experts: int
 ) -> Handle:
-    is_here = (received.local_ids >= 0).any(1)
-    end = is_here.cumsum(0, dtype=torch.int32)
-    place = torch.where(is_here, end - 1, -1)
-    # Tokens without a place write to one extra element, which is cut off.
-    token_of_place = place.new_full((sizes.rows + 1,), -1)
-    token = torch.arange(len(place), dtype=torch.int32, device=place.device)
-    token_of_place[torch.where(is_here, place, sizes.rows).clamp(max=sizes.rows)] = token
-    token_of_place = token_of_place[:-1]
+    is_received = (received.local_ids >= 0).any(1)
+    num_received = is_received.cumsum(0, dtype=torch.int32)
+    row = torch.where(is_received, num_received - 1, -1)
+    # Tokens without a row write to one extra element, which is cut off.
+    token_of_row = row.new_full((sizes.num_rows + 1,), -1)
+    token = torch.arange(len(row), dtype=torch.int32, device=row.device)
+    token_of_row[torch.where(is_received, row, sizes.num_rows).clamp(max=sizes.num_rows)] = token
+    token_of_row = token_of_row[:-1]
+    ends = num_received[-1:].expand(len(received.ends)).contiguous()
     return Handle(
-        sizes.prefix, place[:, None], end[-1:].expand(len(received.ends)).contiguous(),
-        token_of_place % sizes.limit, is_token_in_rank, token_of_place, received.destinations,
-        sizes.limit, num_experts,
+        sizes.rank_prefix_matrix, row[:, None], ends,
+        token_of_row % sizes.max_tokens, is_token_in_rank, token_of_row, received.destinations,
+        sizes.max_tokens, num_experts,
     )  # fmt: skip
 
 
-def _choices(received: Received, token_of_place: torch.Tensor) -> tuple[Any, Any]:
+def _local_choices(received: Received, token_of_row: torch.Tensor) -> tuple[Any, Any]:
     """Return local experts, and weights if the dispatch had any, of each received row."""
-    token = token_of_place.clamp(min=0)
-    ids = torch.where((token_of_place >= 0)[:, None], received.local_ids[token], -1)
+    token = token_of_row.clamp(min=0)
+    ids = torch.where((token_of_row >= 0)[:, None], received.local_ids[token], -1)
     if received.weights is None:
         return ids.long(), None
     weights = received.weights[received.position_of_route[token].clamp(min=0)]

@@ -1,8 +1,8 @@
 """Base of ``Buffer``: contexts, streams and events of all calls, and the calls of few tokens.
 
-Dispatch and combine of few tokens have result rows for the worst routing. The host does not wait.
-Two contexts alternate, so two micro-batches can be in flight. A combine sends its weights to the
-ranks of the experts. Each of them returns one weighted sum per token.
+Dispatch of few tokens allocates result rows for the worst routing, so the host does not wait. Two
+contexts alternate, so two micro-batches can be in flight. Combine sends the weights to the ranks of
+the experts. Each of these ranks returns one weighted sum per token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.nn.functional import pad
 
-from triton_dist.deep_ep.pack import launch_of
+from triton_dist.deep_ep.pack import pack_launch
 from triton_dist.deep_ep.utils import EventHandle, EventOverlap
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.nvidia.expert_parallel import (
@@ -34,19 +34,19 @@ Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """Rows, or fp8 rows and their scales."""
 Hook: TypeAlias = Callable[[], None] | None
 _FP8_MAXIMUM, _MIN_AMAX, _MANTISSA_BITS = 448.0, 1e-4, 23
-_SCALES_OF_INT = 4
+_EXPONENTS_PER_INT = 4
 
 
 class LowLatencyHandle(NamedTuple):
-    """Layout of a low-latency dispatch. The first five entries are equal to DeepEP's.
+    """Layout of a low-latency dispatch. The first five entries have DeepEP's contents.
 
     Attributes:
-        src_info: int32 [local experts, places], index of each row on its source. Places are the
-            ``ranks * max tokens`` result rows of an expert.
-        layout_range: int64 [local experts, ranks], first place in the upper 32 bits, number of
-            rows in the lower 32 bits.
-        place_of_route: int32 [ranks * max tokens, topk], index in ``[local experts * places]``, or
-            -1.
+        src_info: int32 [local experts, capacity], index of each row's token on its source rank.
+            The capacity, ``ranks * max tokens``, is the number of result rows of an expert.
+        layout_range: int64 [local experts, ranks], rows from each source rank: index of the first
+            row in the upper 32 bits, number of rows in the lower 32 bits.
+        row_of_route: int32 [ranks * max tokens, topk], index of the route's row among all ``local
+            experts * capacity`` result rows; -1 if the expert is on another rank.
         slot: which of the two contexts the call used.
     """
 
@@ -55,7 +55,7 @@ class LowLatencyHandle(NamedTuple):
     num_max_dispatch_tokens_per_rank: int
     hidden: int
     num_experts: int
-    place_of_route: torch.Tensor
+    row_of_route: torch.Tensor
     slot: int
 
 
@@ -71,14 +71,14 @@ class LowLatencyCalls:
         self._device = current_device()
         self._contexts: dict[tuple[Any, ...], EPContext] = {}
         # CUDA graphs use the memory of these contexts, also after larger contexts replaced them.
-        self._in_graphs: dict[EPContext, None] = {}
-        self._last: dict[str, EventHandle] = {}
-        self._slot, self._products = 0, dict[int, torch.Tensor]()
+        self._captured_contexts: dict[EPContext, None] = {}
+        self._last_events: dict[str, EventHandle] = {}
+        self._slot, self._combine_inputs = 0, dict[int, torch.Tensor]()
 
     def destroy(self) -> None:
         """Free the memory; idempotent. Collective."""
-        contexts = dict.fromkeys([*self._contexts.values(), *self._in_graphs])
-        self._contexts, self._in_graphs = {}, {}
+        contexts = dict.fromkeys([*self._contexts.values(), *self._captured_contexts])
+        self._contexts, self._captured_contexts = {}, {}
         for ctx in contexts:
             ctx.finalize()
 
@@ -95,7 +95,7 @@ class LowLatencyCalls:
         key = kind, hidden, num_experts
         ctx = self._contexts.get(key)
         if ctx is None or (ctx.max_tokens < max_tokens and ctx.pending is None):
-            if ctx is not None and ctx not in self._in_graphs:
+            if ctx is not None and ctx not in self._captured_contexts:
                 ctx.finalize()
             ranks, dtype = self.group_size, torch.float32 if kind == "weights" else torch.bfloat16
             ctx = self._contexts[key] = create_ep_context(
@@ -103,7 +103,7 @@ class LowLatencyCalls:
                 group=self.group,
             )  # fmt: skip
         if self._device.is_capturing():
-            self._in_graphs[ctx] = None
+            self._captured_contexts[ctx] = None
         return ctx
 
     def _run(
@@ -117,27 +117,28 @@ class LowLatencyCalls:
         """Return the result of ``work`` and an event.
 
         Args:
-            kind: calls of a kind run in order, also on different streams: they share a context.
+            kind: calls with equal ``kind`` share a context, so they run in order, even if they are
+                on different streams.
             previous: event to wait for. An asynchronous call with an event does not wait for
                 earlier work of the current stream.
             is_async: run on a second stream.
             inputs: tensors that ``work`` uses, also in tuples.
         """
-        last, previous, results = self._last.get(kind), previous or EventOverlap(), []
+        last_event, previous, results = self._last_events.get(kind), previous or EventOverlap(), []
 
         def run() -> None:
-            if last is not None and last.must_be_awaited():
-                last.current_stream_wait()
+            if last_event is not None and last_event.must_be_awaited():
+                last_event.current_stream_wait()
             previous.current_stream_wait()
             results.append(work())
-            self._last[kind] = EventHandle(*(flat(results) if is_async else ()))
+            self._last_events[kind] = EventHandle(*(tensors_in(results) if is_async else ()))
 
         if not is_async:
             run()
-            self._last[kind].is_awaited = True  # by its own stream
+            self._last_events[kind].is_awaited = True  # by its own stream
             return results[0], EventOverlap()
-        self._device.fork(run, *flat(inputs), after_current=previous.event is None)
-        return results[0], EventOverlap(self._last[kind])
+        self._device.fork(run, *tensors_in(inputs), after_current=previous.event is None)
+        return results[0], EventOverlap(self._last_events[kind])
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
@@ -168,62 +169,70 @@ class LowLatencyCalls:
             return_recv_hook: only send; the returned function receives. Not tuned.
 
         Returns:
-            Rows [local experts, ranks * max tokens, hidden], sorted by source rank and token; with
-            ``use_fp8`` also their scales [local experts, ranks * max tokens, hidden / 128] with
-            adjacent rows in memory. Rows after the received rows are undefined. Then int32 [local
-            experts], numbers of received rows; the handle; the event; and the function, or
-            ``None``.
+            Five results: rows [local experts, ranks * max tokens, hidden], sorted by source rank
+            and token; with ``use_fp8``, a pair of these rows and their scales [local experts, ranks
+            * max tokens, hidden / 128], whose second dimension has stride 1. Rows of an expert
+            after its received rows are undefined. Then int32 [local experts], numbers of received
+            rows; the handle; the event; and the function, or ``None``.
 
         Raises:
             InvalidArgument: options exclude each other, or two earlier sends are not yet received.
         """
-        limit, hidden = num_max_dispatch_tokens_per_rank, x.shape[1]
+        max_tokens, hidden = num_max_dispatch_tokens_per_rank, x.shape[1]
         groups = -(-hidden // SCALE_ELEMENTS)
-        _check_hook("low_latency_dispatch", async_finish, return_recv_hook)
-        if use_ue8m0 and not (round_scale and groups % _SCALES_OF_INT == 0):
+        _check_async_options("low_latency_dispatch", async_finish, return_recv_hook)
+        if use_ue8m0 and not (round_scale and groups % _EXPONENTS_PER_INT == 0):
             expected = "False, or round_scale=True and a hidden that is a multiple of 512"
             raise InvalidArgument("low_latency_dispatch", "use_ue8m0", use_ue8m0, expected)
         for _ in range(2):
             self._slot ^= 1
-            ctx = self._context(f"slot {self._slot}", limit, hidden, num_experts)
+            ctx = self._context(f"slot {self._slot}", max_tokens, hidden, num_experts)
             if ctx.pending is None:
                 break
         else:
             expected = "at most two: call the function of an earlier dispatch first"
-            raise InvalidArgument("low_latency_dispatch", "the number of sends", 3, expected)
-        experts, places = ctx.local_experts, self.group_size * limit
+            raise InvalidArgument(
+                "low_latency_dispatch", "the number of pending sends", 3, expected
+            )
+        experts, capacity = ctx.local_experts, self.group_size * max_tokens
 
-        def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return x.new_empty(shape, dtype=dtype)
 
-        out = new(experts, places, hidden, dtype=torch.float8_e4m3fn if use_fp8 else x.dtype)
-        scales = new(experts, groups, places, dtype=torch.float32) if use_fp8 else None
-        exponents = new(experts, groups // _SCALES_OF_INT, places) if use_ue8m0 else None
-        counts, ranges = new(experts), new(experts, self.group_size, dtype=torch.int64)
+        out = empty(experts, capacity, hidden, dtype=torch.float8_e4m3fn if use_fp8 else x.dtype)
+        scales = empty(experts, groups, capacity, dtype=torch.float32) if use_fp8 else None
+        exponents = empty(experts, groups // _EXPONENTS_PER_INT, capacity) if use_ue8m0 else None
+        counts, ranges = empty(experts), empty(experts, self.group_size, dtype=torch.int64)
         handle = LowLatencyHandle(
-            new(experts, places), ranges, limit, hidden, num_experts,
-            new(places, topk_idx.shape[1]), self._slot,
+            empty(experts, capacity), ranges, max_tokens, hidden, num_experts,
+            empty(capacity, topk_idx.shape[1]), self._slot,
         )  # fmt: skip
 
         def send(function: Callable[..., Received]) -> Received:
-            rows, scale = _rounded_fp8(x) if use_fp8 and round_scale else (x, None)
+            rows, scale = _fp8_with_rounded_scales(x) if use_fp8 and round_scale else (x, None)
             quantise = use_fp8 and scale is None
-            return function(rows, topk_idx, ctx, x_scale=scale, quantise=quantise, max_tokens=limit)
+            return function(
+                rows, topk_idx, ctx, x_scale=scale, quantise=quantise, max_tokens=max_tokens
+            )
 
         def receive(received: Received) -> None:
-            ctx.buffer.launcher.repeat(launch_of(received, out, scales, handle.src_info))
+            ctx.buffer.launcher.repeat(pack_launch(received, out, scales, handle.src_info))
             ends_by_rank = received.counts.cumsum(1)
             torch.add((ends_by_rank - received.counts) << 32, received.counts, out=ranges)
             counts.copy_(ends_by_rank[:, -1])
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(counts)
-            first = torch.arange(0, experts * places, places, device=x.device, dtype=torch.int32)
-            shift = (first + counts - received.ends)[received.local_ids.clamp(min=0)]
+            # Positions are sorted by expert without gaps; result rows have gaps up to the capacity.
+            first_row = torch.arange(
+                0, experts * capacity, capacity, device=x.device, dtype=torch.int32
+            )
+            first_position = received.ends - counts
+            shift = (first_row - first_position)[received.local_ids.clamp(min=0)]
             position = received.position_of_route
-            handle.place_of_route.copy_(torch.where(position >= 0, position + shift, -1))
+            handle.row_of_route.copy_(torch.where(position >= 0, position + shift, -1))
             if scales is not None and exponents is not None:
-                each = (scales.view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
-                exponents.copy_(each.mT.contiguous().view(torch.int32).mT)
+                exponent_bytes = (scales.view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
+                exponents.copy_(exponent_bytes.mT.contiguous().view(torch.int32).mT)
 
         def work() -> tuple[Any, ...]:
             receive(send(ep_dispatch))
@@ -233,15 +242,15 @@ class LowLatencyCalls:
         result: Rows = out if packed is None else (out, packed.mT)
         inputs = x, topk_idx, cumulative_local_expert_recv_stats
         if return_recv_hook:
-            sent, event = self._run(kind, lambda: send(ep_send), None, False)
+            pending, event = self._run(kind, lambda: send(ep_send), None, False)
 
             def hook() -> None:
-                self._run(kind, lambda: receive(sent.wait()), None, False)
+                self._run(kind, lambda: receive(pending.wait()), None, False)
 
             return result, counts, handle, event, hook
         # The second stream also writes the results, which are allocated on this stream.
-        written = out, scales, exponents, counts, handle
-        _, event = self._run(kind, work, None, async_finish, inputs, written)
+        outputs = out, scales, exponents, counts, handle
+        _, event = self._run(kind, work, None, async_finish, inputs, outputs)
         return result, counts, handle, event, None
 
     def low_latency_combine(
@@ -270,32 +279,33 @@ class LowLatencyCalls:
             InvalidArgument: the function of the dispatch has not been called, or ``zero_copy``
                 without ``get_next_low_latency_combine_buffer``.
         """
-        _check_hook("low_latency_combine", async_finish, return_recv_hook)
-        limit, kind = handle.num_max_dispatch_tokens_per_rank, f"slot {handle.slot}"
-        ctx = self._context(kind, limit, handle.hidden, handle.num_experts)
+        _check_async_options("low_latency_combine", async_finish, return_recv_hook)
+        max_tokens, kind = handle.num_max_dispatch_tokens_per_rank, f"slot {handle.slot}"
+        ctx = self._context(kind, max_tokens, handle.hidden, handle.num_experts)
         if ctx.pending is not None:
             expected = "a handle whose dispatch has been received: call its function first"
             raise InvalidArgument("low_latency_combine", "handle", "a pending send", expected)
-        products = self._products.get(handle.slot) if zero_copy else x
+        products = self._combine_inputs.get(handle.slot) if zero_copy else x
         if products is None:
             expected = "False unless get_next_low_latency_combine_buffer(handle) has been called"
             raise InvalidArgument("low_latency_combine", "zero_copy", True, expected)
         y = products.flatten(0, 1)
 
         def work() -> torch.Tensor:
-            # Send ids and weights, but no rows.
+            # The ranks of the experts need this rank's weights: dispatch ids and weights, no rows.
             rows, tokens = y.new_empty((len(topk_idx), handle.hidden)), len(topk_idx)
-            call = DispatchCall(rows, topk_idx, ctx, topk_weights, max_tokens=limit)
-            sent = call.result()
-            call.launch_kernel(sent.layout, True, True, copies=0)
-            assert sent.weights is not None
-            weights = sent.weights.new_empty(len(y) + 1)
-            # Routes to other ranks write to one more element, which belongs to no row of y.
-            place = torch.where(handle.place_of_route >= 0, handle.place_of_route, len(y))
-            weights[place] = sent.weights[sent.position_of_route.clamp(min=0)]
-            received = received_at(
-                ctx, handle.place_of_route, sent.ends, sent.destinations, tokens, limit, weights
-            )
+            call = DispatchCall(rows, topk_idx, ctx, topk_weights, max_tokens=max_tokens)
+            routes = call.result()
+            call.launch_kernel(routes.layout, True, True, copies=0)
+            assert routes.weights is not None
+            weights = routes.weights.new_empty(len(y) + 1)
+            # Routes to other ranks write to one extra element, which belongs to no row of y.
+            row = torch.where(handle.row_of_route >= 0, handle.row_of_route, len(y))
+            weights[row] = routes.weights[routes.position_of_route.clamp(min=0)]
+            received = received_for_combine(
+                ctx, handle.row_of_route, routes.ends, routes.destinations, tokens, max_tokens,
+                weights,
+            )  # fmt: skip
             sums: torch.Tensor = ep_combine(y, received, ctx)
             return sums if out is None else out.copy_(sums)
 
@@ -308,20 +318,24 @@ class LowLatencyCalls:
         """Return the bf16 [local experts, ranks * max tokens, hidden] that the next
         ``low_latency_combine`` with ``handle`` and ``zero_copy`` reads.
         """
-        shape, products = (*handle.src_info.shape, handle.hidden), self._products.get(handle.slot)
+        shape = (*handle.src_info.shape, handle.hidden)
+        products = self._combine_inputs.get(handle.slot)
         if products is None or products.shape != shape:
             products = handle.src_info.new_empty(shape, dtype=torch.bfloat16)
-            self._products[handle.slot] = products
+            self._combine_inputs[handle.slot] = products
         return products
 
 
-def _check_hook(function: str, async_finish: bool, return_recv_hook: bool) -> None:
+def _check_async_options(function: str, async_finish: bool, return_recv_hook: bool) -> None:
     if async_finish and return_recv_hook:
         raise InvalidArgument(function, "async_finish", True, "False with return_recv_hook")
 
 
-def _rounded_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x in fp8 and its scales [tokens, hidden / 128], rounded up to powers of two."""
+def _fp8_with_rounded_scales(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x in fp8 and its scales [tokens, hidden / 128], rounded up to powers of two.
+
+    Adding all mantissa bits and clearing them rounds a positive float up to a power of two.
+    """
     groups = pad(x, (0, -x.shape[1] % SCALE_ELEMENTS)).float().unflatten(1, (-1, SCALE_ELEMENTS))
     scale = groups.abs().amax(2).clamp(min=_MIN_AMAX) / _FP8_MAXIMUM
     bits = scale.view(torch.int32) + (1 << _MANTISSA_BITS) - 1
@@ -330,20 +344,20 @@ def _rounded_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rows[:, : x.shape[1]].contiguous(), scale
 
 
-def flat(results: Any) -> Iterator[torch.Tensor]:
+def tensors_in(results: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested tuples and lists."""
     if isinstance(results, torch.Tensor):
         yield results
     elif isinstance(results, tuple | list):
         for each in results:
-            yield from flat(each)
+            yield from tensors_in(each)
 
 
-def received_at(
+def received_for_combine(
     ctx: EPContext, positions: torch.Tensor, ends: torch.Tensor, destinations: torch.Tensor,
     tokens: int, max_tokens: int, weights: torch.Tensor | None = None,
 ) -> Received:  # fmt: skip
-    """Return the argument of ``ep_combine`` for products at ``positions``.
+    """Return the layout argument of ``ep_combine`` for products at ``positions``.
 
     Args:
         positions: int32 [ranks * max_tokens, choices], index of each product in y, or -1.

@@ -1,4 +1,4 @@
-"""Copy received rows to the places of a low-latency dispatch."""
+"""Copy received rows to the result of a low-latency dispatch, which has gaps between experts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from triton_dist.runtime.launch import Launch
 
 @jit(do_not_specialize=["max_tokens"])
 def kernel_pack(
-    rows_ptr, scales_ptr, row_ptr, ends_ptr, out_ptr, out_scales_ptr, tokens_ptr, hidden, groups,
-    max_tokens, capacity, EXPERTS: tl.constexpr, EXPERT_LANES: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
+    rows_ptr, scales_ptr, row_of_position_ptr, ends_ptr, out_ptr, out_scales_ptr, tokens_ptr,
+    hidden, groups, max_tokens, capacity, EXPERTS: tl.constexpr, EXPERT_LANES: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP_LANES: tl.constexpr,
 ):  # fmt: skip
     """Copy rows, in order of experts, to out [EXPERTS, capacity, hidden]; leave gaps unwritten.
 
@@ -27,27 +27,27 @@ def kernel_pack(
     total = tl.load(ends_ptr + EXPERTS - 1)
     position = tl.program_id(0)
     while position < total:
-        row = tl.load(row_ptr + position).to(tl.int64)
-        is_before = ends <= position
-        owner = tl.sum(is_before.to(tl.int32), 0).to(tl.int64)
-        within = position - tl.max(tl.where(is_before, ends, 0), 0)
+        row = tl.load(row_of_position_ptr + position).to(tl.int64)
+        ends_before = ends <= position
+        owner_expert = tl.sum(ends_before.to(tl.int32), 0).to(tl.int64)
+        row_in_expert = position - tl.max(tl.where(ends_before, ends, 0), 0)
         # A token that lists an expert twice may exceed the capacity.
-        if within < capacity:
-            place = owner * capacity + within
-            tl.store(tokens_ptr + place, (row % max_tokens).to(tl.int32))
+        if row_in_expert < capacity:
+            out_row = owner_expert * capacity + row_in_expert
+            tl.store(tokens_ptr + out_row, (row % max_tokens).to(tl.int32))
             for first in range(0, hidden, BLOCK):
                 column = first + tl.arange(0, BLOCK)
                 x = tl.load(rows_ptr + row * hidden + column, mask=column < hidden)
-                tl.store(out_ptr + place * hidden + column, x, mask=column < hidden)
+                tl.store(out_ptr + out_row * hidden + column, x, mask=column < hidden)
             if scales_ptr is not None:
                 group = tl.arange(0, GROUP_LANES)
                 scale = tl.load(scales_ptr + row * groups + group, mask=group < groups)
-                target = out_scales_ptr + (owner * groups + group) * capacity + within
+                target = out_scales_ptr + (owner_expert * groups + group) * capacity + row_in_expert
                 tl.store(target, scale, mask=group < groups)
         position += tl.num_programs(0)
 
 
-def launch_of(
+def pack_launch(
     received: Received, out: torch.Tensor, scales: torch.Tensor | None, tokens: torch.Tensor
 ) -> Launch:
     """Return the launch of ``kernel_pack``, which fills the results of a low-latency dispatch.

@@ -36,14 +36,14 @@ class EventHandle:
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         device = current_device()
-        self._join, self._tensors = device.record_event(), tensors
-        self._streams, self._in_graph = {device.current_stream()}, device.is_capturing()
+        self._wait, self._tensors = device.record_event(), tensors
+        self._ordered_streams, self._is_in_graph = {device.current_stream()}, device.is_capturing()
         self.is_awaited = False
 
     def current_stream_wait(self) -> None:
         """Make the current stream wait for the work."""
-        self._join(*self._tensors)
-        self._streams.add(current_device().current_stream())
+        self._wait(*self._tensors)
+        self._ordered_streams.add(current_device().current_stream())
         self.is_awaited = True
 
     def must_be_awaited(self) -> bool:
@@ -53,16 +53,16 @@ class EventHandle:
         for work in the graph. If a capture is involved, a wait of any stream is therefore enough.
         """
         device = current_device()
-        if device.current_stream() in self._streams:
+        if device.current_stream() in self._ordered_streams:
             return False
-        return not (self.is_awaited and (self._in_graph or device.is_capturing()))
+        return not (self.is_awaited and (self._is_in_graph or device.is_capturing()))
 
 
 class EventOverlap:
     """An event of a call; as a context manager, it makes the current stream wait at the end.
 
     Args:
-        event: ``None`` for a call that the current stream waits for anyway.
+        event: ``None`` for a call on the current stream, which needs no wait.
         extra_tensors: tensors that stay allocated as long as this object.
     """
 
