@@ -152,14 +152,14 @@ def stock_module(kind: str) -> Any:
     return Mixture(kind == "gated").to(current_device().torch_device)
 
 
-def layers_like_one_process(kind: str, rtol: float = 1e-4) -> int:
+def layers_like_one_process(kind: str, column_shards: int = 1, rtol: float = 1e-4) -> int:
     """Compare a layer with its stock module: results, gradients, their norm, and saved weights."""
     rank, size = dist.get_rank(), dist.get_world_size()
     stock, rng = stock_module(kind), random.Random(f"{kind} {size}")
     counts = [rng.choice((0, 0, 1, 3, 4, 5)) for _ in range(size)]
     counts[rng.randrange(size)] = 6
-    own = 12 // size
-    layer = EP_MoE()
+    own, (block, shard) = 12 * column_shards // size, divmod(rank, column_shards)
+    layer = EP_MoE(expert_tensor_parallel_size=column_shards)
     layer._init_parameters(Stacked(stock) if kind == "stacked" else stock)
     layer._init_ctx(EP_GROUP=dist.group.WORLD, max_tokens_per_rank=6)
     x, mine = drawn(3, sum(counts), 32), slice(sum(counts[:rank]), sum(counts[: rank + 1]))
@@ -171,14 +171,17 @@ def layers_like_one_process(kind: str, rtol: float = 1e-4) -> int:
     y = layer(part, max_tokens=6)
     (y * weights[mine]).sum().backward()
     sum_gradients(layer)
-    experts = stock.experts[rank * own : (rank + 1) * own]
+    experts = stock.experts[block * own : (block + 1) * own]
+
+    def own_gradient(expert: Any, name: str) -> torch.Tensor:
+        weight = getattr(expert, name).weight
+        gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        return gradient.chunk(column_shards, int(name == "down_proj"))[shard]
 
     def stacked(*names: str) -> torch.Tensor:
-        of_experts = [[getattr(e, name).weight for name in names] for e in experts]
-        return torch.stack([
-            torch.cat([w.new_zeros(w.shape) if w.grad is None else w.grad for w in each]).T
-            for each in of_experts
-        ])  # fmt: skip
+        return torch.stack(
+            [torch.cat([own_gradient(expert, name) for name in names]).T for expert in experts]
+        )
 
     stock_grads = dict(stock.named_parameters())
     pairs = [(y, golden[mine]), (part.grad, whole.grad[mine])]
@@ -239,6 +242,16 @@ def refused() -> None:
     stock.experts[0].act_fn = torch.nn.functional.gelu
     with pytest.raises(InvalidArgument, match=r"experts.act_fn is .*gelu.*, expected SiLU"):
         EP_MoE()._init_parameters(stock)
+    with pytest.raises(
+        InvalidArgument, match=r"parallel_size is 4, expected a divisor of the 2 ra"
+    ):
+        EP_MoE(expert_tensor_parallel_size=4)
+    with pytest.raises(
+        InvalidArgument, match=r"columns of an expert is 15, expected a multiple of 2"
+    ):
+        EP_MoE(expert_tensor_parallel_size=2)._init_parameters(
+            model(num_experts=2, moe_intermediate_size=15).model.layers[0].mlp
+        )
     odd = model(num_experts=3).model.layers[0].mlp
     with pytest.raises(InvalidArgument, match="number of experts is 3, expected a multiple of"):
         EP_MoE()._init_parameters(odd)

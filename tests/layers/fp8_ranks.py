@@ -88,14 +88,14 @@ def add_shared(stock: Any, args: Any, out: Any) -> torch.Tensor:
 
 
 @mock.patch.dict("os.environ", TRITON_DIST_AUTOTUNE="0")  # tests of the ops try all configs
-def served(kind: type, recipe: str, columns: int, compiles: bool = True) -> int:
+def served(kind: type, recipe: str, columns: int, compiles: bool = True, **options: int) -> int:
     """Both modes, and the layer's torch products, against the stock module.
 
     The input of a product is rounded to 4 bits, so each addend errs by at most 1/16 of itself. The
     errors have random signs: compare norms.
     """
     stock = stock_of(kind, recipe, columns)
-    layer = kind(sequence_parallel=False)
+    layer = kind(sequence_parallel=False, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TritonDistWarning)  # of heads that ranks replicate
         layer._init_parameters(stock)

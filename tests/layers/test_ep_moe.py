@@ -31,6 +31,20 @@ def test_layers(on_two_ranks, kind, pairs):
     assert on_two_ranks(ep_ranks.layers_like_one_process, kind) == [pairs, pairs]
 
 
+@pytest.mark.parametrize(
+    ("kind", "pairs", "num_ranks"),
+    [
+        pytest.param("stacked", 5, 4, marks=pytest.mark.stress),
+        pytest.param("deepseek", 8, 4, marks=pytest.mark.stress),
+        ("stacked", 5, 2),
+        pytest.param("gated", 9, 2, marks=pytest.mark.stress),
+    ],
+)
+def test_ranks_that_share_experts(on_ranks, kind, pairs, num_ranks):
+    run = functools.partial(on_ranks(num_ranks), env=FIRST_CONFIG)
+    assert run(ep_ranks.layers_like_one_process, kind, 2) == [pairs] * num_ranks
+
+
 def test_a_replayed_graph(on_two_ranks):
     assert on_two_ranks(ep_ranks.replayed, "gated") == [3, 3]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -26,6 +28,18 @@ from triton_dist.layers.nvidia.fp8 import quantise
 )
 def test_served_layers(on_two_ranks, kind, recipe, columns, compiles):
     assert on_two_ranks(fp8_ranks.served, kind, recipe, columns, compiles) == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "columns"),
+    [
+        pytest.param("row", 24, marks=pytest.mark.stress),
+        ("block", 256),
+    ],
+)
+def test_fp8_experts_that_ranks_share(on_two_ranks, recipe, columns):
+    run = functools.partial(fp8_ranks.served, expert_tensor_parallel_size=2)
+    assert on_two_ranks(run, EP_MoE, recipe, columns, False) == [3, 3]
 
 
 @pytest.mark.parametrize(("kind", "recipe"), [(TP_MoE, "block"), (TP_Attn, "static")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +32,11 @@ class EP_MoE(TP_MoE):
     *All-reduce*: all ranks have all tokens. Each rank runs its experts, and the results are summed
     over the ranks.
 
+    With ``expert_tensor_parallel_size`` T > 1, T consecutive ranks share experts: each of them has
+    1 / T of the intermediate size I of the same E * T / ranks experts. A token is sent to all T
+    ranks of an expert, and their results are added. This serves models with fewer experts than
+    ranks, and balances the load of ranks.
+
     Every rank has all shared experts, as a copy of the original module under its original name. On
     a GPU they run on a second stream during the exchange of tokens.
 
@@ -38,8 +44,8 @@ class EP_MoE(TP_MoE):
     this number instead of the worst case. The call then cannot be captured in a CUDA graph.
 
     Attributes:
-        gate_up_proj: [E / ranks, hidden, 2 * I].
-        down_proj: [E / ranks, I, hidden].
+        gate_up_proj: [E * T / ranks, hidden, 2 * I / T].
+        down_proj: [E * T / ranks, I / T, hidden].
     """
 
     def __init__(
@@ -51,12 +57,17 @@ class EP_MoE(TP_MoE):
         *,
         sequence_parallel: bool = True,
         exact_sizes: bool = False,
+        expert_tensor_parallel_size: int = 1,
         **options: Any,
     ) -> None:
         super().__init__(
             rank, world_size, group, autotune, sequence_parallel=sequence_parallel, **options
         )
         self._shared_name, self.exact_sizes = "", exact_sizes
+        size = self.num_column_shards = expert_tensor_parallel_size
+        if size < 1 or self.world_size % size:
+            expected = f"a divisor of the {self.world_size} ranks"
+            raise self._invalid("expert_tensor_parallel_size", size, expected)
 
     def _init_parameters(self, module: torch.nn.Module, verbose: bool = False) -> None:
         """Copy this rank's experts of an MoE module, see ``TP_MoE``.
@@ -75,24 +86,39 @@ class EP_MoE(TP_MoE):
             raise self._invalid("experts.act_fn", self.act_fn, "SiLU")
 
     def _own_sizes(self, num_experts: int, columns: int) -> tuple[int, int]:
-        self._check_split("number of experts", num_experts)
-        if self.scales is not None and self.scales.is_block and columns % BLOCK_ELEMENTS:
-            self.stock_columns = columns
-            columns = scale_blocks(columns) * BLOCK_ELEMENTS
-        return num_experts // self.world_size, columns
+        shards = self.num_column_shards
+        num_blocks = self.world_size // shards
+        if num_experts % num_blocks:
+            expected = f"a multiple of {num_blocks}, ranks / expert_tensor_parallel_size"
+            raise self._invalid("number of experts", num_experts, expected)
+        multiple = shards
+        if self.scales is not None and self.scales.is_block:
+            if shards > 1:
+                multiple *= BLOCK_ELEMENTS
+            elif columns % BLOCK_ELEMENTS:
+                self.stock_columns = columns
+                columns = scale_blocks(columns) * BLOCK_ELEMENTS
+        if columns % multiple:
+            raise self._invalid("columns of an expert", columns, f"a multiple of {multiple}")
+        return num_experts // num_blocks, columns // shards
 
     def _stacked_weight(self, name: str, stacked: torch.Tensor) -> StockWeight:
-        return StockWeight(f"experts.{name}", stacked, 0)
+        shards = self.num_column_shards
+        if shards == 1:
+            return StockWeight(f"experts.{name}", stacked, 0)
+        weight = super()._stacked_weight(name, stacked)  # sharded in dimension 2
+        return replace(weight, dim=0, replicas=shards, column_dim=weight.dim, column_shards=shards)
 
     def _weights_of_expert(
         self, name: str, stacked: torch.Tensor, number: int
     ) -> Iterator[StockWeight]:
-        owner, local = divmod(number, self.num_experts // self.world_size)
+        shards = self.num_column_shards
+        block, local = divmod(number, self._experts_per_block())
         expert = stacked[local]
-        if owner != self.rank:
+        if block != self.rank // shards:
             expert = torch.empty(expert.shape, dtype=expert.dtype, device="meta")
-        whole = {"replicas": self.world_size, "owner": owner}
-        yield from self._split_expert(name, expert, number, **whole)
+        for weight in self._split_expert(name, expert, number, replicas=self.world_size):
+            yield replace(weight, owner=block * shards, column_shards=shards, column_dim=weight.dim)
 
     def _init_shared(self, source: Any) -> None:
         for name in (*SHARED, "shared_expert_gate"):
@@ -160,6 +186,7 @@ class EP_MoE(TP_MoE):
             missing = (0, 0, 0, max_tokens - len(rows))
             padded = pad(rows, missing), pad(ids, missing, value=-1), pad(scales, missing)
             return self._products(*padded, ranks, True)[: len(rows)]
+        ids, scales = self._routes_of_shards(ids, scales)
         if self.scales is None:
             return ep_experts(
                 rows, ids, scales, self.gate_up_proj, self.down_proj, ranks, max_tokens,
@@ -175,8 +202,28 @@ class EP_MoE(TP_MoE):
             self.exact_sizes and not torch.compiler.is_compiling(),
         )  # fmt: skip
 
+    def _experts_per_block(self) -> int:
+        """Return the number of experts of a block: of the ranks that share experts."""
+        return self.num_experts * self.num_column_shards // self.world_size
+
     def _own_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        return ids - self.rank * (self.num_experts // self.world_size)
+        return ids - self.rank // self.num_column_shards * self._experts_per_block()
+
+    def _routes_of_shards(
+        self, ids: torch.Tensor, scales: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Replace each expert by its column shards, which ``ep_dispatch`` takes for experts.
+
+        Rank r has the shards ``r * experts_per_block`` and following. Shapes: [rows, topk] to
+        [rows, topk * column shards].
+        """
+        shards = self.num_column_shards
+        if shards == 1:
+            return ids, scales
+        size = self._experts_per_block()
+        first = (ids // size) * shards * size + ids % size
+        each = first[..., None] + torch.arange(shards, device=ids.device) * size
+        return each.flatten(-2).to(ids.dtype), scales.repeat_interleave(shards, -1)
 
     def _start_shared(self, rows: torch.Tensor, out: list[torch.Tensor]) -> Any:
         """Append the result of the shared experts to ``out``, on a second stream. Return a function

@@ -142,6 +142,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
             stock.append(
                 replace(
                     weight, name=prefix + scales.name, dim=weight.dim if is_sharded else None,
+                    column_dim=weight.column_dim if is_sharded else None,
                     unpadded_size=weight.unpadded_size and scale_blocks(weight.unpadded_size),
                     scalar_shape=scales.scalar_shape,
                 )

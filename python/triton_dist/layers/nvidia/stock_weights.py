@@ -37,8 +37,10 @@ class StockWeight:
             zeros, else ``None``.
         scalar_shape: shape of a stock weight with one element, else ``None``. All elements of
             ``shard`` are equal to this element.
-        owner: the only rank that has the weight, which is not sharded; else ``None``. On other
-            ranks, ``shard`` is on the meta device.
+        owner: the first of the ``column_shards`` ranks that have the weight; ``None``: all ranks
+            have a shard. On other ranks, ``shard`` is on the meta device.
+        column_shards: number of consecutive ranks that have consecutive parts of ``column_dim``.
+        column_dim: dimension in which these ranks shard the weight further.
     """
 
     name: str
@@ -49,11 +51,12 @@ class StockWeight:
     unpadded_size: int | None = None
     scalar_shape: torch.Size | None = None
     owner: int | None = None
+    column_shards: int = 1
+    column_dim: int | None = None
 
     def gathered(self, ranks: Collectives) -> torch.Tensor:
         """Return the stock weight on this rank's device. Collective."""
-        whole = self._gathered_shards(ranks)
-        return whole.flatten(self.dim - 1, self.dim) if self.is_pair and self.dim else whole
+        return self._without_pair(self._gathered_shards(ranks))
 
     def distributed(self, ranks: Collectives, mesh: DeviceMesh | None) -> torch.Tensor:
         """Return the weight as a ``DTensor`` over ``mesh``. Collective.
@@ -77,9 +80,9 @@ class StockWeight:
         shape = list(self.shard.shape if self.scalar_shape is None else self.scalar_shape)
         if self.dim is not None:
             shape[self.dim] = self.unpadded_size or shape[self.dim] * shards
-        whole = torch.empty(shape, device="meta")
-        if self.is_pair and self.dim:
-            whole = whole.flatten(self.dim - 1, self.dim)
+        if self.column_dim is not None:
+            shape[self.column_dim] *= self.column_shards
+        whole = self._without_pair(torch.empty(shape, device="meta"))
         if weight.shape not in (whole.shape, torch.Size(shape)):
             expected = f"{tuple(whole.shape)}"
             raise InvalidArgument(
@@ -100,15 +103,23 @@ class StockWeight:
             part = weight.to_local()
         else:
             part = weight.reshape(shape)
-            if self.dim is not None:
-                own, index = self.shard.shape[self.dim], ranks.rank // self.replicas
-                part = part.movedim(self.dim, 0)[own * index : own * (index + 1)]
-                part = part.movedim(0, self.dim)
+            column_index = ranks.rank % self.column_shards
+            for dim, index in (
+                (self.column_dim, column_index),
+                (self.dim, ranks.rank // self.replicas),
+            ):
+                if dim is not None:
+                    own = self.shard.shape[dim]
+                    part = part.movedim(dim, 0)[own * index : own * (index + 1)].movedim(0, dim)
         if part.shape != self.shard.shape and self.dim is not None:
             self.shard.zero_()
             self.shard.narrow(self.dim, 0, part.shape[self.dim]).copy_(part)
         else:
             self.shard.copy_(part)
+
+    def _without_pair(self, whole: torch.Tensor) -> torch.Tensor:
+        dim = self.dim if self.column_dim is None else self.column_dim
+        return whole.flatten(dim - 1, dim) if self.is_pair and dim else whole
 
     def _gathered_shards(self, ranks: Collectives) -> torch.Tensor:
         shard = self.shard.detach()
@@ -117,16 +128,26 @@ class StockWeight:
         elif self.owner is not None and self.dim is not None:
             shard = shard.narrow(self.dim, 0, self.unpadded_size or shard.shape[self.dim])
         if self.owner is not None:
-            return ranks.broadcast(shard, self.owner)
+            if self.column_dim is None:
+                return ranks.broadcast(shard, self.owner)
+            owners = range(self.owner, self.owner + self.column_shards)
+            return torch.cat([ranks.broadcast(shard, each) for each in owners], self.column_dim)
         if self.dim is None or self.scalar_shape is not None:
             return shard
         if ranks.num_ranks == 1:
             return shard.narrow(self.dim, 0, self.unpadded_size or shard.shape[self.dim])
         # gloo has no fp8.
         travelling = shard.view(torch.uint8) if shard.itemsize == 1 else shard
-        shards = ranks.all_gather(travelling.movedim(self.dim, 0)).chunk(ranks.num_ranks)
-        whole = torch.cat(shards[:: self.replicas])[: self.unpadded_size].movedim(0, self.dim)
-        return whole.view(shard.dtype)
+        gathered = ranks.all_gather(travelling.movedim(self.dim, 0)).chunk(ranks.num_ranks)
+        shards = [each.movedim(0, self.dim) for each in gathered]
+        if self.column_dim is not None:
+            for first in range(0, ranks.num_ranks, self.replicas):
+                columns = shards[first : first + self.column_shards]
+                shards[first] = torch.cat(columns, self.column_dim)
+        whole = torch.cat(shards[:: self.replicas], self.dim)
+        return whole.narrow(self.dim, 0, self.unpadded_size or whole.shape[self.dim]).view(
+            shard.dtype
+        )
 
 
 def undistributed(tensor: torch.Tensor) -> torch.Tensor:
