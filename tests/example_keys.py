@@ -71,7 +71,7 @@ def _projected_heads(has_kv: bool) -> Iterator[HeadsProductKey]:
         q, k, _ = key.widths
         layout = "row-major" if k == q else "column-major"
         widths = key.widths if has_kv else (q, 0, 0)
-        yield HeadsProductKey(key.M, 4096, widths, key.dtype, layout, False, *key[3:])
+        yield HeadsProductKey(*key._replace(widths=widths), 4096, layout, False)
 
 
 EXAMPLE_KEYS: dict[str, list[Any]] = {

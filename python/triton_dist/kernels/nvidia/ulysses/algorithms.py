@@ -112,7 +112,7 @@ class HeadsCall(OpCall):
             0 if x is None else x.shape[2] * x.shape[3] // (number if self.to_heads else 1)
             for x, number in zip(self.x, shards, strict=True)
         )
-        self.key = self.accepted_key or HeadsKey(
+        self.key: HeadsKey = self.accepted_key or HeadsKey(
             self.batch * self.total, self.widths, first.dtype, ctx.replicas, self.batch > 1,
             lengths is not None, ctx.num_ranks,
         )  # fmt: skip
@@ -162,6 +162,11 @@ class HeadsCall(OpCall):
             heads, dim = shards * block.width // block.x.shape[3], block.x.shape[3]
             out[block.part] = block.x.new_empty(self.batch, tokens, heads, dim)
         return out
+
+    @property
+    def device_lengths(self) -> torch.Tensor | None:
+        """``UlyssesContext.lengths`` of the call, ``None`` without ``seq_lens``."""
+        return self.ctx.lengths(self.lengths) if self.key.has_lengths else None
 
     @property
     def own_tokens(self) -> int:
@@ -290,7 +295,7 @@ class Push(_Algorithm):
         }
         strides = tuple(None if x is None else row_stride(x) for x in call.x)
         slot = call.ctx.pushed.slots.index
-        lengths = call.ctx.lengths(call.lengths) if call.key.has_lengths else None
+        lengths = call.device_lengths
         key = (
             self.name, slot, call.key, call.batch, call.lengths, call.params, strides,
             call.to_heads, id(lengths),
@@ -298,14 +303,13 @@ class Push(_Algorithm):
         launcher.run(key, lambda: self.launch(call, out), tensors, keep_alive=lengths)
 
     def launch(self, call: HeadsCall, out: Sequence[Any]) -> Launch:
-        ctx, params, has_lengths = call.ctx, call.params, call.key.has_lengths
+        params, lengths = call.params, call.device_lengths
         x = [None if each is None else each.detach() for each in call.x]
         strides = [None if each is None else row_stride(each) for each in x]
-        lengths = ctx.lengths(call.lengths) if has_lengths else None
         arguments = (
             kernel.Heads(*x), kernel.Heads(*strides), kernel.Heads(*out), kernel.Sequence(lengths),
-            *self.memory(call), 0 if has_lengths else call.lengths[0], call.total, call.batch,
-            call.digest, ctx.rank,
+            *self.memory(call), call.lengths[0] if lengths is None else 0, call.total, call.batch,
+            call.digest, call.ctx.rank,
         )  # fmt: skip
         options = {"plan": plan_of(call), "num_warps": params.num_warps}
         return Launch(self.kernel, (self.programs * params.num_ctas,), arguments, options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -59,28 +59,24 @@ _NUM_TILES = 3
 
 
 class HeadsProductKey(NamedTuple):
-    """Tuning key of a call. The algorithms also use it as the call's sizes."""
+    """Tuning key of a call: the fields of ``HeadsKey``, and others."""
 
     M: int
-    """Batch size times tokens of all ranks."""
-    hidden: int
-    """Number of columns of x, or of the result of ``ulysses_post_attn_gemm``."""
     widths: tuple[int, ...]
     dtype: torch.dtype
-    layout: str
-    """Layout of B."""
-    has_bias: bool
     replicas: int
     is_batched: bool
     has_lengths: bool
     num_ranks: int
+    hidden: int
+    """Number of columns of x, or of the result of ``ulysses_post_attn_gemm``."""
+    layout: str
+    """Layout of B."""
+    has_bias: bool
 
     @property
     def exchange(self) -> HeadsKey:
-        return HeadsKey(
-            self.M, self.widths, self.dtype, self.replicas, self.is_batched, self.has_lengths,
-            self.num_ranks,
-        )  # fmt: skip
+        return HeadsKey(*self[:7])
 
 
 @dataclass(eq=False, repr=False)  # not frozen, because that would take 1 us more per call
@@ -129,9 +125,8 @@ class ProductCall(OpCall):
         if is_new:
             raise_first_error(function, self.operand_checks())
         hidden = self.x.shape[2] if self.to_heads else self.B.shape[1]
-        M, widths, dtype, *others = self.exchange.key
         self.key = self.accepted_key or HeadsProductKey(
-            M, hidden, widths, dtype, layout_of(self.B), self.bias is not None, *others
+            *self.exchange.key, hidden, layout_of(self.B), self.bias is not None
         )
         self.chosen.check(self)
 
@@ -169,12 +164,15 @@ class ProductCall(OpCall):
     def agreement(self) -> str:
         return self.exchange.agreement
 
+    @property
+    def weights(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """B and the bias, without autograd."""
+        return self.B.detach(), None if self.bias is None else self.bias.detach()
+
     def product(self, rows: torch.Tensor) -> torch.Tensor:
         """Return ``rows @ B + bias`` by the library, without autograd."""
-        rows, B = rows.detach(), self.B.detach()
-        if self.bias is None:
-            return rows @ B
-        return torch.addmm(self.bias.detach(), rows, B)
+        rows, (B, bias) = rows.detach(), self.weights
+        return rows @ B if bias is None else torch.addmm(bias, rows, B)
 
     def set_projections(self, product: torch.Tensor) -> None:
         """Make q, k and v, the columns of ``product``, the tensors that are exchanged."""
@@ -193,14 +191,6 @@ class ProductCall(OpCall):
         usable = self.persistent and tile.PRECISION != "ieee" and fits_descriptor(*operands, self.B)
         return tile, options, usable
 
-    def launch_key(self, algorithm: str) -> tuple[Any, ...]:
-        exchange = self.exchange
-        return (
-            algorithm, self.ctx.pushed.slots.index, self.key, exchange.batch, exchange.lengths,
-            exchange.params, id(self.gemm_config), self.persistent, self.B.stride(),
-            dot_precision(self.key.dtype), self.to_heads,
-        )  # fmt: skip
-
 
 class _Algorithm(Algorithm[ProductCall, HeadsProductKey]):
     """Base class of the algorithms of both ops."""
@@ -210,18 +200,18 @@ class _Algorithm(Algorithm[ProductCall, HeadsProductKey]):
 
 
 class Serial(_Algorithm):
-    """A library's GEMM before or after an algorithm of ``ulysses_pre_attn``."""
+    """A library's GEMM before or after the exchange by an algorithm of ``ulysses_pre_attn``."""
 
     def __init__(self, name: str, exchange: str) -> None:
-        self.name, self.exchange, inner = name, exchange, PRE_ATTN[exchange]
-        self.tunables = inner.tunables  # type: ignore[misc]
-        self.is_fallback = inner.is_fallback  # type: ignore[misc]
+        self.name, self.exchange, self.inner = name, exchange, PRE_ATTN[exchange]
+        self.tunables = self.inner.tunables  # type: ignore[misc]
+        self.is_fallback = self.inner.is_fallback  # type: ignore[misc]
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return PRE_ATTN[self.exchange].candidates()
+        return self.inner.candidates()
 
     def fits(self, config: Mapping[str, Any], sizes: HeadsProductKey) -> bool:
-        return PRE_ATTN[self.exchange].fits(config, sizes.exchange)
+        return self.inner.fits(config, sizes.exchange)
 
     def compile(self, call: ProductCall) -> None:
         if call.to_heads:
@@ -258,6 +248,22 @@ class Fused(_Algorithm):
     @abstractmethod
     def overlap(self, call: ProductCall) -> Any:
         """Queue the kernels and copies of the call, and return its result."""
+
+    def repeat(
+        self, call: ProductCall, launch: Callable[[], Launch], x: torch.Tensor, **results: Any
+    ) -> None:
+        """Launch the GEMM, or repeat the launch of an earlier call with other addresses."""
+        exchange, slots, tensors = call.exchange, call.ctx.pushed.slots, {"b_ptr": call.B}
+        if call.bias is not None:
+            tensors["bias_ptr"] = call.bias
+        lengths = exchange.device_lengths
+        key = (
+            self.name, slots.index, call.key, exchange.batch, exchange.lengths, exchange.params,
+            id(call.gemm_config), call.persistent, call.B.stride(), dot_precision(call.key.dtype),
+            call.to_heads, x.stride(), id(lengths),
+        )  # fmt: skip
+        tensors |= {"x_ptr": x, **results}
+        slots.launcher.run(key, launch, tensors, keep_alive=(call.gemm_config, lengths))
 
 
 class Receive(Push):
@@ -318,33 +324,22 @@ class SendTiles(Fused):
         return normalise_strides(call.x.detach().flatten(0, 1))
 
     def multiply(self, call: ProductCall, out: list[Any]) -> None:
-        rows, lengths = self.rows(call), None
-        if not len(rows):
-            return
-        if call.key.has_lengths:
-            lengths = call.ctx.lengths(call.exchange.lengths)
-        tensors = {"x_ptr": rows, "b_ptr": call.B}
-        tensors |= {f"results.{head}": x for head, x in zip("qkv", out, strict=True)}
-        if call.bias is not None:
-            tensors["bias_ptr"] = call.bias
-        call.ctx.pushed.slots.launcher.run(
-            (*call.launch_key(self.name), rows.stride(), id(lengths)),
-            lambda: self.launch(call, rows, out), tensors, keep_alive=(call.gemm_config, lengths),
-        )  # fmt: skip
+        x = self.rows(call)
+        if len(x):
+            results = {f"results.{head}": each for head, each in zip("qkv", out, strict=True)}
+            self.repeat(call, lambda: self.launch(call, x, out), x, **results)
 
     @staticmethod
     def launch(call: ProductCall, x: torch.Tensor, out: Sequence[torch.Tensor]) -> Launch:
-        ctx, exchange, key = call.ctx, call.exchange, call.key
-        lengths = ctx.lengths(exchange.lengths) if key.has_lengths else None
+        ctx, exchange, lengths = call.ctx, call.exchange, call.exchange.device_lengths
         tile, options, descriptors = call.descriptor_tile(x)
-        (M, K), N, bias = x.shape, call.B.shape[1], call.bias
+        (M, K), N = x.shape, call.B.shape[1]
         tiles = sum(triton.cdiv(width, tile.N) for width in exchange.widths)
         tiles *= triton.cdiv(M, tile.M) * ctx.num_ranks
         arguments = (
-            x, call.B.detach(), None if bias is None else bias.detach(),
-            Strides(*x.stride(), *call.B.stride()), Heads(*out), Lengths(lengths),
+            x, *call.weights, Strides(*x.stride(), *call.B.stride()), Heads(*out), Lengths(lengths),
             ctx.pushed.slots["shards"].pointers, M, N, K,
-            0 if key.has_lengths else exchange.lengths[0], exchange.total, exchange.batch, ctx.rank,
+            exchange.lengths[0] if lengths is None else 0, exchange.total, exchange.batch, ctx.rank,
         )  # fmt: skip
         options |= {
             "plan": plan_of(exchange), "tile": tile,
@@ -417,23 +412,16 @@ class AwaitRows(Fused):
 
     def multiply(self, call: ProductCall, C: torch.Tensor) -> None:
         own = self.own(call)
-        tensors = {"own_ptr": own, "b_ptr": call.B, "c_ptr": C}
-        if call.bias is not None:
-            tensors["bias_ptr"] = call.bias
-        call.ctx.pushed.slots.launcher.run(
-            call.launch_key(self.name), lambda: self.launch(call, own, C), tensors,
-            keep_alive=call.gemm_config,
-        )  # fmt: skip
+        self.repeat(call, lambda: self.launch(call, own, C), own, c_ptr=C)
 
     @staticmethod
     def launch(call: ProductCall, own: torch.Tensor, C: torch.Tensor) -> Launch:
-        ctx, exchange, bias = call.ctx, call.exchange, call.bias
+        ctx, exchange = call.ctx, call.exchange
         tile, options, descriptors = call.descriptor_tile(own, C)
         (rows, N), (width, *_) = C.shape, exchange.widths
         chunk_rows = max(1, -(-rows // exchange.params.num_chunks))
         arguments = (
-            own, pushed_slot(exchange), call.B.detach(),
-            None if bias is None else bias.detach(), C, Strides(*own.stride(), *call.B.stride()),
+            own, pushed_slot(exchange), *call.weights, C, Strides(*own.stride(), *call.B.stride()),
             rows, N, chunk_rows, exchange.digest, ctx.rank, ctx.num_ranks, width,
         )  # fmt: skip
         options |= {

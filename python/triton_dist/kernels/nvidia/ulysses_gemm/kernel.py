@@ -158,12 +158,12 @@ def wait_for_chunks(pushed, value, source, first_row, last_row, chunk_rows, NUM_
 
 @jit(do_not_specialize=["rows", "chunk_rows", "call_tag", "rank"])
 def kernel_gemm_received(
-    own_ptr, pushed, b_ptr, bias_ptr, c_ptr, strides, rows, N, chunk_rows, call_tag, rank,
+    x_ptr, pushed, b_ptr, bias_ptr, c_ptr, strides, rows, N, chunk_rows, call_tag, rank,
     NUM_RANKS: tl.constexpr, WIDTH: tl.constexpr, tile: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
     """Store ``A @ B`` in c [rows, N]; A [rows, NUM_RANKS * WIDTH] has a block of each rank.
 
-    A block [rows, WIDTH] is read from ``own_ptr`` if it is from this rank, else from the slot. A
+    A block [rows, WIDTH] is read from ``x_ptr`` if it is from this rank, else from the slot. A
     tile multiplies this rank's block first, and waits for its rows of each other block. Any grid.
     """
     PRECISION: tl.constexpr = tile.PRECISION
@@ -174,7 +174,7 @@ def kernel_gemm_received(
     # Without rows, one row of tiles still waits for all ranks, as the protocol of slots requires.
     tiles_m, tiles_n = tl.cdiv(max(rows, 1), tile.M), tl.cdiv(N, tile.N)
     if DESCRIPTORS:
-        own = tl.make_tensor_descriptor(own_ptr, [rows, WIDTH], [WIDTH, 1], [tile.M, tile.K])
+        own = tl.make_tensor_descriptor(x_ptr, [rows, WIDTH], [WIDTH, 1], [tile.M, tile.K])
         blocks = tl.make_tensor_descriptor(
             pushed.shards, [NUM_RANKS * rows, WIDTH], [WIDTH, 1], [tile.M, tile.K]
         )
@@ -193,7 +193,7 @@ def kernel_gemm_received(
             )  # fmt: skip
         else:
             product = multiply_tile_by_pointers(
-                own_ptr, b_ptr + rank.to(tl.int64) * WIDTH * strides.bk, row, rows - row, column, N,
+                x_ptr, b_ptr + rank.to(tl.int64) * WIDTH * strides.bk, row, rows - row, column, N,
                 WIDTH, strides.am, 1, strides.bk, strides.bn, PRECISION, tile.M, tile.N, tile.K,
                 tile.INT64_OFFSETS,
             )  # fmt: skip
