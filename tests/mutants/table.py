@@ -492,22 +492,22 @@ MUTANTS = (
     Mutant(
         "agreement: two ranks that differ are told",
         _AGREEMENT,
-        "if len({text for _, text in each}) > 1:",
-        "if len({text for _, text in each}) > 2:",
+        "if len({text for _, text in pairs}) > 1:",
+        "if len({text for _, text in pairs}) > 2:",
         MEETINGS,
     ),
     Mutant(
         "agreement: an own record goes before a shipped one",
         _AGREEMENT,
-        "[rank for rank, verdict in valid.items() if not verdict.shipped] or list(valid)",
+        "[rank for rank, summary in valid.items() if not summary.is_shipped] or list(valid)",
         "list(valid)",
         MEETINGS,
     ),
     Mutant(
         "agreement: a record counts what all ranks hold alike",
         _AGREEMENT,
-        "if verdict.winner and verdict.bound in (None, bound_names)",
-        "if verdict.winner",
+        "if summary.winner_digest and summary.bound_names in (None, bound_names)",
+        "if summary.winner_digest",
         MEETINGS,
     ),
     Mutant(

@@ -302,7 +302,7 @@ def groups_one_after_another() -> tuple[list[bool], list[int], str]:
     op(7, autotune_pg=dist.new_group([0, 1]))
     time.sleep(1)  # the watchdog's thread looks twice a second
     gc.collect()
-    tables = (op._group_hits, op._choices.ranges, op._choices.by_ranks)
+    tables = (op._group_hits, op._choices.by_rounded_key, op._choices.by_ranks)
     return [group() is not None for group in groups], [len(each) for each in tables], said
 
 

@@ -411,12 +411,12 @@ def test_a_child_that_is_forked_in_the_middle_of_a_watch_is_not_watched(ended, r
     dog = module.watchdog
     with dog.watching(LONG, LONG, reports.report, reports.tell) as watch:
         watch.begin()
-        dog._changed.acquire()
+        dog._watches_changed.acquire()
         try:
             child = os.fork()
             if child == 0:
                 with dog.watching(LONG, LONG, reports.report, reports.tell):  # does not hang
                     os._exit(len(dog._watches) - 1)
         finally:
-            dog._changed.release()
+            dog._watches_changed.release()
         assert os.waitpid(child, 0)[1] == 0

@@ -35,7 +35,7 @@ from triton_dist.runtime.triton_compat import is_interpreting
 _interception = Interception(
     InheritedValue("triton_dist.contextual_autotune"), in_backward, is_traced
 )
-os.register_at_fork(after_in_child=_interception.forget)
+os.register_at_fork(after_in_child=_interception.reset_after_fork)
 
 P = ParamSpec("P")
 R = TypeVar("R")

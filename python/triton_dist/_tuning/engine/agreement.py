@@ -29,16 +29,17 @@ from triton_dist.errors import RankDisagreement
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Result of a rank's look-up in its own memory, files and packs."""
+class RecordSummary:
+    """What a rank sends about the record that it found in its own memory, files or packs."""
 
-    winner: str | None = None
+    winner_digest: str | None = None
     """Digest of the winning config; ``None`` if the rank has no valid record."""
-    record: str | None = None
-    shipped: bool = False
-    """The record is from a pack. Records of the rank's own cache are preferred to it."""
-    bound: frozenset[str] | None = None
-    """Names of the bound constants, such as closure cells, that the record depends on, if any."""
+    record_digest: str | None = None
+    is_shipped: bool = False
+    """The record is from a pack. Records of a rank's own cache are preferred."""
+    bound_names: frozenset[str] | None = None
+    """Names of the bound constants, such as closure cells, that the record depends on. ``None`` for
+    a shipped record, which does not depend on them."""
 
 
 class LocalRecord(NamedTuple):
@@ -51,12 +52,12 @@ class LocalRecord(NamedTuple):
     """Accepted differences between the record's fingerprint and the present fingerprint."""
 
     @property
-    def verdict(self) -> Verdict:
+    def summary(self) -> RecordSummary:
         record = self.record
         if record is None:
-            return Verdict()
+            return RecordSummary()
         bound_names = None if record.shipped else frozenset(record.fingerprint.bound)
-        return Verdict(record.best.digest, record.digest, record.shipped, bound_names)
+        return RecordSummary(record.best.digest, record.digest, record.shipped, bound_names)
 
 
 def local_record(
@@ -82,7 +83,7 @@ class Proposal:
     compared: Sequence[tuple[str, str]]
     """Pairs of name and text. The first pair whose text differs between ranks is reported."""
     fingerprint: Fingerprint
-    verdict: Verdict
+    summary: RecordSummary
     always_tune: bool
     """This rank tunes although it has a record."""
     frozen: bool
@@ -91,12 +92,12 @@ class Proposal:
     """Nothing can be measured now, because of a CUDA-graph capture or a trace."""
     predict_only: bool = False
     """Predictions replace measurements on this rank."""
-    kept: Sequence[str] = ()
+    kept_digests: Sequence[str] = ()
     """Digests of the configs that pruning keeps, if pruning has already run. The list of rank 0 is
     used."""
     will_run: bool = False
     """The rank runs the function with the chosen config immediately."""
-    remote_seconds: float | None = None
+    max_remote_seconds: float | None = None
     """Maximum seconds of a look-up in the remote store; ``None``: this rank makes no look-up."""
 
 
@@ -105,21 +106,21 @@ class Agreement:
 
     Attributes:
         fingerprint: the common fingerprint, without bound constants that differ between ranks.
-        leader: the proposal of rank 0.
+        leader_proposal: the proposal of rank 0.
         capturing, predict_only: the proposal of some rank has this property.
-        frozen: global ranks on which tuning is forbidden. One such rank forbids it for all ranks.
-        all_have_record: all ranks have the same record, or no rank has one.
+        frozen_ranks: global ranks on which tuning is forbidden. One such rank forbids it for all.
+        have_equal_records: all ranks have the same record, or no rank has one.
         will_run: every rank runs the function with the chosen config immediately.
         record_rank: the rank whose record all ranks use; ``None`` if no record is used.
-        winner: digest of the winning config in this record.
+        winner_digest: digest of the winning config in this record.
     """
 
     def __init__(self, ranks: Channel, name: str, proposals: Sequence[Proposal]) -> None:
         """Compare ``proposals``, one per rank. If they differ, raise ``RankDisagreement``."""
-        for each in zip(*(proposal.compared for proposal in proposals), strict=True):
-            if len({text for _, text in each}) > 1:
-                texts = {ranks.global_rank(rank): text for rank, (_, text) in enumerate(each)}
-                raise ranks.record_final_error(RankDisagreement(each[ranks.rank][0], texts))
+        for pairs in zip(*(proposal.compared for proposal in proposals), strict=True):
+            if len({text for _, text in pairs}) > 1:
+                texts = {ranks.global_rank(rank): text for rank, (_, text) in enumerate(pairs)}
+                raise ranks.record_final_error(RankDisagreement(pairs[ranks.rank][0], texts))
         # Bound constants may differ between ranks. All other parts of the fingerprints must not.
         first, *others = with_common_constants([proposal.fingerprint for proposal in proposals])
         if any(other != first for other in others):
@@ -131,12 +132,12 @@ class Agreement:
             what = f"the hardware, versions, source code or settings of {name}"
             raise ranks.record_final_error(RankDisagreement(what, by_rank))
         self.fingerprint = first
-        verdicts = [proposal.verdict for proposal in proposals]
-        self.all_have_record = len({verdict.record for verdict in verdicts}) == 1
-        self.leader = proposals[0]
+        summaries = [proposal.summary for proposal in proposals]
+        self.have_equal_records = len({summary.record_digest for summary in summaries}) == 1
+        self.leader_proposal = proposals[0]
         self.capturing = any(proposal.capturing for proposal in proposals)
         self.predict_only = any(proposal.predict_only for proposal in proposals)
-        self.frozen = [
+        self.frozen_ranks = [
             ranks.global_rank(r) for r, proposal in enumerate(proposals) if proposal.frozen
         ]
         self.will_run = all(proposal.will_run for proposal in proposals)
@@ -144,17 +145,19 @@ class Agreement:
         # The rank that holds the record has already compared its values with the record.
         bound_names = frozenset(self.fingerprint.bound)
         valid = {
-            rank: verdict
-            for rank, verdict in enumerate(verdicts)
-            if verdict.winner and verdict.bound in (None, bound_names)
+            rank: summary
+            for rank, summary in enumerate(summaries)
+            if summary.winner_digest and summary.bound_names in (None, bound_names)
         }
-        holders = [rank for rank, verdict in valid.items() if not verdict.shipped] or list(valid)
+        holders = [rank for rank, summary in valid.items() if not summary.is_shipped] or list(valid)
         # If nothing can be measured, a record is used although ALWAYS_TUNE is set.
-        cannot_tune = self.capturing or bool(self.frozen) or self.predict_only
-        usable = bool(holders) and (cannot_tune or not self.leader.always_tune)
+        cannot_tune = self.capturing or bool(self.frozen_ranks) or self.predict_only
+        usable = bool(holders) and (cannot_tune or not self.leader_proposal.always_tune)
         # Choose the lowest rank with a record.
         self.record_rank = holders[0] if usable else None
-        self.winner = None if self.record_rank is None else valid[self.record_rank].winner
+        self.winner_digest = (
+            None if self.record_rank is None else valid[self.record_rank].winner_digest
+        )
 
 
 def remote_record(
@@ -170,8 +173,8 @@ def remote_record(
     The leader also writes the record to its local store. With ``may_wait``, it waits while another
     job tunes the key.
     """
-    seconds = agreement.leader.remote_seconds
-    if seconds is None or agreement.leader.always_tune:
+    seconds = agreement.leader_proposal.max_remote_seconds
+    if seconds is None or agreement.leader_proposal.always_tune:
         return None
     found, limit = None, parts.settings.seconds + seconds
     try:
@@ -203,7 +206,7 @@ def mark_used(record: TuningRecord) -> None:
     _used_digests.add(record.digest)
 
 
-def unstable_constants(record: TuningRecord, now: Fingerprint) -> str:
+def unstable_constants(record: TuningRecord, present: Fingerprint) -> str:
     """Return the constants that invalidate a ``record`` from an earlier program start, as text.
 
     Return an empty text if the record is valid, or if something else invalidates it too.
@@ -213,6 +216,6 @@ def unstable_constants(record: TuningRecord, now: Fingerprint) -> str:
         is_earlier = datetime.datetime.fromisoformat(record.timestamp) < _process_start
     if record.digest in _used_digests or not is_earlier:
         return ""
-    differences = [each for each in record.fingerprint.compare(now) if not each.is_patch_level]
+    differences = [each for each in record.fingerprint.compare(present) if not each.is_patch_level]
     only_constants = all(each.constant for each in differences)
     return "; ".join(each.sentence for each in differences) if only_constants else ""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from triton_dist._tuning.engine.channel import Channel, Step, timestamp
 from triton_dist._tuning.engine.parts import Call, Parts, TunedFunction
-from triton_dist._tuning.engine.progress import head_of
+from triton_dist._tuning.engine.progress import candidates_id
 from triton_dist._tuning.sizes.neighbours import HOOK_NAMES, Neighbours
 from triton_dist._tuning.sizes.size_table import SizeTable
 from triton_dist._tuning.values import (
@@ -46,7 +46,7 @@ class PruneResult(NamedTuple):
     """The exception of ``prune_fn``, or a ``TimeoutError`` if it took too long."""
 
     @property
-    def listed(self) -> Sequence[Config]:
+    def kept_list(self) -> Sequence[Config]:
         """The kept configs as a list. Only for a function with sizes: its space can be listed."""
         assert not isinstance(self.kept, Unlisted)
         return self.kept
@@ -120,18 +120,18 @@ class CandidateSet:
         return f"{number} configs ({len(self.pruned)} pruned)"
 
     @property
-    def head(self) -> codec.Tree:
+    def candidates_id(self) -> codec.Tree:
         """Short JSON tree that identifies these candidates in a journal."""
         if isinstance(self.candidates, Unlisted):
             return {"number": len(self.candidates), "digest": self._space.digest}
-        return head_of(self.candidates)
+        return candidates_id(self.candidates)
 
     def pruned_trials(self) -> list[Trial]:
         """Return a trial for each pruned config; an empty list if there are too many."""
         listed = self.pruned if len(self.pruned) <= MAX_LISTED else []
         return [Trial.of(each.config, Failure("pruned", each.reason)) for each in listed]
 
-    def dropped(self) -> dict[str, int]:
+    def unlisted_counts(self) -> dict[str, int]:
         """On the leader, return the number of unlisted pruned configs by reason."""
         if isinstance(self.candidates, Unlisted):
             return dict(self.candidates.dropped)
@@ -146,7 +146,7 @@ class Selection:
     used.
 
     Attributes:
-        cause: the error of a prediction on this rank.
+        prediction_error: the error of a prediction on this rank.
         key, fingerprint: set when all ranks agree on them.
     """
 
@@ -155,7 +155,7 @@ class Selection:
 
     def __init__(self, parts: Parts, subject: TunedFunction, call: Call, ranks: Channel) -> None:
         self._parts, self._subject, self._call, self._ranks = parts, subject, call, ranks
-        self.cause: Exception | None = None
+        self.prediction_error: Exception | None = None
         self._prune_result: PruneResult | None = None
 
     # ``cached_property`` would keep the result alive in a frame of its ``__get__``.
@@ -175,22 +175,22 @@ class Selection:
                 self._prune_result = PruneResult(failure=error)
         return self._prune_result
 
-    def forget(self) -> None:
+    def drop_errors(self) -> None:
         """Drop the stored errors, because they refer to frames that refer to this object."""
-        self.cause = self._prune_result = None
+        self.prediction_error = self._prune_result = None
 
     def most_promising(self) -> Config:
         """Return the config to use without any measurement. Raise like :meth:`candidate_set`."""
-        candidates = self.candidate_set(warm=False, only_best=True).candidates
+        candidates = self.candidate_set(warm_start=False, only_best=True).candidates
         if isinstance(candidates, Unlisted):
             return self._subject.space.default
         return candidates[0]
 
-    def candidate_set(self, warm: bool = True, only_best: bool = False) -> CandidateSet:
+    def candidate_set(self, warm_start: bool = True, only_best: bool = False) -> CandidateSet:
         """Return the configs that may be tried. Only the leader calls ``prune_fn``.
 
         Args:
-            warm: if there are neighbours, return only configs that are near the best at them.
+            warm_start: if there are neighbours, return only configs that are near the best at them.
             only_best: return only the most promising config. Requires a space that can be listed.
 
         Raises:
@@ -210,7 +210,7 @@ class Selection:
         elif ranks.is_leader:
             try:
                 # Broadcast indices instead of configs, because the spaces are equal on all ranks.
-                kept, origin = self._warm_started(result.kept) if warm else (result.kept, "")
+                kept, origin = self._warm_started(result.kept) if warm_start else (result.kept, "")
                 predicted = {} if origin else self._predicted_ms(kept)
                 if only_best and kept:
                     fallback = self._subject.fallback_fn
@@ -298,12 +298,18 @@ class Selection:
         record, failure = None, ""
         neighbours = self._neighbours()
         if neighbours is not None and neighbours.all:
-            self.cause, failure = self.prune_result.failure, self.prune_result.failure_text
-            if self.cause is None:
+            self.prediction_error, failure = (
+                self.prune_result.failure,
+                self.prune_result.failure_text,
+            )
+            if self.prediction_error is None:
                 try:
-                    record = neighbours.predict(self.key, self.prune_result.listed, timestamp())
+                    record = neighbours.predict(self.key, self.prune_result.kept_list, timestamp())
                 except Exception as error:  # raised by the user's fallback_fn or waves_fn
-                    self.cause, failure = error, f"{HOOK_NAMES} raised {error_text(error)}"
+                    self.prediction_error, failure = (
+                        error,
+                        f"{HOOK_NAMES} raised {error_text(error)}",
+                    )
         failure = failure and f"{failure} on rank {self._ranks.global_rank(0)}"
         seconds = self._parts.settings.seconds
         return self._ranks.broadcast(Step("predict"), (record, failure), seconds)
@@ -325,7 +331,7 @@ class Selection:
             # another kernel. Use only neighbours that are also single sizes, or also are not.
             ours = is_single(neighbours.family.sizes)
             others = [each for each in neighbours.all if is_single(each.sizes) == ours]
-            kept = self.prune_result.listed if record.shipped else space
+            kept = self.prune_result.kept_list if record.shipped else space
             usable = [*kept] if winner in kept else [winner, *kept]
             times = neighbours.times(record, usable, others)
         (times,) = self._ranks.broadcast(Step("sizes"), (times,), self._parts.settings.seconds)

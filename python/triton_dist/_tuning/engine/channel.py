@@ -149,7 +149,7 @@ class Channel:
         if self.on_stuck is not None:  # ``None``: no config was tried yet
             self.on_stuck(config, failure)
 
-    def end(self) -> None:
+    def drop_errors(self) -> None:
         """Drop errors, whose frames refer to this object and to the arguments of the user's
         call."""
         self.final_error = self.on_stuck = None
@@ -177,7 +177,7 @@ class Channel:
         it returns within ``grace`` more seconds, raise ``TimeoutError``; else end the process.
         """
         limit = self._seconds if seconds is None else seconds
-        stuck = functools.partial(self.stuck, step, limit, "is stuck in the user's code")
+        stuck = functools.partial(self.stuck_error, step, limit, "is stuck in the user's code")
         with watchdog.watching(limit, self._grace, stuck, self.abort) as watch:
             if begun:
                 watch.begin()
@@ -189,18 +189,18 @@ class Channel:
         """Return the config that is assumed to be the cause if a rank is stuck in ``step``."""
         return step.config
 
-    def stuck(self, step: Step, seconds: float, how: str) -> TuningTimeout:
+    def stuck_error(self, step: Step, seconds: float, how: str) -> TuningTimeout:
         """Return the error for this rank, which is stuck in user code. Quarantine the config.
 
         If other ranks failed, ended or are stopped, this rank may wait for them in a collective.
         The error then names these ranks first.
         """
-        this_rank, because = self.global_rank(self.rank), self._failed()
+        this_rank, because = self.global_rank(self.rank), self._failed_ranks()
         missing = list(because) or [this_rank]
         because[this_rank] = f"{how}, where it may wait for the others" if because else how
-        return self._timeout(step, missing, seconds, because, blames_config=True)
+        return self._tuning_timeout(step, missing, seconds, because, blames_config=True)
 
-    def _failed(self) -> dict[int, str]:
+    def _failed_ranks(self) -> dict[int, str]:
         """Return the other ranks that failed or cannot send a message, with the reasons."""
         values, because = self._ranks.pending_values()
         reasons = dict(because)
@@ -221,11 +221,11 @@ class Channel:
         # Raise outside of the ``except`` block, so that the traceback does not show ``timeout``. If
         # the caller handles another exception, the traceback shows that exception.
         try:
-            raise self.record_final_error(self._explained(step, timeout))
+            raise self.record_final_error(self._timeout_error(step, timeout))
         finally:
             del timeout  # it refers to this frame
 
-    def _explained(self, step: Step, timeout: RankTimeout) -> Exception:
+    def _timeout_error(self, step: Step, timeout: RankTimeout) -> Exception:
         """Return the error for a message that some rank did not send."""
         if timeout.refusals:
             ranks = [self.global_rank(rank) for rank in range(self.size)]
@@ -237,9 +237,9 @@ class Channel:
             step = replace(step, remark=self._hint)
         # Without another reason, assume that the missing rank is stuck in the config.
         blames = bool(timeout.missing) and not timeout.because
-        return self._timeout(step, timeout.missing, timeout.seconds, timeout.because, blames)
+        return self._tuning_timeout(step, timeout.missing, timeout.seconds, timeout.because, blames)
 
-    def _timeout(
+    def _tuning_timeout(
         self,
         step: Step,
         missing: Sequence[int],

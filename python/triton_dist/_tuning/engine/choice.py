@@ -1,11 +1,11 @@
 """Keep the chosen configs of a tuned function, for reuse in later calls.
 
-A *hit* is a call whose exact key is in a cache of arguments. A hit takes no other path.
+A *hit* is a call whose exact key is cached with the values of the tuned arguments. A hit does
+nothing but this look-up.
 
-A function whose key is new in each call is tuned in each call, and a warning reports this. It must
-be detected without a counter in the code for hits. Therefore a tuned key is cached only at its
-second call, which proves that the key repeats. The first four keys of a function are cached
-immediately.
+If each call has a new key, each call tunes, and a warning reports this. To detect it without a
+counter in hits, a tuned key is cached only at its second call, which proves that keys repeat. The
+first four keys of a function are cached immediately.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ _MAX_UNREPEATED = 16
 """A warning is given after this number of consecutive keys that were tuned and not called again."""
 
 
-class NewKeys:
+class UnrepeatedKeys:
     """The latest keys of one function that were tuned and not called again."""
 
     def __init__(self) -> None:
-        self._tuned = 0
-        self._waiting: dict[Hashable, None] = {}
-        self._is_over = False
+        self._num_tuned = 0
+        self._unrepeated: dict[Hashable, None] = {}
+        self._has_advised = False
 
     def delays_hit(self, key: Hashable) -> bool:
-        """Note a tuned key. Return whether it is cached only at its second call."""
-        self._tuned += 1
-        if self._tuned <= _IMMEDIATE_HITS or self._is_over:
+        """Note a tuned key. Return whether to cache it only at its second call."""
+        self._num_tuned += 1
+        if self._num_tuned <= _IMMEDIATE_HITS or self._has_advised:
             return False
-        self._waiting[key] = None
+        self._unrepeated[key] = None
         return True
 
     def called_again(self, key: Hashable) -> None:
         """Note a call, which was not a hit, of a key that has a config."""
-        if key in self._waiting:
-            self._waiting.clear()
+        if key in self._unrepeated:
+            self._unrepeated.clear()
 
     def advice(self, function: str, sizes: Collection[str]) -> str:
         """Return the text of a warning, once, if the last 16 keys were not called again.
 
         The text names the parts of the key that vary. Parts with names in ``sizes`` are ignored.
         """
-        if len(self._waiting) < _MAX_UNREPEATED:
+        if len(self._unrepeated) < _MAX_UNREPEATED:
             return ""
-        keys = list(self._waiting)
-        self._waiting.clear()
+        keys = list(self._unrepeated)
+        self._unrepeated.clear()
         parts = [part for part in _varying(keys) if part[0].partition(".")[2] not in sizes]
         if not parts:
             return ""
-        self._is_over = True
+        self._has_advised = True
         varying = "; ".join(
             f"{path}, latest values {', '.join(f'{value!r:.80}' for value in values[-3:])}"
             for path, values in parts[:3]
@@ -158,13 +158,13 @@ class Choices:
     """Values of the tuned arguments by exact key, for calls without a process group."""
     group_hits: dict[Any, dict[Any, dict[str, Any]]] = field(default_factory=dict)
     """Values of the tuned arguments, by process group and then exact key."""
-    ranges: dict[Any, Choice] = field(default_factory=dict)
+    by_rounded_key: dict[Any, Choice] = field(default_factory=dict)
     """Choices, by process group and rounded key. Unlike exact keys, these are not evicted."""
     max_cached_keys: int = 0
     """Maximum number of exact keys in ``hits``, and in the cache of each process group."""
-    new_keys: NewKeys = field(default_factory=NewKeys)
+    unrepeated_keys: UnrepeatedKeys = field(default_factory=UnrepeatedKeys)
 
-    def keep(self, group: Any, key: Any, arguments: dict[str, Any]) -> None:
+    def cache_arguments(self, group: Any, key: Any, arguments: dict[str, Any]) -> None:
         """Cache the arguments of an exact key. If the cache is full, evict the oldest key."""
         hits = self.hits if group is None else self.group_hits.setdefault(group, {})
         # A dict keeps the insertion order, so its first key is the oldest.
@@ -177,7 +177,7 @@ class Choices:
         """Drop the choices of destroyed process groups: a program may create many groups."""
         tables: list[tuple[dict[Any, Any], Callable[[Any], bool]]] = [
             (self.group_hits, is_destroyed),
-            (self.ranges, lambda key: is_destroyed(key[0])),
+            (self.by_rounded_key, lambda key: is_destroyed(key[0])),
             (self.by_ranks, lambda key: not key[0].is_current()),
         ]
         for table, is_gone in tables:

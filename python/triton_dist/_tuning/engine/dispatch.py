@@ -343,19 +343,19 @@ class AutoTuner(Decorated[P, R_co]):
         try:
             key = self.key_fn(*args, **kwargs)
             in_range = self.sizes.range_of(key)
-            choice = self._choices.ranges.get((process_group, in_range))
+            choice = self._choices.by_rounded_key.get((process_group, in_range))
         except Exception:  # _choose calls key_fn again and reports the exception to all ranks
             return None
         if choice is None:
             return None
-        self._choices.new_keys.called_again(in_range)
-        return self._keep(process_group, key, choice.for_sizes(self.sizes.values(key)))
+        self._choices.unrepeated_keys.called_again(in_range)
+        return self._cache_config(process_group, key, choice.for_sizes(self.sizes.values(key)))
 
-    def _keep(self, process_group: Any, key: Any, choice: Choice) -> dict[str, Any]:
+    def _cache_config(self, process_group: Any, key: Any, choice: Choice) -> dict[str, Any]:
         """Cache the config of ``choice`` for calls with this exact key. Return its arguments."""
         arguments = choice.config.arguments()
         known_key = {self.key_parameter: key} if self.key_parameter else {}
-        self._choices.keep(process_group, key, {**arguments, **known_key})
+        self._choices.cache_arguments(process_group, key, {**arguments, **known_key})
         return arguments
 
     @deferred_warnings()
@@ -405,8 +405,8 @@ class AutoTuner(Decorated[P, R_co]):
             if choice is not None:
                 choice = choice.for_sizes(sizes)
                 if not fixed:  # the exact key is not cached yet, or was evicted
-                    choices.new_keys.called_again(key)
-                    self._keep(process_group, exact_key, choice)
+                    choices.unrepeated_keys.called_again(key)
+                    self._cache_config(process_group, exact_key, choice)
                 return choice
             parts = self._parts_for(process_group, verbose)
             subject = TunedFunction(
@@ -447,15 +447,17 @@ class AutoTuner(Decorated[P, R_co]):
             if choice.is_reusable:
                 replaced = choices.by_ranks.get((ranks, key))
                 if replaced is not None and replaced.record is None:
-                    for table in (choices.hits, choices.group_hits, choices.ranges):
+                    for table in (choices.hits, choices.group_hits, choices.by_rounded_key):
                         table.clear()  # some entries belong to the prediction
                 kept = choices.by_ranks[ranks, key] = replace(choice, first_use=None)
                 if not fixed:
                     choices.max_cached_keys = self._process.max_cached_keys()
-                    choices.ranges[process_group, key] = kept
-                    if not (will_run and choice.tuned and choices.new_keys.delays_hit(key)):
-                        self._keep(process_group, exact_key, choice.for_sizes(sizes))
-            advice = choices.new_keys.advice(self._name, self.sizes.rounding if self.sizes else ())
+                    choices.by_rounded_key[process_group, key] = kept
+                    if not (will_run and choice.tuned and choices.unrepeated_keys.delays_hit(key)):
+                        self._cache_config(process_group, exact_key, choice.for_sizes(sizes))
+            advice = choices.unrepeated_keys.advice(
+                self._name, self.sizes.rounding if self.sizes else ()
+            )
             # ``deferred_warnings`` holds warnings back until the lock is released.
             if advice and parts.ranks.is_leader:
                 self._warnings.warn(advice, advice)

@@ -36,14 +36,14 @@ class Restorer:
         self._random_state = random_state
         self._tensors: list[Any] = []
         self._copies: list[Any] = []
-        self._others: list[tuple[str, Any]] = []
+        self._unrestored: list[tuple[str, Any]] = []
         """Tensors of the other arguments, each with the name of the argument."""
         self._versions: list[int | None] = []
         for name, value in _arguments_by_name(function, args, kwargs).items():
             tensors = list(_tensors(value))
             # ``changed`` checks the tensors that are not restored.
             if name not in names:
-                self._others += [(name, tensor) for tensor in tensors]
+                self._unrestored += [(name, tensor) for tensor in tensors]
             elif not tensors and value is not None:
                 raise InvalidArgument(
                     "autotune", f"restore: argument {name}", value, "a tensor, or tensors"
@@ -51,10 +51,10 @@ class Restorer:
             else:
                 self._tensors += tensors
 
-    def keep(self) -> None:
+    def save(self) -> None:
         """Copy the tensors to restore, and store the version counters of the other tensors."""
         self._copies = [without_expanded_dimensions(tensor).clone() for tensor in self._tensors]
-        self._versions = [_version(tensor) for _, tensor in self._others]
+        self._versions = [_version(tensor) for _, tensor in self._unrestored]
 
     def restore(self) -> None:
         """Restore the tensors from the copies, and rewind the generators."""
@@ -63,11 +63,11 @@ class Restorer:
             without_expanded_dimensions(tensor).copy_(copy)
 
     def changed(self) -> list[str]:
-        """Return the names of arguments changed in place since ``keep`` and not restored.
+        """Return the names of arguments changed in place since ``save`` and not restored.
 
         Version counters count PyTorch's in-place operations, but no writes of Triton kernels.
         """
-        pairs = zip(self._others, self._versions, strict=True)
+        pairs = zip(self._unrestored, self._versions, strict=True)
         return list(dict.fromkeys(name for (name, each), old in pairs if _version(each) != old))
 
 
@@ -121,7 +121,7 @@ def _tensors(value: Any) -> Iterator[Any]:
 Arguments: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
-def calls_per_sample(
+def calls_of_sample(
     subject: TunedFunction, call: Call, ranks: Channel, seconds: float
 ) -> Sequence[Arguments]:
     """Return the calls that are run for one sample. Their number is equal on all ranks.

@@ -35,7 +35,7 @@ def journal_head(key: Key, fingerprint: Fingerprint, candidates: codec.Tree) -> 
     }
 
 
-def head_of(candidates: Sequence[Config]) -> codec.Tree:
+def candidates_id(candidates: Sequence[Config]) -> codec.Tree:
     """Return a short tree that identifies a list of candidates."""
     digests = [config.digest for config in candidates]
     return {"number": len(digests), "digest": codec.digest(digests)}
@@ -52,7 +52,7 @@ class Progress:
         old: the record of this rank that the new record will replace, if any.
 
     Attributes:
-        requests: number of answered requests.
+        num_requests: number of answered requests.
     """
 
     def __init__(
@@ -67,37 +67,37 @@ class Progress:
         self._entries: list[JournalEntry] = []
         if ranks.is_leader:
             self._entries = list(journal.begin(head, old.digest if old is not None else None))
-        self.requests = 0
+        self.num_requests = 0
         self._outcomes: dict[Config, Outcome] = {}
-        self._by_rank: dict[str, list[list[float]]] = {}
-        self._seconds, self._begin = 0.0, time.monotonic()
+        self._samples_by_rank: dict[str, list[list[float]]] = {}
+        self._seconds, self._start_seconds = 0.0, time.monotonic()
 
     @property
-    def tried(self) -> int:
+    def num_tried(self) -> int:
         """Number of configs that have an outcome."""
         return len(self._outcomes)
 
-    def has(self, config: Config) -> bool:
+    def has_outcome(self, config: Config) -> bool:
         return config in self._outcomes
 
     @property
     def seconds(self) -> float:
         """Duration of the tuning in seconds, including earlier starts of the program."""
-        return self._seconds + time.monotonic() - self._begin
+        return self._seconds + time.monotonic() - self._start_seconds
 
-    def known(self, request: Request) -> Outcome | None:
+    def known_outcome(self, request: Request) -> Outcome | None:
         """On the leader, return the outcome of ``request`` if the journal has it.
 
         For a quarantined config, return its failure.
         """
         digest = request.config.digest
-        if self.requests < len(self._entries):
-            entry = self._entries[self.requests]
+        if self.num_requests < len(self._entries):
+            entry = self._entries[self.num_requests]
             if (entry.config, entry.samples) == (digest, request.samples):
-                self._seconds, self._begin = entry.seconds, time.monotonic()
+                self._seconds, self._start_seconds = entry.seconds, time.monotonic()
                 return entry.outcome
             # The search differs from the interrupted search: discard the remaining entries.
-            del self._entries[self.requests :]
+            del self._entries[self.num_requests :]
         return self._quarantined.get(digest)
 
     def quarantine(self, config: Config, failure: Failure) -> None:
@@ -107,7 +107,7 @@ class Progress:
     @contextmanager
     def trying(self, config: Config) -> Iterator[None]:
         """Context manager in which ``config`` runs and may crash the process of any rank."""
-        if not self._ranks.is_leader or self.has(config):
+        if not self._ranks.is_leader or self.has_outcome(config):
             yield
             return
         self._journal.trying(config.digest)
@@ -119,7 +119,7 @@ class Progress:
             self._journal.ended_otherwise(config.digest)
             raise
 
-    def learn(
+    def store_outcome(
         self, request: Request, outcome: Outcome, by_rank: Sequence[Sequence[float]] = ()
     ) -> Outcome:
         """Store the outcome of ``request``, and write it to the journal.
@@ -127,22 +127,22 @@ class Progress:
         Return the merged outcome of all requests for the config. ``by_rank`` has the samples of
         each rank.
         """
-        config, digest, n = request.config, request.config.digest, self.requests
-        earlier = self._by_rank.setdefault(digest, [[] for _ in by_rank]) if by_rank else []
+        config, digest, n = request.config, request.config.digest, self.num_requests
+        earlier = self._samples_by_rank.setdefault(digest, [[] for _ in by_rank]) if by_rank else []
         for samples, new_samples in zip(earlier, by_rank, strict=True):
             samples += new_samples
         if self._ranks.is_leader and n >= len(self._entries):
             self._journal.append(JournalEntry(n, digest, request.samples, outcome, self.seconds))
-        self.requests += 1
+        self.num_requests += 1
         self._outcomes[config] = merge_outcomes(self._outcomes.get(config), outcome)
         return self._outcomes[config]
 
-    def by_rank(self) -> dict[str, TimesByRank]:
+    def times_by_rank(self) -> dict[str, TimesByRank]:
         """Return the times of each rank, by digest of the config; empty if there is one rank.
 
         Configs with fewer than half as many samples as the config with the most are left out.
         """
-        by_rank = {digest: each for digest, each in self._by_rank.items() if len(each) > 1}
+        by_rank = {digest: each for digest, each in self._samples_by_rank.items() if len(each) > 1}
         max_samples = max((len(each[0]) for each in by_rank.values()), default=0)
         return {
             digest: TimesByRank.of(each)

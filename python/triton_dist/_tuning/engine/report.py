@@ -38,13 +38,13 @@ class Report:
 
     def __init__(self, parts: Parts, key: Key, clock: Clock) -> None:
         self._parts, self._key, self._clock = parts, key, clock
-        self._prints = parts.settings.verbose and parts.ranks.is_leader
+        self._is_printing = parts.settings.verbose and parts.ranks.is_leader
         self._title = f"autotune {key.full_name}, key {key}"
         self._log = parts.log(key)
         self._total = 0
         self._medians: dict[str, float] = {}
         self._failed: set[str] = set()
-        self._begin, self._clock_before = 0.0, dict(clock.seconds)
+        self._start_seconds, self._clock_before = 0.0, dict(clock.seconds)
         self._default = ""
         self._bar: Any = None
         self._task: Any = None
@@ -69,7 +69,7 @@ class Report:
         ranks, policy = self._parts.ranks, self._parts.settings.policy
         self._default = default.digest
         self._total = policy.max_tried(len(candidate_set.candidates))
-        self._begin, self._clock_before = time.monotonic(), dict(self._clock.seconds)
+        self._start_seconds, self._clock_before = time.monotonic(), dict(self._clock.seconds)
         line = (
             f"{self._title}: {reason}; tuning {candidate_set.count_text(policy)} "
             f"on {ranks.size} rank{'' if ranks.size == 1 else 's'}"
@@ -89,7 +89,7 @@ class Report:
             policy=dict(policy.fingerprint_fields()),
         )
         with suppress(OSError, ValueError):  # standard error is closed
-            if self._prints and sys.stderr is not None and sys.stderr.isatty():
+            if self._is_printing and sys.stderr is not None and sys.stderr.isatty():
                 self._bar = _bar()
                 self._task = self._bar.add_task("", total=self._total)
                 self._bar.start()
@@ -97,7 +97,7 @@ class Report:
             yield
         except BaseException as error:
             text = error_text(error)
-            self._event("ended", error=text, **self._spent())
+            self._event("ended", error=text, **self._durations())
             self._log.line(f"ended by {text}")
             self._log.close()
             raise
@@ -133,11 +133,11 @@ class Report:
             self._failed.add(config.digest)
         # A race requests samples of a config in several rounds. Show the first, and any failure.
         if new or isinstance(outcome, Failure):
-            text = f"  [{label}] {_ms(config_outcome)} {config}  ({self._so_far()})"
+            text = f"  [{label}] {_ms(config_outcome)} {config}  ({self._progress_text()})"
             self._show(text, logging.DEBUG)
         if self._bar is not None:
             with suppress(OSError, ValueError):
-                self._bar.update(self._task, advance=int(new), description=self._so_far())
+                self._bar.update(self._task, advance=int(new), description=self._progress_text())
 
     def tuned(self, record: TuningRecord, location: str) -> None:
         """Report the winner and a summary. ``location`` is the location of the record."""
@@ -150,7 +150,7 @@ class Report:
             f"pruned) in {record.seconds:.1f} s: {_ms(best.outcome)} {best}"
             + (f"; kept in {location}" if location else "")
         )
-        phases = self._phases(time.monotonic() - self._begin)
+        phases = self._phases(time.monotonic() - self._start_seconds)
         earlier = record.seconds - sum(phases.values())
         if earlier > _NOTICEABLE_SECONDS:
             phases["earlier starts"] = earlier
@@ -163,20 +163,20 @@ class Report:
             shown=str(best),
             record=location,
             **outcome_tree(best.outcome),
-            **self._spent(),
+            **self._durations(),
         )
         self._log.close()
 
-    def _so_far(self) -> str:
+    def _progress_text(self) -> str:
         best = f"best {min(self._medians.values()):.4f} ms" if self._medians else "none measured"
         failed = f", {len(self._failed)} failed" if self._failed else ""
         done = len(self._medians) + len(self._failed)
-        remaining = (time.monotonic() - self._begin) / max(done, 1) * (self._total - done)
+        remaining = (time.monotonic() - self._start_seconds) / max(done, 1) * (self._total - done)
         left = f", {remaining:.0f} s left" if done < self._total else ""
         return f"{best}{failed}{left}"
 
-    def _spent(self) -> dict[str, Any]:
-        seconds = time.monotonic() - self._begin
+    def _durations(self) -> dict[str, Any]:
+        seconds = time.monotonic() - self._start_seconds
         phases = {name: round(each, 3) for name, each in self._phases(seconds).items()}
         return {"seconds": round(seconds, 3), "phases": phases}
 
@@ -197,9 +197,9 @@ class Report:
         with suppress(OSError, ValueError):
             if self._parts.ranks.is_leader:
                 _logger.log(level, "%s", text)
-        if self._prints and self._bar is None:
+        if self._is_printing and self._bar is None:
             print_line(text)
-        elif self._prints:
+        elif self._is_printing:
             with suppress(OSError, ValueError):
                 self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 

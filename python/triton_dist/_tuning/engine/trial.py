@@ -141,7 +141,7 @@ def _collect(failures: list[Exception]) -> Iterator[None]:
         failures.append(error)
 
 
-_KINDS: dict[str, FailureKind] = {
+_KIND_BY_EXCEPTION: dict[str, FailureKind] = {
     "TimeoutError": "timeout",
     "OutOfResources": "resources",
     "OutOfMemoryError": "resources",
@@ -159,7 +159,7 @@ class _WrongResult(Exception):
     pass
 
 
-class _Failed(Exception):
+class _StepFailed(Exception):
     """A step failed on some rank. Raised on every rank."""
 
     def __init__(self, failure: Failure) -> None:
@@ -171,7 +171,7 @@ class Attempts:
     """Trials of configs for one call of the tuned function.
 
     Args:
-        ahead: compiles candidates in other processes.
+        compile_ahead: compiles candidates in other processes.
         run_checks: runs the checks that ops defer to the end of the timed part. Waits for the
             device if there are checks. Raises if a wait in a kernel reached its time limit.
         restorer: restores the arguments that the function changes.
@@ -185,23 +185,23 @@ class Attempts:
         parts: Parts,
         call: Call,
         ranks: Channel,
-        ahead: CompileAhead,
+        compile_ahead: CompileAhead,
         run_checks: Callable[[], None],
         restorer: Restorer,
         sample_calls: Sequence[Arguments],
         is_single_config: bool = False,
     ) -> None:
         self._subject, self._parts, self._call, self._ranks = subject, parts, call, ranks
-        self._ahead, self._run_checks, self._restorer = ahead, run_checks, restorer
+        self._compile_ahead, self._run_checks, self._restorer = compile_ahead, run_checks, restorer
         self._sample_calls, self._is_single_config = sample_calls, is_single_config
-        self._ready: set[str] = set()
+        self._started_digests: set[str] = set()
         self._has_run = False
         policy, seconds = parts.settings.policy, parts.settings.seconds
         self._sampler = Sampler(parts.device, ranks, policy, seconds, run_checks)
         self._reference: tuple[Any] | None = None
         self._first_measured: Config | None = None
         """The first config that was measured, possibly in an earlier start of the program."""
-        self.by_rank: Sequence[Sequence[float]] = ()
+        self.samples_by_rank: Sequence[Sequence[float]] = ()
         """Samples of each rank in the last attempt. Empty if it failed."""
         self._error: Exception | None = None
         """First exception of a config on this rank. ``None`` after a config was measured."""
@@ -225,7 +225,7 @@ class Attempts:
         step, failure = Step("reset after the last run"), None
         try:
             self._on_all_ranks(step, "launch", lambda: self._call_user_code(step, self._reset))
-        except _Failed as failed:
+        except _StepFailed as failed:
             failure = failed.failure
         if failure is not None:  # raised outside of the ``except`` block: no context
             raise TritonDistError(
@@ -236,9 +236,9 @@ class Attempts:
 
     def attempt(self, request: Request, label: str) -> Outcome:
         """Measure the config of ``request``. Compile, run and check it first if it is new."""
-        self.by_rank = ()
+        self.samples_by_rank = ()
         config, clock = request.config, self._ranks.clock
-        is_new, has_run, failure = config.digest not in self._ready, False, None
+        is_new, has_run, failure = config.digest not in self._started_digests, False, None
         try:
             with clock.phase("compile"):
                 if is_new:
@@ -250,14 +250,14 @@ class Attempts:
                     samples = self._on_all_ranks(
                         step, "launch", lambda: self._first_run(step, arguments)
                     )
-                    self._ready.add(config.digest)
+                    self._started_digests.add(config.digest)
                 if is_new and self._is_single_config:
                     measured = Measurement(samples, 0, "maximum")
                 else:
                     measured = self._measure(request, label)
                 self._first_measured, self._error = self._first_measured or config, None
                 return measured
-        except _Failed as failed:
+        except _StepFailed as failed:
             failure = failed.failure
         if has_run:
             with clock.phase("measure"):
@@ -266,10 +266,10 @@ class Attempts:
 
     def _prepare(self, config: Config, label: str) -> None:
         prepare, call = self._subject.hooks.prepare, self._call
-        if self._ahead.is_needed(config):
+        if self._compile_ahead.is_needed(config):
             step = Step(f"compile {label}", config)
-            self._compile(step, functools.partial(self._ahead.wait, config))
-            self._ahead.mark_done(config)
+            self._compile(step, functools.partial(self._compile_ahead.wait, config))
+            self._compile_ahead.mark_done(config)
         if prepare is not None:
             step, chosen = Step(f"prepare {label}", config), config.arguments()
             self._compile(step, functools.partial(prepare, *call.args, **call.kwargs, **chosen))
@@ -326,12 +326,12 @@ class Attempts:
         """Run ``work`` on all ranks, for at most ``user_seconds`` on each rank.
 
         Return, for each sample, the maximum over the ranks. If the step failed on some rank, raise
-        ``_Failed`` on every rank, with the failure of the lowest failed rank. ``kind`` is the kind
-        of failure if the exception does not set another kind.
+        ``_StepFailed`` on every rank, with the failure of the lowest failed rank. ``kind`` is the
+        kind of the failure unless the class of the exception sets another kind.
         """
         failure: Failure | None = None
         samples: tuple[float, ...] = ()
-        self.by_rank = ()
+        self.samples_by_rank = ()
         try:
             samples = tuple(work() or ())
         except TuningTimeout:
@@ -352,9 +352,9 @@ class Attempts:
         )
         for result in results:
             if isinstance(result, Failure):
-                raise _Failed(result)
-        self.by_rank = [result for result in results if not isinstance(result, Failure)]
-        return tuple(map(max, zip(*self.by_rank, strict=True)))
+                raise _StepFailed(result)
+        self.samples_by_rank = [result for result in results if not isinstance(result, Failure)]
+        return tuple(map(max, zip(*self.samples_by_rank, strict=True)))
 
     def _call_user_code(
         self, step: Step, call: Callable[[], Any], seconds: float | None = None
@@ -383,7 +383,7 @@ class Attempts:
         try:
             verdict = self._call_user_code(step, lambda: check(output, reference))
         except Exception as error:
-            raise _WrongResult(text_of_error(error)) from error
+            raise _WrongResult(shortened_error(error)) from error
         if verdict is not None and not verdict:
             raise _WrongResult("check_fn rejected its output")
         return milliseconds
@@ -424,7 +424,7 @@ class Attempts:
             TuningAborted: ``recover_fn`` failed on some rank; raised on every rank.
         """
         step, recover = Step(f"recover after {label}", config), self._subject.hooks.recover
-        problem: str | None = None
+        failure_text: str | None = None
         try:
             if recover is not None:
                 self._call_user_code(step, lambda: recover(*self._call.args, **self._call.kwargs))
@@ -436,8 +436,8 @@ class Attempts:
         except TuningTimeout:
             raise
         except Exception as error:
-            problem = text_of_error(error)
-        errors = self._ranks.all_gather(step, problem, self._parts.settings.seconds)
+            failure_text = shortened_error(error)
+        errors = self._ranks.all_gather(step, failure_text, self._parts.settings.seconds)
         causes = {
             self._ranks.global_rank(rank): cause
             for rank, cause in enumerate(errors)
@@ -454,11 +454,13 @@ def failure_of(error: Exception, kind: FailureKind, rank: int) -> Failure:
     if isinstance(error, _WrongResult):
         return Failure("wrong_result", str(error), rank)
     bases = type(original_error(error)).__mro__
-    known = (_KINDS[base.__name__] for base in bases if base.__name__ in _KINDS)
-    return Failure(next(known, kind), text_of_error(error), rank)
+    known = (
+        _KIND_BY_EXCEPTION[base.__name__] for base in bases if base.__name__ in _KIND_BY_EXCEPTION
+    )
+    return Failure(next(known, kind), shortened_error(error), rank)
 
 
-def text_of_error(error: Exception) -> str:
+def shortened_error(error: Exception) -> str:
     """Return type and message of ``error``. The middle of a long message is removed.
 
     For a timeout in a clean-up after another exception, begin with the other exception.

@@ -26,7 +26,7 @@ from triton_dist._tuning.engine.candidates import CandidateSet, Selection
 from triton_dist._tuning.engine.channel import Channel, Step, timestamp
 from triton_dist._tuning.engine.choice import Choice, add_note, blames_config
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
-from triton_dist._tuning.engine.inputs import Restorer, calls_per_sample
+from triton_dist._tuning.engine.inputs import Restorer, calls_of_sample
 from triton_dist._tuning.engine.parts import Call, Parts, TunedFunction
 from triton_dist._tuning.engine.progress import Progress, journal_head
 from triton_dist._tuning.engine.report import Report
@@ -105,8 +105,8 @@ def resolve(subject: TunedFunction, parts: Parts, call: Call) -> Choice:
         raise
     finally:
         # Stored errors refer to frames of this call, and the frames refer to its arguments.
-        first_call.ranks.end()
-        first_call.selection.forget()
+        first_call.ranks.drop_errors()
+        first_call.selection.drop_errors()
         random_state.rewind()
 
 
@@ -149,14 +149,14 @@ class _FirstCall:
         stored = parts.store.find(key.with_signature_of(fingerprint))
         # Each rank looks up its own caches first. The first message compares the results.
         local = local_record(stored, lambda record: self._validate(record, fingerprint))
-        agreement = self._agree(key, fingerprint, local)
+        agreement = self._exchange_proposals(key, fingerprint, local)
         selection, key = self.selection, key.with_signature_of(agreement.fingerprint)
         selection.key, selection.fingerprint = key, agreement.fingerprint
         report = Report(parts, key, ranks.clock)
 
         # Rule 1 of ``resolve``: a rank has a valid record. Rule 2: the remote store has one.
         found: StoredRecord | None = None
-        cannot_tune = bool(agreement.frozen) or agreement.capturing or agreement.predict_only
+        cannot_tune = bool(agreement.frozen_ranks) or agreement.capturing or agreement.predict_only
         if agreement.record_rank is not None:
             record = self._shared_record(agreement, local.record)
             location = f"the cache of rank {ranks.global_rank(agreement.record_rank)}"
@@ -198,7 +198,7 @@ class _FirstCall:
                 return Choice(
                     self._winner(predicted), predicted, is_reusable=not agreement.capturing
                 )
-            if failure or agreement.frozen:
+            if failure or agreement.frozen_ranks:
                 raise self._refusal(agreement, local.location_or_reason, failure)
             return Choice(subject.space.default, None, is_reusable=False)
 
@@ -296,10 +296,10 @@ class _FirstCall:
         why = f"{reason}; {failure}" if failure else reason
         why_not = f"key {key} cannot be tuned during a capture: {why}"
         error: Exception = CaptureInProgress(name, why_not)
-        if agreement.frozen:
-            error = TuningFrozen(name, key, key.hardware, why, agreement.frozen)
+        if agreement.frozen_ranks:
+            error = TuningFrozen(name, key, key.hardware, why, agreement.frozen_ranks)
         if failure:
-            error.__cause__ = self.selection.cause
+            error.__cause__ = self.selection.prediction_error
         return error
 
     def _validate(self, record: TuningRecord, fingerprint: Fingerprint) -> Validity:
@@ -332,7 +332,9 @@ class _FirstCall:
         elif record.shipped and self._winner(record) not in self.selection.prune_result.kept:
             yield f"prune_fn drops the winner {record.best}"
 
-    def _agree(self, key: Key, fingerprint: Fingerprint, local: LocalRecord) -> Agreement:
+    def _exchange_proposals(
+        self, key: Key, fingerprint: Fingerprint, local: LocalRecord
+    ) -> Agreement:
         subject, call, agree = self._subject, self._call, self._subject.hooks.agree
         name, space, remote = subject.name, subject.space, self._parts.remote
         agreed_values = "" if agree is None else str(agree(*call.args, **call.kwargs))
@@ -345,13 +347,13 @@ class _FirstCall:
         proposal = Proposal(
             compared,
             fingerprint,
-            local.verdict,
+            local.summary,
             always_tune=self._parts.settings.always_tune or bool(call.winner_failure),
             frozen=self._parts.settings.frozen,
             capturing=call.traced or self._parts.device.is_capturing(),
             predict_only=self._parts.settings.predict_only and not call.must_measure,
             will_run=call.will_run,
-            remote_seconds=remote.max_find_seconds(may_wait=True) if remote else None,
+            max_remote_seconds=remote.max_find_seconds(may_wait=True) if remote else None,
         )
         proposals = self.ranks.first_all_gather(
             Step("first call of a key"), proposal, bool(call.winner_failure)
@@ -360,7 +362,7 @@ class _FirstCall:
 
     def _shared_record(self, agreement: Agreement, local: TuningRecord | None) -> TuningRecord:
         """Return the record that all ranks use. Send it unless every rank has it as ``local``."""
-        if agreement.all_have_record and local is not None:
+        if agreement.have_equal_records and local is not None:
             return local
         offer = local if self.ranks.rank == agreement.record_rank else None
         offers = self.ranks.all_gather(Step("share the record"), offer)
@@ -383,7 +385,7 @@ class _FirstCall:
                 raise
             reason = f"all candidates {origin} failed: {next(iter(error.causes.values()))}"
         # Configs that are fast at neighbouring sizes may fail here, so try all configs.
-        candidate_set = self.selection.candidate_set(warm=False)
+        candidate_set = self.selection.candidate_set(warm_start=False)
         return self._measure(candidate_set, reason, local.record, report)
 
     def _measure(
@@ -397,26 +399,27 @@ class _FirstCall:
         key, fingerprint = self.selection.key, self.selection.fingerprint
         journal = parts.journal(key)
         try:
-            head = journal_head(key, fingerprint, candidate_set.head)
+            head = journal_head(key, fingerprint, candidate_set.candidates_id)
             progress = Progress(journal, head, old, ranks)
             ranks.on_stuck = progress.quarantine
             with report.begin(candidate_set, reason, subject.space.default):
                 with parts.trial_context():
-                    restorer.keep()
+                    restorer.save()
                     try:
-                        error = self._try(candidate_set, progress, report, restorer)
+                        error = self._run_search(candidate_set, progress, report, restorer)
                     finally:
                         restorer.restore()
                     self._changed = tuple(restorer.changed())
                 trials = (*progress.trials(subject.space.index_of), *candidate_set.pruned_trials())
                 ended, seconds, dropped = ranks.broadcast(
-                    Step("end"), (timestamp(), progress.seconds, candidate_set.dropped())
+                    Step("end"), (timestamp(), progress.seconds, candidate_set.unlisted_counts())
                 )
                 rounded_sizes = call.sizes if sizes is None else sizes.values(call.key)
                 measured_sizes = () if rounded_sizes == call.sizes else call.sizes
                 record = TuningRecord(
                     key, fingerprint, trials, ended, seconds,
-                    candidate_set.warm_started_from, measured_sizes, dropped, progress.by_rank(),
+                    candidate_set.warm_started_from, measured_sizes, dropped,
+                    progress.times_by_rank(),
                 )  # fmt: skip
                 try:
                     _ = record.best
@@ -436,7 +439,7 @@ class _FirstCall:
             journal.close()
         return StoredRecord(record, location)
 
-    def _try(
+    def _run_search(
         self, candidate_set: CandidateSet, progress: Progress, report: Report, restorer: Restorer
     ) -> Exception | None:
         """Answer the requests of the search until there are no more.
@@ -445,7 +448,7 @@ class _FirstCall:
         """
         parts, ranks, policy = self._parts, self.ranks, self._parts.settings.policy
         call, prepare = self._call, self._subject.hooks.prepare
-        sample_calls = calls_per_sample(self._subject, call, ranks, parts.settings.seconds)
+        sample_calls = calls_of_sample(self._subject, call, ranks, parts.settings.seconds)
         # Only the leader has a search. The other ranks receive its requests by broadcast.
         search: Search | None = None
         if (
@@ -461,15 +464,17 @@ class _FirstCall:
                 candidate_set.candidates, policy, self._incumbent, candidate_set.predicted_ms
             )
         prepared = prepare and (lambda c: prepare(*call.args, **call.kwargs, **c.arguments()))
-        ahead = CompileAhead(prepared, parts.compiler, parts.settings.compile_seconds, ranks)
-        with parts.deferred_checks() as run_checks, closing(ahead), ExitStack() as scope:
+        compile_ahead = CompileAhead(
+            prepared, parts.compiler, parts.settings.compile_seconds, ranks
+        )
+        with parts.deferred_checks() as run_checks, closing(compile_ahead), ExitStack() as scope:
             is_single_config = policy.max_tried(len(candidate_set.candidates)) == 1
             attempts = Attempts(
                 self._subject,
                 parts,
                 call,
                 ranks,
-                ahead,
+                compile_ahead,
                 run_checks,
                 restorer,
                 sample_calls,
@@ -479,19 +484,19 @@ class _FirstCall:
             scope.callback(attempts.take_error)
             if call.winner_failure:
                 attempts.recover("the recorded winner")
-            while (decided := self._next(search, progress, ahead)) is not None:
-                request, outcome = decided
+            while (next_request := self._next_request(search, progress, compile_ahead)) is not None:
+                request, outcome = next_request
                 label = candidate_set.label(request.config, policy)
                 report.trying(label, request)
                 by_rank: Sequence[Sequence[float]] = ()
                 if outcome is None:
                     with progress.trying(request.config):
                         outcome = attempts.attempt(request, label)
-                        by_rank = attempts.by_rank
+                        by_rank = attempts.samples_by_rank
                 # The outcome is from the journal: an earlier start of the program measured it.
                 elif isinstance(outcome, Measurement):
                     attempts.note_earlier_measurement(request.config)
-                config_outcome = progress.learn(request, outcome, by_rank)
+                config_outcome = progress.store_outcome(request, outcome, by_rank)
                 report.tried(label, request, outcome, config_outcome)
                 if is_single_config:
                     search = None  # one run suffices to check a single config
@@ -501,8 +506,8 @@ class _FirstCall:
             attempts.undo_last_run()
             return attempts.take_error()
 
-    def _next(
-        self, search: Search | None, progress: Progress, ahead: CompileAhead
+    def _next_request(
+        self, search: Search | None, progress: Progress, compile_ahead: CompileAhead
     ) -> tuple[Request, Outcome | None] | None:
         """Return the leader's next request, and its outcome if the journal has it.
 
@@ -518,27 +523,27 @@ class _FirstCall:
             with self.ranks.clock.phase("search"), limit:
                 request = search.ask()
                 upcoming = tuple(map(space.index_of, search.upcoming_configs()))
-            max_trials, seconds, tried = policy.max_trials, policy.max_seconds, progress.tried
+            max_trials, seconds, tried = policy.max_trials, policy.max_seconds, progress.num_tried
             if request is not None:
-                is_new = not progress.has(request.config)
+                is_new = not progress.has_outcome(request.config)
                 too_many = is_new and max_trials is not None and tried >= max_trials
                 too_long = seconds is not None and tried > 0 and progress.seconds >= seconds
                 if not (too_many or too_long):
-                    known = progress.known(request)
+                    known = progress.known_outcome(request)
                     next_request = (
                         space.index_of(request.config),
                         request.samples,
                         known,
                         upcoming,
                     )
-        step = Step(f"request {progress.requests + 1}")
+        step = Step(f"request {progress.num_requests + 1}")
         index, samples, outcome, upcoming = self.ranks.broadcast(
             step, next_request, self._parts.settings.seconds
         )
         if index is None:
             return None
         if upcoming:
-            ahead.begin([space[each] for each in upcoming])
+            compile_ahead.begin([space[each] for each in upcoming])
         return Request(space[index], samples), outcome
 
     def _winner(self, record: TuningRecord) -> Config:

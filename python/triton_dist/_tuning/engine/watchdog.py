@@ -52,7 +52,7 @@ class Watch:
     """Time at which the limit is exceeded; infinite while no user code runs."""
     overdue: bool = False
     """The limit was exceeded."""
-    pauses: int = 0
+    num_pauses: int = 0
     """Number of threads that run code of the tuner and not user code: the watched thread, and
     threads that it waits for. While it is above 0, there is no limit."""
 
@@ -101,7 +101,7 @@ class Watchdog:
         """The watches in which the current thread is, the outermost first. If another thread waits
         for this thread, the watches of the other thread come first."""
         self._watches: set[Watch] = set()
-        self._changed = threading.Condition()
+        self._watches_changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopped_seconds = 0.0
 
@@ -120,7 +120,7 @@ class Watchdog:
         """
         watch = Watch(seconds, grace, report, notify_ranks, self._now)
         before = self.enclosing_watches.put((*(self.enclosing_watches.get() or ()), watch))
-        with self._changed:
+        with self._watches_changed:
             self._watches.add(watch)
             # The thread was not started, or does not exist after a fork.
             if self._thread is None or not self._thread.is_alive():
@@ -128,11 +128,11 @@ class Watchdog:
                     target=self._run, name="triton_dist-watchdog", daemon=True
                 )
                 self._thread.start()
-            self._changed.notify()
+            self._watches_changed.notify()
         try:
             yield watch
         finally:
-            with self._changed:
+            with self._watches_changed:
                 self._watches.discard(watch)
             self.enclosing_watches.put(before)
 
@@ -143,29 +143,29 @@ class Watchdog:
         A tuned function may call another function that is not tuned yet. At the end of the block,
         the time limits start again from zero.
         """
-        with self._changed:
+        with self._watches_changed:
             watches: tuple[Watch, ...] = self.enclosing_watches.get() or ()
-            running = [each for each in watches if each.pauses or each.due != math.inf]
+            running = [each for each in watches if each.num_pauses or each.due != math.inf]
             for watch in running:
-                watch.pauses += 1
+                watch.num_pauses += 1
                 watch.end()
         try:
             yield
         finally:
-            with self._changed:
+            with self._watches_changed:
                 for watch in running:
-                    watch.pauses -= 1
-                    if not watch.pauses:  # otherwise another thread still runs the tuner's code
+                    watch.num_pauses -= 1
+                    if not watch.num_pauses:  # otherwise another thread still runs the tuner's code
                         watch.begin()
 
     def is_inside(self) -> bool:
         """Return whether this thread is inside a watch, and therefore inside a trial."""
         return bool(self.enclosing_watches.get())
 
-    def forget(self) -> None:
+    def reset_after_fork(self) -> None:
         """Reset the state in a forked child, which has one thread and runs no trial."""
         self._watches = set()
-        self._changed = threading.Condition()
+        self._watches_changed = threading.Condition()
         self._thread = None
         self.enclosing_watches.put(())
 
@@ -174,27 +174,29 @@ class Watchdog:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                first = min(self._watches, key=Watch.next_deadline, default=None)
-                remaining = math.inf if first is None else first.next_deadline() - self._now()
-                if first is None or remaining > 0:
+            with self._watches_changed:
+                next_watch = min(self._watches, key=Watch.next_deadline, default=None)
+                remaining = (
+                    math.inf if next_watch is None else next_watch.next_deadline() - self._now()
+                )
+                if next_watch is None or remaining > 0:
                     # ``begin`` of a watch does not notify this thread, so wake up regularly.
-                    seconds = None if first is None else min(remaining, _POLL_SECONDS)
-                    first = None  # it may refer to arguments of a call
+                    seconds = None if next_watch is None else min(remaining, _POLL_SECONDS)
+                    next_watch = None  # it may refer to arguments of a call
                     begin = time.monotonic()
-                    self._changed.wait(seconds)
+                    self._watches_changed.wait(seconds)
                     delay = time.monotonic() - begin - (math.inf if seconds is None else seconds)
                     if delay > _STOPPED_DELAY_SECONDS:
                         self._stopped_seconds += delay
                     continue
-                was_reported, first.overdue = first.overdue, True
+                was_reported, next_watch.overdue = next_watch.overdue, True
             if was_reported:
                 _print(f"triton_dist: this process ends with status {WATCHDOG_EXIT_STATUS}.")
                 _exit(WATCHDOG_EXIT_STATUS)
                 return
             # Report on another thread, because a report may block and this thread must end the
             # process.
-            threading.Thread(target=_report, args=(first,), daemon=True).start()
+            threading.Thread(target=_report, args=(next_watch,), daemon=True).start()
 
 
 def _report(watch: Watch) -> None:
@@ -215,4 +217,4 @@ def _print(text: str) -> None:
 
 
 watchdog = Watchdog()
-os.register_at_fork(after_in_child=watchdog.forget)
+os.register_at_fork(after_in_child=watchdog.reset_after_fork)

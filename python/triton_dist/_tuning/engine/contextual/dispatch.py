@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 _instances: weakref.WeakSet[ContextualAutoTuner[..., Any]] = weakref.WeakSet()
 
 
-def _release_instances() -> None:
+def _replace_locks() -> None:
     """Replace all locks in a forked child, because a thread of the parent may hold them."""
     for tuner in list(_instances):
-        tuner._tuning = threading.Lock()
+        tuner._tuning_lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_release_instances)
+os.register_at_fork(after_in_child=_replace_locks)
 
 _UNSETTLED = object()
 """Differs from every process group, and from ``None``, which stands for no group."""
@@ -84,7 +84,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         """The world for which the function is settled."""
         # Not re-entrant, because a tuning may begin on a thread of autograd and end on the caller's
         # thread.
-        self._tuning = threading.Lock()
+        self._tuning_lock = threading.Lock()
         _instances.add(self)
 
     if TYPE_CHECKING:
@@ -131,12 +131,12 @@ class ContextualAutoTuner(Decorated[P, R_co]):
             result = self.fn(*args, **kwargs)
         except BaseException as error:
             if interception.settled_call_sessions:
-                self._abandon(settled_call, error)
+                self._abort_session(settled_call, error)
             raise
         finally:
             interception.leave_settled(settled_call)
         if interception.settled_call_sessions:
-            return self._continue(settled_call, args, kwargs, result, before)
+            return self._finish_session(settled_call, args, kwargs, result, before)
         return result
 
     def choices(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
     def clear(self) -> None:
         """Drop the choices of this process. Records on disk remain and are looked up again."""
         for tuning in self._tunings.values():
-            tuning.unbind()
+            tuning.remove_from_triton_cache()
         self._tunings.clear()
         self._settled_for_world = _UNSETTLED
 
@@ -156,15 +156,15 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         if self._interception.is_traced((args, kwargs)):
             return self.fn(*args, **kwargs)
         outer = self._interception.current_call()
-        same = None if outer is None else outer.enclosing(self)
+        own_outer_call = None if outer is None else outer.enclosing(self)
         # A recursive call belongs to the tuning of the enclosing call.
-        if same is not None and same.session is not None:
-            return self._run(Call(self, outer, same.session), args, kwargs)
+        if own_outer_call is not None and own_outer_call.session is not None:
+            return self._run(Call(self, outer, own_outer_call.session), args, kwargs)
         if self._settled_for_world is not self._default_group.WORLD:
             if self._is_off():
                 with self._untuned() as session:
                     return self._run(Call(self, outer, session), args, kwargs)
-            with self._tuning:
+            with self._tuning_lock:
                 # Another thread may have tuned the function while this thread waited.
                 if self._settled_for_world is not self._default_group.WORLD:
                     return self._tune(outer, args, kwargs)
@@ -220,15 +220,15 @@ class ContextualAutoTuner(Decorated[P, R_co]):
 
     def begin_session(self) -> Session | UntunedSession:
         """Start to tune in the middle of a settled function's call, at a new kernel or key."""
-        self._tuning.acquire()  # released by ``_continue`` or ``_abandon``
+        self._tuning_lock.acquire()  # released by ``_finish_session`` or ``_abort_session``
         try:
             session = self._untuned() if self._is_off() else self._session()
             return session.__enter__()
         except BaseException:
-            self._tuning.release()
+            self._tuning_lock.release()
             raise
 
-    def launch_known(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def launch_if_known(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Launch the config that this function has chosen, or return ``NOT_KNOWN``."""
         tuning = self._tunings.get((tuner, triton_key(tuner, args, kwargs)))
         if tuning is None or tuning.winner is None:
@@ -236,7 +236,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         return Launch(tuner, args, kwargs, ExitStack()).run_in_production(tuning.winner)
 
     @deferred_warnings()
-    def _continue(
+    def _finish_session(
         self,
         settled_call: SettledCall,
         args: tuple[Any, ...],
@@ -263,9 +263,9 @@ class ContextualAutoTuner(Decorated[P, R_co]):
             self._update_settled(session)
             return result
         finally:
-            self._tuning.release()
+            self._tuning_lock.release()
 
-    def _abandon(self, settled_call: SettledCall, error: BaseException) -> None:
+    def _abort_session(self, settled_call: SettledCall, error: BaseException) -> None:
         """End the tuning, if any, that began inside the call that raised ``error``."""
         session = self._interception.settled_call_sessions.pop(settled_call, None)
         if session is None:
@@ -275,7 +275,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
                 session.fail_call(error)
         finally:
             session.__exit__(type(error), error)
-            self._tuning.release()
+            self._tuning_lock.release()
 
 
 register_entry_points([ContextualAutoTuner.__call__])

@@ -49,7 +49,7 @@ class SettledFunction(Protocol):
     def begin_session(self) -> Session:
         """Start to tune, because the function launched a kernel without a config."""
 
-    def launch_known(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def launch_if_known(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Launch a kernel if its config is known, else return ``NOT_KNOWN``."""
 
 
@@ -148,7 +148,7 @@ class Interception:
                 Autotuner.prune_configs = self._intercepting_prune
                 self._overridden_runs.replace(only_prune_callers=True)
 
-    def forget(self) -> None:
+    def reset_after_fork(self) -> None:
         """In a forked child, keep only the calls of this thread."""
         thread, call, kept = threading.get_ident(), self.current_call(), []
         while call is not None:
@@ -170,7 +170,7 @@ class Interception:
         if had_settled_calls and not self._settled_calls:
             Autotuner.prune_configs = self._prune
 
-    def prune(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def kept_configs(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return the configs that the kernel's own pruning keeps for this launch."""
         before = getattr(tuner, "nargs", None)
         tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
@@ -216,14 +216,14 @@ class Interception:
                 return session.launch(tuner, args, kwargs)
             assert settled_call is not None
             if settled_call not in self.settled_call_sessions:
-                result = settled_call[0].launch_known(tuner, args, kwargs)
+                result = settled_call[0].launch_if_known(tuner, args, kwargs)
                 if result is not NOT_KNOWN:
                     return result
-            return self._session_within(settled_call).launch(tuner, args, kwargs)
+            return self._session_of(settled_call).launch(tuner, args, kwargs)
 
         return run
 
-    def _session_within(self, settled_call: SettledCall) -> Session:
+    def _session_of(self, settled_call: SettledCall) -> Session:
         session: Session | None = self.settled_call_sessions.get(settled_call)
         if session is None:
             session = self.settled_call_sessions[settled_call] = settled_call[0].begin_session()
@@ -241,7 +241,7 @@ class Interception:
             args = tuple(nargs.values())
             if self.is_traced((args, kwargs)):
                 return list(self._prune(tuner, kwargs))
-            session = self._session_within(settled_call)
+            session = self._session_of(settled_call)
             tuner.nargs = nargs  # another thread may have tuned this kernel meanwhile
             _RunRedirection(tuner, lambda: session.launch(tuner, args, kwargs)).begin()
             # Triton's ``run`` takes this single config as the winner and launches it. The
@@ -257,10 +257,10 @@ class Interception:
         Concurrent backward passes of several settled functions cannot be distinguished.
         """
         calls, thread = list(self._settled_calls), threading.get_ident()
-        on_thread = [settled_call for settled_call in calls if settled_call[1] == thread]
-        if not on_thread and self._in_backward():
-            on_thread = calls
-        return on_thread[-1] if on_thread else None
+        candidates = [settled_call for settled_call in calls if settled_call[1] == thread]
+        if not candidates and self._in_backward():
+            candidates = calls
+        return candidates[-1] if candidates else None
 
 
 class _ToBeChosen(Config):

@@ -1,7 +1,8 @@
 """Tune one ``triton.autotune`` kernel for one key inside ``contextual_autotune``.
 
-This module has the agreement of the ranks, the candidates, their outcomes and the winner. One call
-of the decorated function makes one launch of the kernel that counts (a *step* of the plan).
+The ranks agree on a record or on the candidates. Each call of the decorated function then takes one
+*step* of the plan: it launches one candidate once, untimed or timed. When the plan ends, the winner
+is chosen.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from triton_dist._tuning.engine.agreement import (
     Agreement,
     LocalRecord,
     Proposal,
-    Verdict,
+    RecordSummary,
     local_record,
     remote_record,
 )
@@ -30,7 +31,7 @@ from triton_dist._tuning.engine.channel import Channel, Step, timestamp
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
 from triton_dist._tuning.engine.contextual.launch import has_own_cache
 from triton_dist._tuning.engine.parts import CommonParts
-from triton_dist._tuning.engine.progress import head_of, journal_head
+from triton_dist._tuning.engine.progress import candidates_id, journal_head
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import Journal
 from triton_dist._tuning.values import (
@@ -142,7 +143,7 @@ class KernelTuning:
         triton_configs: the ``triton.Config`` objects of this process, by digest.
         winner: the config to use; ``None`` until it is chosen.
         tuned: whether the winner was tuned in this process, and not read from a record.
-        recorded: text with the winner and the location of its record; empty unless the winner was
+        recorded_winner_text: the winner and the location of its record; empty unless the winner was
             read from a record.
     """
 
@@ -154,11 +155,11 @@ class KernelTuning:
         self.name = f"{kernel_name(tuner)} key {key}"
         self.winner: Any = None
         self.tuned = False
-        self.recorded = ""
+        self.recorded_winner_text = ""
         self.is_untuned_default = False
         """The winner is the first config, for one call only, because nothing could be tuned."""
         self.compiled: set[str] = set()
-        self.ahead: CompileAhead | None = None
+        self.compile_ahead: CompileAhead | None = None
         self._has_own_cache = has_own_cache(tuner)
         self.failures: dict[str, Failure] = {}
         self.launches: Counter[str] = Counter()
@@ -172,27 +173,27 @@ class KernelTuning:
         self.pruned: Sequence[tuple[Config, str]] = ()
         self._journal: Journal | None = None
         self._head: codec.Tree = {}
-        self._entries = 0
+        self._num_entries = 0
         self._tried_digest = ""
         """Digest of the config that was written to the journal last as being tried."""
-        self._began = time.monotonic()
+        self._start_seconds = time.monotonic()
 
     @property
     def can_persist(self) -> bool:
         """True if another process would have an equal key, so that a record is useful."""
         return _ADDRESS not in self.key.text
 
-    def use(self, winner: Any) -> None:
+    def set_winner(self, winner: Any) -> None:
         """Set ``winner`` for launches inside and outside of the decorated function."""
         self.winner = winner
-        self.bind()
+        self.write_to_triton_cache()
 
-    def bind(self) -> None:
+    def write_to_triton_cache(self) -> None:
         """Write the winner to the kernel's own cache in memory."""
         if not self.is_untuned_default and not self._has_own_cache:
             self.tuner.cache[self.triton_key] = self.winner
 
-    def unbind(self) -> None:
+    def remove_from_triton_cache(self) -> None:
         """Remove the winner from the kernel's own cache, so that launches outside of the function
         choose their config again."""
         if not self._has_own_cache:
@@ -206,7 +207,7 @@ class KernelTuning:
         Quarantined configs are dropped. ``record`` is the record of this rank that the tuning
         replaces, if any. ``call`` is the number of the function's call.
         """
-        head = journal_head(self.key, self.fingerprint, head_of(self.candidates))
+        head = journal_head(self.key, self.fingerprint, candidates_id(self.candidates))
         journal = parts.journal(self.key)
         quarantined, entries = dict(journal.quarantined(head)), list[JournalEntry]()
         if parts.ranks.is_leader:
@@ -227,7 +228,7 @@ class KernelTuning:
                 self._advance(entry.config, entry.outcome.samples[0])
             else:  # the interrupted tuning took another step
                 break
-            self._entries += 1
+            self._num_entries += 1
         self._journal, self._head = journal, head
         for failures, _ in reversed(by_rank):
             for digest, failure in failures.items():
@@ -260,9 +261,9 @@ class KernelTuning:
 
     def _append(self, digest: str, outcome: Outcome) -> None:
         if self._journal is not None:
-            seconds = time.monotonic() - self._began
-            self._journal.append(JournalEntry(self._entries, digest, 1, outcome, seconds))
-            self._entries += 1
+            seconds = time.monotonic() - self._start_seconds
+            self._journal.append(JournalEntry(self._num_entries, digest, 1, outcome, seconds))
+            self._num_entries += 1
 
     def quarantine(self, config: Config, failure: Failure) -> None:
         """Exclude ``config`` at the next start. Any thread may call this method."""
@@ -271,8 +272,8 @@ class KernelTuning:
 
     def close(self, error: BaseException | None) -> None:
         """End the tuning. Without an ``error``, also remove the journal."""
-        if self.ahead is not None:
-            self.ahead.close()
+        if self.compile_ahead is not None:
+            self.compile_ahead.close()
         journal, self._journal = self._journal, None
         if journal is None:
             return
@@ -294,9 +295,9 @@ class KernelTuning:
         """Set the winner, and return the record. Raise ``NoValidConfig`` if every config failed."""
         trials = [Trial.of(c, self._outcome(c.digest, reduction)) for c in self.candidates]
         trials += [Trial.of(c, Failure("pruned", reason)) for c, reason in self.pruned]
-        seconds = time.monotonic() - self._began
+        seconds = time.monotonic() - self._start_seconds
         self.record = TuningRecord(self.key, self.fingerprint, tuple(trials), timestamp(), seconds)
-        self.use(self.triton_configs[self.record.best.digest])
+        self.set_winner(self.triton_configs[self.record.best.digest])
         self.tuned = True
         if self._journal is not None:
             self._journal.finish(self.record.digest)
@@ -328,7 +329,7 @@ class KernelTuning:
             configs = [self.triton_configs[config.digest] for config in self.candidates]
             tuner.check_disk_cache(self.triton_key, configs, lambda: None)
             tuner.configs_timings = timings  # ``check_disk_cache`` may have loaded an older entry
-            self.bind()
+            self.write_to_triton_cache()
         listener = getattr(triton.knobs.autotuning, "listener", None)
         if listener is not None:  # Triton 3.8 and later
             listener(
@@ -441,9 +442,9 @@ def begin_kernel_tuning(
     if tuning.can_persist:
         stored = parts.store.find(key.with_signature_of(fingerprint))
         found = local_record(stored, lambda record: validity(record, fingerprint, configs, strict))
-    verdict = found.verdict
+    summary = found.summary
     if found.record is None:
-        verdict = Verdict(local.winner_on_disk(triton_key))
+        summary = RecordSummary(local.winner_on_disk(triton_key))
     compared = [
         (
             f"the pruning of {tuning.name}",
@@ -458,13 +459,13 @@ def begin_kernel_tuning(
     proposal = Proposal(
         compared,
         fingerprint,
-        verdict,
+        summary,
         always_tune=parts.settings.always_tune,
         frozen=parts.settings.frozen,
         capturing=parts.device.is_capturing(),
-        kept=[config.digest for config in local.kept],
+        kept_digests=[config.digest for config in local.kept],
         # No wait for other jobs, because several kernels are tuned at the same time.
-        remote_seconds=remote.max_find_seconds(may_wait=False) if remote else None,
+        max_remote_seconds=remote.max_find_seconds(may_wait=False) if remote else None,
     )
     proposals = messages.all_gather(Step(f"call {call}: launch of {tuning.name}"), proposal)
     # All ranks raise here, because ``compared`` has the failures of all ranks.
@@ -472,8 +473,8 @@ def begin_kernel_tuning(
         raise messages.record_final_error(local.take_failure())
     agreement = Agreement(messages, tuning.name, proposals)
     tuning.key = key.with_signature_of(agreement.fingerprint)
-    winner, location = agreement.winner, found.location_or_reason
-    if winner is None and len(agreement.leader.kept) > 1:
+    winner, location = agreement.winner_digest, found.location_or_reason
+    if winner is None and len(agreement.leader_proposal.kept_digests) > 1:
         shared = remote_record(
             parts, messages, agreement, tuning.key,
             lambda record: validity(record, agreement.fingerprint, configs, strict),
@@ -481,25 +482,29 @@ def begin_kernel_tuning(
         if shared is not None:
             winner, location = shared.record.best.digest, shared.location
     if winner is not None:
-        tuning.use(local.triton_configs[winner])
-        tuning.recorded = f"config {options_text(tuning.winner)} of the tuning record {location}"
+        tuning.set_winner(local.triton_configs[winner])
+        tuning.recorded_winner_text = (
+            f"config {options_text(tuning.winner)} of the tuning record {location}"
+        )
         parts.log.report(f"{tuning.name}: known, {options_text(tuning.winner)}")
         return tuning
-    leader, policy = agreement.leader, parts.settings.policy
-    kept = [local.configs[digest] for digest in leader.kept if digest in local.configs]
-    if len(kept) < len(leader.kept):
+    leader, policy = agreement.leader_proposal, parts.settings.policy
+    kept = [local.configs[digest] for digest in leader.kept_digests if digest in local.configs]
+    if len(kept) < len(leader.kept_digests):
         raise LookupError(
             f"{tuning.name}: the leader's pruning returned configs that this rank does not have"
         )
-    pruned = [(c, "pruned by the kernel") for c in local.space if c.digest not in leader.kept]
+    pruned = [
+        (c, "pruned by the kernel") for c in local.space if c.digest not in leader.kept_digests
+    ]
     if not kept:
         causes = {str(config): reason for config, reason in pruned}
         raise messages.record_final_error(NoValidConfig(tuning.name, tuning.key, causes))
     # A single config needs no tuning, so it is used even if tuning is forbidden.
-    if agreement.frozen and len(kept) > 1:
+    if agreement.frozen_ranks and len(kept) > 1:
         key, reason = tuning.key, found.location_or_reason
         raise messages.record_final_error(
-            TuningFrozen(key.full_name, key, key.hardware, reason, agreement.frozen)
+            TuningFrozen(key.full_name, key, key.hardware, reason, agreement.frozen_ranks)
         )
     if agreement.capturing:
         tuning.winner, tuning.is_untuned_default = local.triton_configs[kept[0].digest], True
@@ -513,7 +518,7 @@ def begin_kernel_tuning(
     tuning.plan = parts.plan(kept, policy.warmup, policy.repeat)
     tuning.warmup = policy.warmup
     if len(kept) == 1:
-        tuning.use(local.triton_configs[kept[0].digest])  # there is no choice
+        tuning.set_winner(local.triton_configs[kept[0].digest])  # there is no choice
     elif tuning.can_persist:
         tuning.resume(found.record, parts, messages, call)
     reason = found.location_or_reason

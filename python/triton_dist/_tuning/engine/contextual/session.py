@@ -28,7 +28,7 @@ from triton_dist._tuning.engine.contextual.kernel_tuning import (
 from triton_dist._tuning.engine.contextual.launch import Launch, has_own_cache
 from triton_dist._tuning.engine.contextual.tuning_call import LaunchReport, TuningCall
 from triton_dist._tuning.engine.report import warn_of_failures
-from triton_dist._tuning.engine.trial import failure_of, text_of_error
+from triton_dist._tuning.engine.trial import failure_of, shortened_error
 from triton_dist._tuning.protocols import RandomState
 from triton_dist._tuning.values import Failure, Measurement
 from triton_dist._tuning.values.outcome import Reduction
@@ -72,7 +72,7 @@ class Session:
         self._current_call = self._next_call(0)
         self._check_results: Callable[[], None] = lambda: None
         self._scope = ExitStack()
-        self._began = self._call_began = time.monotonic()
+        self._start_seconds = self._call_start_seconds = time.monotonic()
 
     @property
     def calls(self) -> int:
@@ -99,7 +99,7 @@ class Session:
             if kind is not None:
                 self._undo()
         # Drop stored errors: their frames keep the function's arguments and this session alive.
-        self._messages.end()
+        self._messages.drop_errors()
         self._current_call.no_config_left, self._check_results = None, lambda: None
 
     def run(self, call: Callable[[], Any]) -> Any:
@@ -108,7 +108,7 @@ class Session:
         # caller's thread, and ``__enter__`` may run on an autograd thread.
         with self._parts.deferred_checks() as self._check_results:
             while True:
-                self._call_began = time.monotonic()
+                self._call_start_seconds = time.monotonic()
                 try:
                     step = Step(f"call {self._current_call.number}")
                     with self._messages.user_code(step, self._messages.limit_seconds):
@@ -128,15 +128,19 @@ class Session:
             # A group of one rank may use a config that Triton has tuned outside of this function.
             if self._parts.ranks.size == 1 and not has_own_cache(tuner) and key in tuner.cache:
                 return launch.run_known_config(tuner.cache[key])
-            prune = functools.partial(self._interception.prune, tuner, args, kwargs)
+            prune = functools.partial(self._interception.kept_configs, tuner, args, kwargs)
             parts, messages, number = self._parts, self._messages, self._current_call.number
             tuning = begin_kernel_tuning(tuner, key, prune, parts, messages, number)
-            why = self._current_call.why_unusable(tuning, launch) if tuning.recorded else ""
+            why = (
+                self._current_call.why_unusable(tuning, launch)
+                if tuning.recorded_winner_text
+                else ""
+            )
             if why:  # some rank cannot use the recorded winner
                 if parts.ranks.is_leader:
                     warn(
-                        f"contextual_autotune {tuning.name}: {tuning.recorded} fails {why}. The "
-                        "kernel is tuned again",
+                        f"contextual_autotune {tuning.name}: {tuning.recorded_winner_text} fails "
+                        f"{why}. The kernel is tuned again",
                         TuningWarning,
                     )
                 parts = replace(parts, settings=replace(parts.settings, always_tune=True))
@@ -158,31 +162,31 @@ class Session:
             if isinstance(error, TimeoutError) and not isinstance(error, WaitTimeout):
                 how = "its device has not finished"
                 raise self._messages.record_final_error(
-                    self._messages.stuck(ending, self._messages.limit_seconds, how)
+                    self._messages.stuck_error(ending, self._messages.limit_seconds, how)
                 ) from error
             self.fail_call(error)
             raise
-        everyone = self._messages.all_gather(ending, list(current_call.reports.values()))
-        positions = [[(s.tuning, s.digest, s.iteration) for s in steps] for steps in everyone]
+        by_rank = self._messages.all_gather(ending, list(current_call.reports.values()))
+        positions = [[(r.tuning, r.digest, r.iteration) for r in reports] for reports in by_rank]
         if any(each != positions[0] for each in positions):
-            names_of_steps = [
-                [f"{each.tuning} iter {each.iteration}" for each in steps] for steps in everyone
-            ]
-            by_rank = {
-                self._messages.global_rank(rank): "; ".join(steps) or "none"
-                for rank, steps in enumerate(names_of_steps)
+            texts = {
+                self._messages.global_rank(rank): "; ".join(
+                    f"{report.tuning} iter {report.iteration}" for report in reports
+                )
+                or "none"
+                for rank, reports in enumerate(by_rank)
             }
             what = f"the kernels launched in call {current_call.number}"
-            raise self._messages.record_final_error(RankDisagreement(what, by_rank))
-        for tuning, *steps in zip(current_call.reports, *everyone, strict=True):
+            raise self._messages.record_final_error(RankDisagreement(what, texts))
+        for tuning, *reports in zip(current_call.reports, *by_rank, strict=True):
             # The time of the step is the maximum over the ranks. A failure on any rank counts.
-            local, digest = steps[self._parts.ranks.rank], steps[0].digest
+            local, digest = reports[self._parts.ranks.rank], reports[0].digest
             self._parts.log.line(report_line(self._current_call.number, tuning, local))
             failures: dict[str, Failure] = {}
-            for report in steps:
+            for report in reports:
                 failures = report.failures | failures  # keep the failure of the lowest rank
             if digest not in failures:
-                slowest = max(report.milliseconds for report in steps)
+                slowest = max(report.milliseconds for report in reports)
                 tuning.record_time(digest, slowest, self._reduction)
             for failed, failure in failures.items():
                 tuning.fail(failed, failure)
@@ -192,7 +196,9 @@ class Session:
             current_call.undo.pop_all()  # do not undo the last call
             if current_call.number:
                 tuned = [tuning for tuning in self._tunings.values() if tuning.record]
-                self._parts.log.report(summary(tuned, self.calls, time.monotonic() - self._began))
+                self._parts.log.report(
+                    summary(tuned, self.calls, time.monotonic() - self._start_seconds)
+                )
             return True
         self._undo()
         self.random_state.rewind()
@@ -213,7 +219,7 @@ class Session:
             self._messages.record_final_error(error)
             return
         ending = Step(
-            f"end of call {self._current_call.number}, which raised {text_of_error(error)}"
+            f"end of call {self._current_call.number}, which raised {shortened_error(error)}"
         )
         failure = failure_of(error, "launch", int(self._messages.global_rank(self._messages.rank)))
         # Ranks without this error raise an error that names this rank.
@@ -270,7 +276,7 @@ class Session:
 
     def _next_call(self, number: int) -> TuningCall:
         if number:
-            took = time.monotonic() - self._call_began
+            took = time.monotonic() - self._call_start_seconds
             self._messages.limit_seconds = max(self._parts.settings.seconds, _MAX_SLOWDOWN * took)
         return TuningCall(number, self._parts, self._messages, self._finish)
 
@@ -289,6 +295,6 @@ def summary(tuned: Sequence[KernelTuning], calls: int, seconds: float) -> str:
     for tuning in tuned:
         best = tuning.record.best.outcome if tuning.record else None
         took = f"{best.median:10.4f} ms" if isinstance(best, Measurement) else ""
-        of = f"{len(tuning.candidates):3} configs"
-        rows.append(f"  {took}  {of}  {tuning.name}  {options_text(tuning.winner)}")
+        count = f"{len(tuning.candidates):3} configs"
+        rows.append(f"  {took}  {count}  {tuning.name}  {options_text(tuning.winner)}")
     return "\n".join(rows)

@@ -64,7 +64,7 @@ class TuningCall:
         self.number = number
         self._parts, self._messages, self._finish = parts, messages, finish
         self.reports: dict[KernelTuning, LaunchReport] = {}
-        self._used: dict[KernelTuning, Config] = {}
+        self._launched_configs: dict[KernelTuning, Config] = {}
         self._timers: dict[KernelTuning, Timer] = {}
         self._compiling: tuple[KernelTuning, Config] | None = None
         self.undo = ExitStack()
@@ -78,11 +78,11 @@ class TuningCall:
             if tuning.plan.current is None:
                 self._finish(tuning)
         if tuning.winner is not None:
-            tuning.bind()  # write it to Triton's cache, which the user may have cleared
+            tuning.write_to_triton_cache()  # the user may have cleared the cache
             return (launch.run_tuned if tuning.tuned else launch.run_known_config)(tuning.winner)
         if tuning not in self.reports:
             return self._launch_current(tuning, launch)
-        config = self._used[tuning]  # a second launch in this call
+        config = self._launched_configs[tuning]  # a second launch in this call
         device = self._parts.device
         return launch.run_candidate(
             tuning.triton_configs[config.digest], device, device.timer(), timed=False
@@ -101,9 +101,11 @@ class TuningCall:
             # Ignore other errors here: the launch raises them again.
             failure = error_text(error) if blames_config(error) else ""
         step = Step(f"call {self.number}: compile the recorded winner of {tuning.name}")
-        whys = self._messages.all_gather(step, failure, self._parts.settings.compile_seconds)
-        ranks = map(self._messages.global_rank, range(len(whys)))
-        return next((f"on rank {r}: {why}" for r, why in zip(ranks, whys, strict=True) if why), "")
+        reasons = self._messages.all_gather(step, failure, self._parts.settings.compile_seconds)
+        ranks = map(self._messages.global_rank, range(len(reasons)))
+        return next(
+            (f"on rank {r}: {why}" for r, why in zip(ranks, reasons, strict=True) if why), ""
+        )
 
     def read_timers(self) -> None:
         """Wait for the device, and store the time of each timed launch."""
@@ -121,14 +123,14 @@ class TuningCall:
         if self._compiling is not None:
             return self._compiling
         # A copy: the watchdog calls this from its thread.
-        for tuning, config in list(self._used.items()):
+        for tuning, config in list(self._launched_configs.items()):
             timer = self._timers.get(tuning)
             if timer is None or not timer.is_done():
                 return tuning, config
         return None
 
     @property
-    def _own_rank(self) -> int:
+    def _global_rank(self) -> int:
         return int(self._messages.global_rank(self._parts.ranks.rank))
 
     def _compile_current(self, tuning: KernelTuning, launch: Launch) -> None:
@@ -136,28 +138,30 @@ class TuningCall:
         the step after it."""
         if jit_function(tuning.tuner) is None:
             return
-        ahead = tuning.ahead
-        if ahead is None:
+        compile_ahead = tuning.compile_ahead
+        if compile_ahead is None:
             # Compile in other processes while the first configs run. If several ranks of a host
             # lack a kernel, one of them compiles it.
-            ahead = tuning.ahead = CompileAhead(
+            compile_ahead = tuning.compile_ahead = CompileAhead(
                 lambda config: launch.compile(tuning.triton_configs[config.digest]),
                 self._parts.compiler,
                 self._parts.settings.compile_seconds,
                 self._messages,
             )
             with watchdog.paused():
-                ahead.begin([c for c in tuning.candidates if c.digest not in tuning.failures])
+                compile_ahead.begin(
+                    [c for c in tuning.candidates if c.digest not in tuning.failures]
+                )
         while (step := tuning.plan.current) is not None:
             config, digest = step.config, step.config.digest
             if digest in tuning.compiled:
                 return
             failure = None
-            if ahead.is_needed(config):
-                wait = functools.partial(ahead.wait, config)
+            if compile_ahead.is_needed(config):
+                wait = functools.partial(compile_ahead.wait, config)
                 failure = self._compile_on_all_ranks("wait for", tuning, config, wait)
             if failure is None:
-                ahead.mark_done(config)
+                compile_ahead.mark_done(config)
                 compile_own = functools.partial(launch.compile, tuning.triton_configs[digest])
                 failure = self._compile_on_all_ranks("compile", tuning, config, compile_own)
             if failure is None:
@@ -179,7 +183,7 @@ class TuningCall:
             with watchdog.paused(), self._messages.user_code(step, limit):
                 work()
         except Exception as error:
-            failure = failure_of(error, "compile", self._own_rank)
+            failure = failure_of(error, "compile", self._global_rank)
         failures = self._messages.all_gather(step, failure, limit)
         self._compiling = None
         return next((failure for failure in failures if failure is not None), None)
@@ -194,8 +198,8 @@ class TuningCall:
         digest = step.config.digest
         timer = device.timer()
         report = LaunchReport(tuning.name, digest, tuning.launches[digest], step.timed)
-        self.reports[tuning], self._used[tuning] = report, step.config
-        last: Exception | None = None
+        self.reports[tuning], self._launched_configs[tuning] = report, step.config
+        last_error: Exception | None = None
         tuning.trying(digest)
         try:
             for config in (step.config, *tuning.fallbacks(digest)):
@@ -205,14 +209,14 @@ class TuningCall:
                 except _ERRORS_OF_OTHER_RANKS:
                     raise
                 except Exception as error:
-                    last, timer = error, device.timer()
-                    report.failures[config.digest] = failure_of(error, "launch", self._own_rank)
+                    last_error, timer = error, device.timer()
+                    report.failures[config.digest] = failure_of(error, "launch", self._global_rank)
                     continue
-                self._used[tuning], self._timers[tuning] = config, timer
+                self._launched_configs[tuning], self._timers[tuning] = config, timer
                 return result
             failures = report.failures | tuning.failures
             causes = {str(config): str(failures[config.digest]) for config in tuning.candidates}
             self.no_config_left = NoValidConfig(tuning.name, tuning.key, causes)
-            raise self.no_config_left from last
+            raise self.no_config_left from last_error
         finally:
-            last = None  # the error refers to this frame
+            last_error = None  # the error refers to this frame
