@@ -23,6 +23,7 @@ from triton_dist.kernels.common.gemm.scales import Recipe, Scaling, scale_blocks
 from triton_dist.kernels.common.gemm.spaces import (
     PERSISTENT_TILES,
     POINTER_TILES,
+    SPLIT_TILES,
     WARP_SPECIALIZED_TILES,
     fits_registers,
 )
@@ -104,8 +105,17 @@ def test_a_gathered_tile_reads_the_scales_of_its_shard():
     assert promotions(kernel.ptx)
 
 
-@pytest.mark.parametrize("kind", ["gemm_rs", "gemm_ar"])
-def test_a_sum_over_ranks_multiplies_fp8(kind):
+@pytest.mark.parametrize(
+    ("kind", "tiles"),
+    quick(
+        [("gemm_rs", PERSISTENT_TILES[5]), ("gemm_ar", PERSISTENT_TILES[5])]
+        + [("split", tiles) for tiles in SPLIT_TILES],
+        ("gemm_rs", PERSISTENT_TILES[5]),
+        ("gemm_ar", PERSISTENT_TILES[5]),
+        ("split", SPLIT_TILES[0]),
+    ),
+)
+def test_a_sum_over_ranks_multiplies_fp8(kind, tiles):
     A, B = matrix(M, K, dtype=torch.float8_e4m3fn), right(K, N, "column-major", torch.float8_e4m3fn)
     scales = scaling("block").kernel_argument(A, B)
     flags, table = words(), words(2)
@@ -113,14 +123,14 @@ def test_a_sum_over_ranks_multiplies_fp8(kind):
     if kind == "gemm_rs":
         slot = Slot(matrix(1), 1 << 23, table, table, flags, flags, matrix(4096, dtype=torch.int32))
         launch = scattered_gemm(
-            A, B, matrix(M // 2, N), None, PERSISTENT_TILES[5], TileMemory("tile", 1, 2, slot),
+            A, B, matrix(M // 2, N), None, tiles, TileMemory("tile", 1, 2, slot),
             kernel=ReduceScatterLaunches.kernel, **options,
         )  # fmt: skip
     else:
         slots = Slots(matrix(1 << 23), table, 1 << 22), Peers(flags, table, flags, words(32))
         launch = exchanged_gemm(
-            A, B, matrix(M, N), None, PERSISTENT_TILES[5], slots, 1 << 20, rank=1, num_ranks=2,
-            to_owners=False, **options,
+            A, B, matrix(M, N), None, tiles, slots, 1 << 20, rank=1, num_ranks=2,
+            to_owners=kind == "split", **options,
         )  # fmt: skip
     with compile_only(90):
         assert_fits(compile_launch(launch), has=[FP8_WGMMA])

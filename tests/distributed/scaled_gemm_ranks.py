@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import triton
 
 from tests.distributed.every_op_ranks import refusal
 from tests.distributed.gemm_calls import default_tiles, uniform
 from tests.fp8 import error_of_sum, largest_error, quantised
 from triton_dist.debugging import races
-from triton_dist.errors import RankDisagreement
+from triton_dist.errors import InvalidArgument, RankDisagreement
 from triton_dist.kernels.common.gemm.scales import (
+    BLOCK_ELEMENTS,
     FP8,
     Recipe,
     Scaling,
@@ -199,6 +201,7 @@ SCATTERED = (
     {"algorithm": "row_blocks"},
     {"algorithm": "row_blocks", "num_chunks": 2},
     {"algorithm": "one_launch"},
+    {"algorithm": "one_launch", "splits": 3},
     {"algorithm": "serial"},
     {"algorithm": "collective"},
     {"algorithm": "async_tp"},
@@ -216,12 +219,13 @@ REDUCED = (
 
 
 def error_of_sums(
-    C: torch.Tensor, shards: list[Operands], rows: slice, bias: torch.Tensor
+    C: torch.Tensor, shards: list[Operands], rows: slice, bias: torch.Tensor, splits: int = 1
 ) -> float:
     """Return the largest error of a sum of products relative to its bound.
 
-    Each product is rounded to the output's dtype. Libraries also round each of their W - 1 partial
-    sums, and the sum before and after the bias is added.
+    Each product, or with SPLIT_K each product over a part of K, is rounded to the output's dtype.
+    Libraries also round each of their W - 1 partial sums, and the sum before and after the bias is
+    added.
     """
     roundoff = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-23}[C.dtype]
     expected, bound = bias.double().expand(C.shape).clone(), 0.0
@@ -229,7 +233,10 @@ def error_of_sums(
         a, b = scaling.dequantised(A, B, torch.float64)
         expected += a[rows] @ b
         bound += error_of_sum(A.shape[1], C.is_cuda) * (a[rows].abs() @ b.abs())
-        bound += len(shards) * roundoff * (a[rows] @ b).abs()
+        steps = scale_blocks(A.shape[1])
+        ends = [BLOCK_ELEMENTS * (steps * each // splits) for each in range(splits + 1)]
+        for part in map(slice, ends, ends[1:]):
+            bound += len(shards) * roundoff * (a[rows, part] @ b[part]).abs()
     bound += 2 * roundoff * (expected.abs() + bias.double().abs())
     error = ((C.double() - expected).abs() / bound).nan_to_num(nan=float("inf"))
     return float(error.max())
@@ -256,8 +263,17 @@ def sum_of(name: str, recipe: str, M: int, N: int, K: int, dtype: torch.dtype) -
                 continue
             bias = uniform(number, (1, N), torch.float32)[0].to(dtype)
             scales = {"A_scale": scaling.A_scale, "B_scale": scaling.B_scale}
-            C = op.fn(A, B, ctx, default_tiles(A.dtype), bias=bias, **scales, **options)
-            results.append((C, shards, rows, bias))
+            rest, tiles = dict(options), default_tiles(A.dtype)
+            if (splits := rest.pop("splits", 1)) > 1:
+                # Wide tiles with few rows multiply (B.T @ A.T).T.
+                split = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 256, "SPLIT_K": splits}
+                tiles = triton.Config({**tiles.kwargs, **split}, num_stages=2)
+            C = op.fn(A, B, ctx, tiles, bias=bias, **scales, **rest)
+            results.append((C, shards, rows, bias, splits))
+        algorithm, splits = ("one_launch", 9) if scatters else ("two_shot_in_one_launch", 2)
+        tiles = triton.Config({**tiles.kwargs, "SPLIT_K": splits}, tiles.num_warps)
+        with pytest.raises(InvalidArgument, match="SPLIT_K"):
+            op.fn(A, B, ctx, tiles, algorithm=algorithm, **scales)
         current_device().synchronize()
         assert all(C.dtype is dtype for C, *_ in results)
         return [error_of_sums(*each) for each in results]

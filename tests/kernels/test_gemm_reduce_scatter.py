@@ -11,6 +11,7 @@ import triton
 from tests.distributed.gemm_calls import default_tiles
 from triton_dist.errors import CaptureInProgress, InvalidArgument
 from triton_dist.kernels.common import libraries
+from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.scatter.partials import (
     Chunks,
     chunks_of_row_block,
@@ -75,6 +76,22 @@ def test_what_is_pruned():
     assert all(prune_fn(config, A, B, ctx, reduce_st=False) for config in not_serial)
     few = [config for config in space if prune_fn(config, A[:4], B, ctx, reduce_st=False)]
     assert {config.get("num_chunks") for config in few} == {1, None}
+
+
+def test_k_is_split_for_few_rows_if_the_parts_occupy_most_sms(monkeypatch):
+    monkeypatch.setattr(spaces, "current_device", lambda: SimpleNamespace(num_sms=132))
+
+    def tried(M, N):
+        return [
+            (config.kwargs["BLOCK_SIZE_M"], config.kwargs["SPLIT_K"])
+            for config in spaces.SPLIT_TILES
+            if spaces.fits_split(config, M, N)
+        ]
+
+    assert tried(16, 6144) == [(16, 4), (16, 5), (32, 4), (32, 5), (64, 2)]
+    assert tried(64, 8192) == [(64, 2)]
+    assert tried(16, 4096) == [(16, 5), (16, 8), (32, 5), (64, 4)]
+    assert tried(80, 6144) == tried(16, 32768) == []
 
 
 def test_row_blocks_are_for_large_products_in_fp8_or_on_more_than_two_ranks():

@@ -31,12 +31,14 @@ def kernel_write_sub_tiles(
     NUM_SMS: tl.constexpr,
     BLOCK_SIZE_M: tl.constexpr,
     SUB_TILE_ROWS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
 ):
     """For each wave and program up to ``MOST`` rows (row, end, n, number) of out."""
     for wave in range(0, tiles_m * tiles_n, NUM_SMS):
         begin, end = sub_tiles_of_program(
-            wave, own_begin, own_end, tiles_m, tiles_n, NUM_SMS, BLOCK_SIZE_M, SUB_TILE_ROWS
-        )
+            wave, own_begin, own_end, tiles_m, tiles_n, NUM_SMS, BLOCK_SIZE_M, SUB_TILE_ROWS,
+            SPLIT_K,
+        )  # fmt: skip
         tl.device_assert(end - begin <= MOST)
         for sub_tile in range(begin, end):
             row, end_row, n, number = locate_sub_tile(
@@ -50,14 +52,15 @@ def kernel_write_sub_tiles(
             tl.store(place + 3, number)
 
 
-def sub_tiles(own, tiles_m, tiles_n, num_sms, num_ctas, block_m, sub_tile_rows):
+def sub_tiles(own, tiles_m, tiles_n, groups, num_ctas, block_m, sub_tile_rows, splits=1):
     """(program, row, end, n, number of the tile) of each sub-tile that is not empty."""
-    waves = -(-tiles_m * tiles_n // num_sms)
+    waves = -(-tiles_m * tiles_n // groups)
     out = torch.full((waves, num_ctas, MOST.value, 4), -1, dtype=torch.int32)
     out = out.to(current_device().torch_device)
     kernel_write_sub_tiles[(num_ctas,)](
-        out, *own, tiles_m, tiles_n, num_sms, BLOCK_SIZE_M=block_m, SUB_TILE_ROWS=sub_tile_rows
-    )
+        out, *own, tiles_m, tiles_n, groups, BLOCK_SIZE_M=block_m, SUB_TILE_ROWS=sub_tile_rows,
+        SPLIT_K=splits,
+    )  # fmt: skip
     for wave in out.tolist():
         for program, added in enumerate(wave):
             for row, end, n, number in added:
@@ -70,25 +73,27 @@ def sub_tiles(own, tiles_m, tiles_n, num_sms, num_ctas, block_m, sub_tile_rows):
     rows=st.integers(1, 70),
     tiles_n=st.integers(1, 5),
     num_ranks=st.integers(1, 5),
-    num_sms=st.integers(1, 9),
+    groups=st.integers(1, 9),
+    splits=st.sampled_from([1, 1, 2, 3]),
     block_m=st.sampled_from([4, 8, 16]),
     sub_tile_rows=st.sampled_from([1, 2, 4]),
     to_owners=st.booleans(),
 )
 def test_each_row_is_added_once_by_a_program_that_may_wait_for_it(
-    rows, tiles_n, num_ranks, num_sms, block_m, sub_tile_rows, to_owners
+    rows, tiles_n, num_ranks, groups, splits, block_m, sub_tile_rows, to_owners
 ):
     tiles_m, share = -(-rows // block_m), -(-rows // num_ranks) if to_owners else rows
     last = (num_ranks - 1) * share if to_owners else 0
-    num_ctas = min(num_sms, programs_with_work(tiles_m, tiles_n, last, block_m))
+    num_ctas = min(groups, programs_with_work(tiles_m, tiles_n, last, block_m)) * splits
     for rank in range(num_ranks):
         begin = rank * share if to_owners else 0
         end = min(begin + share, rows)
         seen = []
         for program, row, stop, n, number in sub_tiles(
-            (begin, end), tiles_m, tiles_n, num_sms, num_ctas, block_m, sub_tile_rows
+            (begin, end), tiles_m, tiles_n, groups, num_ctas, block_m, sub_tile_rows, splits
         ):
-            assert number % num_sms <= program, "it waits for a program that begins later"
+            last_multiplier = number % groups * splits + splits - 1
+            assert last_multiplier <= program, "it waits for a program that begins later"
             assert number // tiles_m == n
             assert {(begin + i) // block_m for i in (row, stop - 1)} == {number % tiles_m}
             seen += [(n, i) for i in range(row, stop)]

@@ -162,7 +162,7 @@ MUTANTS = (
     Mutant(
         "expert parallel: rows travel only after the peer has begun the call",
         _EP_KERNEL,
-        "await_programs(peers, phase, first_programs, chunk_flag(call, 0), ep_plan)",
+        "await_programs(peers, phase, 0, chunk_flag(call, 0), ep_plan)",
         "pass",
         EXPERT_PARALLEL,
     ),

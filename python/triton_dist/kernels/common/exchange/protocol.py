@@ -54,6 +54,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import triton
 import triton.language as tl
 
 from triton_dist import language as dl
@@ -200,15 +201,19 @@ def notify_ranks(call, phase, value, plan: tl.constexpr):
 
 
 @jit
-def await_programs(peers, phase, programs, value, plan: tl.constexpr):
-    """Wait until the flag of program ``programs[r]`` of each rank r has reached ``value``
-    (acquire).
+def await_programs(
+    peers, phase, program, value, plan: tl.constexpr, PROGRAMS: tl.constexpr = 1
+):  # fmt: skip
+    """Wait until the flags of PROGRAMS programs of every rank have reached ``value`` (acquire).
 
-    Return a token. All flags are polled together, which takes as long as polling one flag.
+    ``program`` is the first of them. Return a token. All flags are polled together, which takes as
+    long as polling one flag.
     """
+    FLAGS: tl.constexpr = plan.NUM_RANKS * PROGRAMS
     first = peers.arrivals + flag_offset(phase, value, plan.NUM_RANKS)
-    flags = first + programs * plan.NUM_RANKS + tl.arange(0, plan.LANES)
-    return dl.wait(flags, plan.NUM_RANKS, value, peers.timeout_words, True)
+    flag = tl.arange(0, triton.next_power_of_2(FLAGS))
+    flags = first + (program + flag % PROGRAMS) * plan.NUM_RANKS + flag // PROGRAMS
+    return dl.wait(flags, FLAGS, value, peers.timeout_words, True)
 
 
 @jit
@@ -217,8 +222,7 @@ def await_peers(peers, phase, value, plan: tl.constexpr):
 
     Return a token.
     """
-    programs = tl.full((plan.LANES,), 0, tl.int32) + tl.program_id(0)
-    return await_programs(peers, phase, programs, value, plan)
+    return await_programs(peers, phase, tl.program_id(0), value, plan)
 
 
 @jit

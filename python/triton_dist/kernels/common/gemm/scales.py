@@ -94,6 +94,7 @@ def scaled_dot(
     """Return ``accumulator + a @ b`` for a step along K; apply BLOCK scales, if there are any.
 
     Args:
+        accumulator: [M, N], or transposed, see ``add_product``.
         k, column: first element of the step along K, and first column of the tile.
         a_scale_ptr: result of ``scales_of_shard``.
         row, rows: first row of the tile in its shard, and number of rows of the shard.
@@ -103,12 +104,12 @@ def scaled_dot(
     if SCALING == BLOCKWISE:
         # Load the scales before the product, to overlap with it.
         a_scale_ptr += k // SCALE_BLOCK * scales.stride_ak
-        a_scale = load_row_scales(scales, a_scale_ptr, row, rows, accumulator.shape[0])
+        a_scale = load_row_scales(scales, a_scale_ptr, row, rows, a.shape[0])
         b_scale_ptr = scales.b_scale
     # Both sizes are powers of two, so a tile lies in one block of columns or covers whole blocks.
     return add_product(
         accumulator, a, b, k, column, N, a_scale, b_scale_ptr, scales,
-        accumulator.shape[1] <= SCALE_BLOCK, INPUT_PRECISION, SCALING,
+        b.shape[1] <= SCALE_BLOCK, INPUT_PRECISION, SCALING,
     )  # fmt: skip
 
 
@@ -120,21 +121,26 @@ def add_product(
     """Return ``accumulator + a @ b`` for a step along K; apply BLOCK scales, if there are any.
 
     Args:
+        accumulator: [M, N]; if it is [N, M], it is transposed, and so is the result.
         k, column: first element of the step along K, and first column of the tile.
         a_scale: scales of the tile's rows for this step. Only used with BLOCK scales.
         b_scale_ptr: address of the scales of B. Only used with BLOCK scales.
         scales: only the strides ``stride_bk`` and ``stride_bn`` of the scales of B are used.
         SINGLE_B_SCALE: all columns of the tile lie in one block of 128 columns.
     """
+    AXIS: tl.constexpr = 1 if accumulator.shape[0] == a.shape[0] else 0  # of the columns
+    if AXIS == 0:
+        a, b = b.T, a.T
     if SCALING == BLOCKWISE:
         b_scale_ptr += k // SCALE_BLOCK * scales.stride_bk
         if SINGLE_B_SCALE:
             b_scale = tl.load(b_scale_ptr + column // SCALE_BLOCK * scales.stride_bn)
-            factor = (a_scale * b_scale)[:, None]
+            factor = tl.expand_dims(a_scale * b_scale, AXIS)
         else:
-            columns = column + tl.arange(0, accumulator.shape[1])
+            columns = column + tl.arange(0, accumulator.shape[AXIS])
             b_ptr = b_scale_ptr + columns // SCALE_BLOCK * scales.stride_bn
-            factor = a_scale[:, None] * tl.load(b_ptr, mask=columns < N, other=0.0)[None, :]
+            b_scale = tl.load(b_ptr, mask=columns < N, other=0.0)
+            factor = tl.expand_dims(a_scale, AXIS) * tl.expand_dims(b_scale, 1 - AXIS)
         zeros = tl.zeros(accumulator.shape, dtype=tl.float32)
         return accumulator + tl.dot(a, b, zeros) * factor
     elif SCALING == PROMOTED:

@@ -20,8 +20,10 @@ from triton_dist.runtime.triton_compat import compiles_for_hopper, has_gluon_for
 
 LOWEST_TILE_ROWS = 16
 """BLOCK_SIZE_M of the smallest tiles, for few rows."""
-# Largest number of rows for which tiles of 16 rows are tried. These tiles read B once per 16 rows.
-_FEW_ROWS = 64
+FEW_ROWS = 64
+"""Largest number of rows for which tiles of 16 rows, which read B once per 16 rows, and tiles that
+are split along K are tried."""
+MAX_SPLIT_K = 8
 # Maximum registers per thread for the accumulator and partial sum of an fp8 tile. More would spill.
 _MAX_PROMOTED_REGISTERS = 192
 # A GEMM counts as compute-bound if its arithmetic takes this many times as long as its memory
@@ -189,6 +191,13 @@ _FEW_ROWS_TILES = tiles(
     (64, 64, 64, 4, 5, 8),
     (64, 64, 256, 4, 3, 8),
 )
+# SPLIT_K programs multiply a tile (``scatter/one_launch.py``). Wide tiles read A less often.
+SPLIT_TILES = tiles(
+    *((16, 256, 64, 4, 5, 8, splits) for splits in (2, 4, 5, 8)),
+    *((32, 256, 64, 8, 5, 8, splits) for splits in (4, 5)),
+    *((64, 128, 64, 8, 8, 8, splits) for splits in (2, 4)),
+    names=("GROUP_SIZE_M", "SPLIT_K"),
+)
 _FEW_ROWS_POINTER_TILES = tiles((16, 64, 128, 4, 3, 8), (16, 128, 64, 4, 4, 8))
 
 
@@ -206,7 +215,7 @@ def _with_free_registers(configs: Sequence[triton.Config]) -> list[triton.Config
 
 TILES_TO_ALL = (*_FEW_ROWS_TILES, *_with_free_registers(PERSISTENT_TILES))
 POINTER_TILES_TO_ALL = (*_FEW_ROWS_POINTER_TILES, *_with_free_registers(POINTER_TILES))
-TILES_TO_OWNERS = (*_FEW_ROWS_TILES, *tile_shapes(PERSISTENT_TILES))
+TILES_TO_OWNERS = (*_FEW_ROWS_TILES, *SPLIT_TILES, *tile_shapes(PERSISTENT_TILES))
 POINTER_TILES_TO_OWNERS = (*_FEW_ROWS_POINTER_TILES, *tile_shapes(POINTER_TILES))
 
 
@@ -233,8 +242,17 @@ def fits_rows(tiles: triton.Config, rows: int) -> bool:
     if current_device().interprets:
         return True
     return bool(
-        rows <= _FEW_ROWS if block_m == LOWEST_TILE_ROWS else block_m <= 64 or block_m < 2 * rows
+        rows <= FEW_ROWS if block_m == LOWEST_TILE_ROWS else block_m <= 64 or block_m < 2 * rows
     )
+
+
+def fits_split(tiles: triton.Config, M: int, N: int) -> bool:
+    """Return whether a config's parts of tiles occupy most SMs in one wave, if K is split."""
+    splits, sizes = tiles.kwargs.get("SPLIT_K", 1), tiles.kwargs
+    num_tiles = -(-M // sizes["BLOCK_SIZE_M"]) * -(-N // sizes["BLOCK_SIZE_N"])
+    num_sms = current_device().num_sms
+    few = M <= FEW_ROWS and num_sms < 2 * num_tiles * splits <= 2 * num_sms
+    return bool(splits == 1 or few)
 
 
 def _gemm_config(config: Mapping[str, Any]) -> triton.Config:

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.kernels.common.gemm.scales import finish_scales, scaled_dot
+from triton_dist.kernels.common.gemm.scales import FAST, finish_scales, scaled_dot
 
 
 class Strides(NamedTuple):
@@ -112,12 +112,22 @@ def multiply_tile(
     describes the scales.
     """
     steps = tl.cdiv(K, BLOCK_SIZE_K)
+    # wgmma multiplies 64 rows or more. With fewer rows Triton converts fp8 operands to fp16, unless
+    # the product is computed as ``(B.T @ A.T).T``. Tiles of 128 columns were not faster (H200).
+    TRANSPOSED: tl.constexpr = (
+        SCALING >= FAST and B_COLUMN_MAJOR and BLOCK_SIZE_M < 64 and BLOCK_SIZE_N > 128
+    )
+    SHAPE: tl.constexpr = (
+        (BLOCK_SIZE_N, BLOCK_SIZE_M) if TRANSPOSED else (BLOCK_SIZE_M, BLOCK_SIZE_N)
+    )
     product = multiply_steps(
-        tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32), a_desc, b_desc, row, column,
+        tl.zeros(SHAPE, dtype=tl.float32), a_desc, b_desc, row, column,
         steps * split // num_splits, steps * (split + 1) // num_splits,
         B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_K, scales, a_scale_ptr, scale_row, rows, N,
         SCALING,
     )  # fmt: skip
+    if TRANSPOSED:
+        product = product.T
     return finish_scales(product, scales, a_scale_ptr, scale_row, rows, column, N, SCALING)
 
 

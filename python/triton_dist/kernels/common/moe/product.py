@@ -177,9 +177,16 @@ def multiply_tile(
             grouped_plan.NUM_SOURCES,
         )  # fmt: skip
         b_scale_ptr = scales.b + expert.to(tl.int64) * scales.stride_be
-    product = tl.zeros((BLOCK_SIZE_M, COLUMNS), tl.float32)
+    # As in ``gemm.tile.multiply_tile``.
+    TRANSPOSED: tl.constexpr = (
+        SCALING >= FAST
+        and (grouped_plan.DESCRIPTORS and grouped_plan.B_COLUMN_MAJOR)
+        and (BLOCK_SIZE_M < 64 and COLUMNS >= 64)
+    )
+    SHAPE: tl.constexpr = (COLUMNS, BLOCK_SIZE_M) if TRANSPOSED else (BLOCK_SIZE_M, COLUMNS)
+    product = tl.zeros(SHAPE, tl.float32)
     if grouped_plan.SILU_MUL:
-        up = tl.zeros((BLOCK_SIZE_M, COLUMNS), tl.float32)
+        up = tl.zeros(SHAPE, tl.float32)
     # Padding routes have no expert: skip the K loop and store zeros.
     steps = tl.where(expert < E, tl.cdiv(K, BLOCK_SIZE_K), 0)
     with dl.mark("mma"):
@@ -214,6 +221,10 @@ def multiply_tile(
                     up, a, weights, at, width + column, N, a_scale, b_scale_ptr, scales,
                     SINGLE_B_SCALE, PRECISION, SCALING,
                 )  # fmt: skip
+    if TRANSPOSED:
+        product = product.T
+        if grouped_plan.SILU_MUL:
+            up = up.T
     if SCALING >= FAST and SCALING != BLOCKWISE:
         # Padding has no scales.
         scaled_rows = rows < tl.where(expert < E, end, 0)

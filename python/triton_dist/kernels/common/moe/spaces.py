@@ -127,7 +127,7 @@ def fits_grouped(
 def fits_scaled_registers(gemm_config: triton.Config, recipe: str, use_fast_accum: bool) -> bool:
     """Return whether the accumulators of a tile of fp8 operands fit in registers."""
     m, n = gemm_config.kwargs["BLOCK_SIZE_M"], gemm_config.kwargs["BLOCK_SIZE_N"]
-    # Tiles with few rows convert operands to fp16, which takes registers.
+    # 16 bytes, on Triton 3.6.
     spills = m == _MAX_BLOCK_M_FEW_ROWS and n == 256 and recipe == Recipe.BLOCK.value
     return not spills and fits_registers(gemm_config, Recipe(recipe), use_fast_accum)
 

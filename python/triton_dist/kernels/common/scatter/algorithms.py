@@ -36,7 +36,12 @@ from triton_dist.kernels.common.gemm.scales import (
     scale_blocks,
     scaling_of,
 )
-from triton_dist.kernels.common.gemm.spaces import fits_gemm, fits_rows, max_rows_of_key
+from triton_dist.kernels.common.gemm.spaces import (
+    MAX_SPLIT_K,
+    fits_gemm,
+    fits_rows,
+    max_rows_of_key,
+)
 from triton_dist.kernels.common.op import (
     GEMMCall,
     SelectableAlgorithm,
@@ -44,7 +49,11 @@ from triton_dist.kernels.common.op import (
     check_tiles,
 )
 from triton_dist.kernels.common.scatter.kernel import scattered_gemm
-from triton_dist.kernels.common.scatter.one_launch import exchanged_gemm, num_exchange_programs
+from triton_dist.kernels.common.scatter.one_launch import (
+    exchanged_gemm,
+    num_exchange_programs,
+    splits_of,
+)
 from triton_dist.kernels.common.scatter.partials import (
     MAX_CHUNKS,
     SummingContext,
@@ -469,6 +478,19 @@ class OneLaunchAlgorithm(SummingAlgorithm[C], Generic[C]):
     to_owners: ClassVar[bool] = False
     broadcasts_sums: ClassVar[bool] = False
     """``ExchangeLaunch`` describes ``to_owners`` and ``broadcasts_sums``."""
+
+    def check(self, call: C) -> None:
+        call.check_tiles()
+        splits, buffer, ranks = splits_of(call.gemm_config), call.ctx.exchange, call.ctx.num_ranks
+        if splits == 1 or ranks == 1:
+            return
+        M, item_bytes = len(call.A), call.ctx.output_dtype.itemsize
+        rows = M // ranks if self.to_owners else M
+        nbytes = splits * ranks * shard_elements(rows * call.ctx.N) * item_bytes
+        is_valid = splits in range(1, MAX_SPLIT_K + 1) and not self.broadcasts_sums
+        if not is_valid or nbytes > buffer.slot_bytes:
+            expected = f"1 to {MAX_SPLIT_K} (two-shot: 1), for which M = {M} rows fit in a slot"
+            raise InvalidArgument(call.ctx_type.function, "SPLIT_K", splits, expected)
 
     def compile(self, call: C) -> None:
         self.launch_of(call).compile()

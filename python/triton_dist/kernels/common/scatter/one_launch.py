@@ -40,6 +40,11 @@ Thus all programs add. The program that adds a sub-tile has an equal or larger n
 program that multiplied it. For a wave's last column, fewer than ``tiles_m`` programs may exist;
 they share its sub-tiles.
 
+*Split-K.* If there are fewer tiles than SMs, a group of SPLIT_K programs with successive numbers
+multiplies a tile, each program a part of K. Each part is a partial of its own, so a slot has
+SPLIT_K partials per source rank. Only the last program of a group adds. ``BROADCASTS_SUMS``
+excludes split-K.
+
 *No deadlock*, even if a launch gets few SMs. All programs send before they wait, and wait only for
 programs with equal or smaller numbers. Consider the waiting programs with the smallest number.
 Programs with smaller numbers have ended, and programs with this number run or will run on every
@@ -141,16 +146,20 @@ def sub_tiles_of_program(
     NUM_SMS: tl.constexpr,
     BLOCK_SIZE_M: tl.constexpr,
     SUB_TILE_ROWS: tl.constexpr,
+    SPLIT_K: tl.constexpr = 1,
 ):
-    """Return (first, end) of this program's sub-tiles of the wave whose first tile is ``wave``."""
+    """Return (first, end) of this program's sub-tiles of the wave whose first tile is ``wave``.
+
+    NUM_SMS is the number of groups of SPLIT_K programs. Only the last program of a group adds.
+    """
     SUB_TILES: tl.constexpr = BLOCK_SIZE_M // SUB_TILE_ROWS
     first, own_tiles = own_tiles_of(own_begin, own_end, BLOCK_SIZE_M)
     next_wave = tl.minimum(wave + NUM_SMS, tiles_m * tiles_n)
     begin = _sub_tiles_before(wave, first, own_tiles, tiles_m, SUB_TILES)
     end = _sub_tiles_before(next_wave, first, own_tiles, tiles_m, SUB_TILES)
-    program, programs = tl.program_id(0), tl.num_programs(0)
+    program, programs = tl.program_id(0) // SPLIT_K, tl.num_programs(0) // SPLIT_K
     begin_of_program, end_of_program = end, end
-    if begin < end:
+    if (begin < end) & (tl.program_id(0) % SPLIT_K == SPLIT_K - 1):
         begin_of_program = _first_sub_tile(
             program, wave, begin, end, first, own_tiles, tiles_m, programs, SUB_TILES
         )
@@ -218,6 +227,8 @@ def kernel_gemm_exchange(
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     SUB_TILE_ROWS: tl.constexpr = plan.BLOCK
     BROADCASTS_SUMS: tl.constexpr = out.sums is not None
+    SPLIT_K: tl.constexpr = tile.SPLIT_K
+    GROUPS: tl.constexpr = NUM_SMS // SPLIT_K
     # Operations that do not need the product come first, to overlap with it.
     call = begin(slots, peers, M, rank, plan)
     tiles_m, tiles_n = tl.cdiv(M, tile.M), tl.cdiv(N, tile.N)
@@ -228,10 +239,12 @@ def kernel_gemm_exchange(
         own_end = min(own_begin + rows, M)
     a, b = make_operands(a_ptr, b_ptr, M, N, K, strides.bk, strides.bn, DESCRIPTORS, tile)
     tiles = tiles_m * tiles_n
-    for number in range(tl.program_id(0), tiles, NUM_SMS):
+    split = tl.program_id(0) % SPLIT_K
+    source = (rank * SPLIT_K + split).to(tl.int64)  # number of the partial in a slot
+    for number in range(tl.program_id(0) // SPLIT_K, tiles, GROUPS):
         row, column = number % tiles_m * tile.M, number // tiles_m * tile.N
         accumulator = multiply_operands(
-            a, b, row, column, M, N, K, strides, scales, DESCRIPTORS, tile
+            a, b, row, column, M, N, K, strides, scales, DESCRIPTORS, tile, split, SPLIT_K
         )
         for step in tl.static_range(1, NUM_RANKS + 1):
             adding_rank = (rank + step) % NUM_RANKS
@@ -242,8 +255,8 @@ def kernel_gemm_exchange(
             if (first_row < rows) & (first_row > -tile.M):
                 target_ptr = target_at(slots.table, adding_rank, slots.data) + call.offset
                 store_tile_by_pointers(
-                    target_ptr + rank.to(tl.int64) * shard_elements, accumulator, first_row, column,
-                    rows, N, False, tile.M, tile.N, tile.INT64_OFFSETS,
+                    target_ptr + source * shard_elements, accumulator, first_row, column, rows, N,
+                    False, tile.M, tile.N, tile.INT64_OFFSETS,
                 )  # fmt: skip
     value = chunk_flag(call, 0)
     notify_ranks(call, 0, value, plan)
@@ -252,21 +265,22 @@ def kernel_gemm_exchange(
     own_offset = 0  # begin, in C, of the rows that this rank adds
     if BROADCASTS_SUMS:
         own_offset = rank.to(tl.int64) * rows * N
-    for wave in range(0, tiles, NUM_SMS):
+    for wave in range(0, tiles, GROUPS):
         begin_sub_tile, end = sub_tiles_of_program(
-            wave, own_begin, own_end, tiles_m, tiles_n, NUM_SMS, tile.M, SUB_TILE_ROWS
+            wave, own_begin, own_end, tiles_m, tiles_n, GROUPS, tile.M, SUB_TILE_ROWS, SPLIT_K
         )
         for sub_tile in range(begin_sub_tile, end):
             row, end_row, n, of_tile = locate_sub_tile(
                 sub_tile, own_begin, own_end, tiles_m, tile.M, SUB_TILE_ROWS
             )
             if row < end_row:
-                multipliers = tl.full((plan.LANES,), 0, tl.int32) + of_tile % NUM_SMS
-                token = await_programs(peers, 0, multipliers, value, plan)
+                first_program = of_tile % GROUPS * SPLIT_K
+                token = await_programs(peers, 0, first_program, value, plan, SPLIT_K)
                 add_partials(
                     slots.data + call.offset, shard_elements, out, own_offset,
                     sums_offset + own_offset, row, n * tile.N, end_row, N, token, rank,
                     NUM_RANKS, False, SUB_TILE_ROWS, tile.N, SUB_TILE_ROWS, tile.INT64_OFFSETS,
+                    SPLIT_K,
                 )  # fmt: skip
     if BROADCASTS_SUMS:
         notify_ranks(call, 1, value, plan)
@@ -320,14 +334,25 @@ def _copy_sub_tiles(
             tl.store(to_ptr + block, values, mask=mask)
 
 
+def splits_of(config: triton.Config) -> int:
+    splits: int = config.kwargs.get("SPLIT_K", 1)
+    return splits
+
+
+def max_programs(config: triton.Config, num_sms: int) -> int:
+    """Return the largest grid; at least one group of programs."""
+    max_ctas: int = MAX_CTAS.value
+    return max(min(num_sms, max_ctas), splits_of(config))
+
+
 def num_exchange_programs(
     config: triton.Config, M: int, N: int, num_sms: int, num_ranks: int, to_owners: bool
 ) -> int:
-    max_ctas: int = min(num_sms, MAX_CTAS.value)
+    max_ctas = max_programs(config, num_sms)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
     last_begin = (num_ranks - 1) * triton.cdiv(M, num_ranks) if to_owners else 0
-    tiles = triton.cdiv(M, block_m), triton.cdiv(N, block_n)
-    return min(max_ctas, programs_with_work(*tiles, last_begin, block_m))
+    tiles, splits = (triton.cdiv(M, block_m), triton.cdiv(N, block_n)), splits_of(config)
+    return min(max_ctas // splits, programs_with_work(*tiles, last_begin, block_m)) * splits
 
 
 def one_launch_options(
@@ -377,12 +402,13 @@ def exchanged_gemm(
     (M, K), N = A.shape, B.shape[1]
     num_ctas = num_exchange_programs(config, M, N, num_sms, num_ranks, to_owners)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
-    sub_tile_rows = rows_per_step(block_m, block_n, num_ranks * C.element_size())
+    partial_bytes = num_ranks * splits_of(config) * C.element_size()
+    sub_tile_rows = rows_per_step(block_m, block_n, partial_bytes)
     if to_owners:  # one sub-tile for each program that multiplies a column of tiles
         sub_tile_rows = min(sub_tile_rows, triton.next_power_of_2(triton.cdiv(block_m, num_ranks)))
     options = one_launch_options(A, B, config, persistent, scales[1])
     options |= {
-        "NUM_SMS": min(num_sms, MAX_CTAS.value),
+        "NUM_SMS": max_programs(config, num_sms),
         "TO_OWNERS": to_owners,
         "tile": options["tile"]._replace(GROUP_M=0),  # unused: tiles are numbered down the columns
         "plan": Plan(num_ranks, triton.next_power_of_2(num_ranks), sub_tile_rows, 1),

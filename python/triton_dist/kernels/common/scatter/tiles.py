@@ -55,6 +55,7 @@ class Tile(NamedTuple):
     """Constants of a tile: BLOCK_SIZE_M, _N and _K, GROUP_SIZE_M, EPILOGUE_SUBTILE, and others.
 
     INT64_OFFSETS: offsets within the tile exceed 32 bits. SCALING: see ``gemm.scales.Scales``.
+    SPLIT_K: see ``scatter/one_launch.py``; other kernels ignore it.
     """
 
     M: Any
@@ -66,6 +67,7 @@ class Tile(NamedTuple):
     PRECISION: Any
     INT64_OFFSETS: Any = False
     SCALING: Any = 0
+    SPLIT_K: Any = 1
 
 
 class Summing(NamedTuple):
@@ -98,21 +100,25 @@ def make_operands(
 
 @jit
 def multiply_operands(
-    a, b, row, column, M, N, K, strides, scales, DESCRIPTORS: tl.constexpr, tile: tl.constexpr
-):
+    a, b, row, column, M, N, K, strides, scales, DESCRIPTORS: tl.constexpr, tile: tl.constexpr,
+    split=0, SPLIT_K: tl.constexpr = 1,
+):  # fmt: skip
     """Return the scaled fp32 tile at ``row`` and ``column``. a and b are from ``make_operands``.
 
-    ``strides`` are only used for pointers.
+    The product is over part ``split`` of SPLIT_K parts of K. With pointers, the first part is all
+    of K and the others are empty. ``strides`` are only used for pointers.
     """
     PRECISION: tl.constexpr = tile.PRECISION
     SCALING: tl.constexpr = tile.SCALING
     a_scale_ptr = scales_of_shard(scales, None, SCALING)
     if DESCRIPTORS:
         product = multiply_tile(
-            a, b, row, column, K, 0, 1, tile.B_COLUMN_MAJOR, PRECISION, tile.M, tile.N, tile.K,
-            scales, a_scale_ptr, row, M, N, SCALING,
+            a, b, row, column, K, split, SPLIT_K, tile.B_COLUMN_MAJOR, PRECISION, tile.M, tile.N,
+            tile.K, scales, a_scale_ptr, row, M, N, SCALING,
         )  # fmt: skip
     else:
+        if SPLIT_K > 1:
+            K = tl.where(split == 0, K, 0)
         product = multiply_tile_by_pointers(
             a, b, row, M - row, column, N, K, strides.am, strides.ak, strides.bk, strides.bn,
             PRECISION, tile.M, tile.N, tile.K, tile.INT64_OFFSETS, scales, a_scale_ptr, row,
@@ -207,12 +213,14 @@ def add_partials(
     BLOCK_SIZE_N: tl.constexpr,
     REDUCE_ROWS: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
+    SPLIT_K: tl.constexpr = 1,
 ):
     """Sum a tile over all ranks and store it in the own rows [rows, N] at ``out.c + own_begin``.
 
     REDUCE_ROWS rows are summed at a time, so that the partials fit in registers. If ``out.sums`` is
     not ``None``, also store the sum on each peer, ``sums_begin`` elements from its address.
-    ``IN_ONE_SUM``: all ranks have already added to a single sum, which is reset to 0.
+    ``IN_ONE_SUM``: all ranks have already added to a single sum, which is reset to 0. Otherwise
+    there are SPLIT_K partials of each rank.
     """
     if INT64_OFFSETS:
         N = tl.cast(N, tl.int64)
@@ -235,12 +243,12 @@ def add_partials(
             tl.store(sums, tl.zeros_like(total), mask=mask)
         else:
             partials = tl.tuple([])
-            for source in tl.static_range(NUM_RANKS):
+            for source in tl.static_range(NUM_RANKS * SPLIT_K):
                 partial_ptr = partials_ptr + source * stride.to(tl.int64) + begin + inside
                 partial = tl.load(partial_ptr, mask=mask, other=0.0, cache_modifier=".cg")
                 partials = partials + (partial,)  # noqa: RUF005  # no stars in Triton
             total = partials[0].to(tl.float32)
-            for source in tl.static_range(1, NUM_RANKS):
+            for source in tl.static_range(1, NUM_RANKS * SPLIT_K):
                 total += partials[source].to(tl.float32)
         if out.bias is not None:
             bias = tl.load(out.bias + column_index, mask=column_mask, other=0.0)
@@ -383,7 +391,7 @@ def tile_constants(
         block_m, block_n, block_k, sizes["GROUP_SIZE_M"],
         sizes.get("EPILOGUE_SUBTILE", False), B.stride(0) == 1, dot_precision(A.dtype),
         max(block_k * A.stride(1), block_k * B.stride(0), block_m * B.shape[1]) >= 2**31,
-        scaling,
+        scaling, sizes.get("SPLIT_K", 1),
     )  # fmt: skip
     return tile, {name: option for name, option in all_options.items() if name not in sizes}
 

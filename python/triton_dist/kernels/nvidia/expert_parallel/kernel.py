@@ -312,8 +312,7 @@ def store_row(target, values, mask, UNMARKED: tl.constexpr = True):
 def await_begun(begun, phase, peers, call, ep_plan: tl.constexpr):
     """Wait until all ranks have begun the call, unless ``begun`` is 1. Return 1."""
     if begun == 0:
-        first_programs = tl.full((ep_plan.LANES,), 0, tl.int32)
-        await_programs(peers, phase, first_programs, chunk_flag(call, 0), ep_plan)
+        await_programs(peers, phase, 0, chunk_flag(call, 0), ep_plan)
     return 1
 
 

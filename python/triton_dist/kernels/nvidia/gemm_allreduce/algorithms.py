@@ -136,7 +136,7 @@ class OneShot(OneLaunchAlgorithm[Call]):
 
     def check(self, call: Call) -> None:
         call.check_rows(call.ctx.one_shot_rows)
-        call.check_tiles()
+        super().check(call)
 
 
 class OneShotInPackets(OneShot):
@@ -179,7 +179,7 @@ class TwoShotInOneLaunch(OneShot):
 
     def check(self, call: Call) -> None:
         call.check_rows(call.ctx.exchanged_rows)
-        call.check_tiles()
+        OneLaunchAlgorithm.check(self, call)
 
 
 class TwoShot(OverlappedAlgorithm[Call]):

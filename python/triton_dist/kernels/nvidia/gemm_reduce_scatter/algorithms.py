@@ -147,10 +147,11 @@ class OneLaunch(OneLaunchAlgorithm[Call]):
         return spaces.tiles_with_persistent(spaces.tiles_to_owners)
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        return sizes.nbytes <= MAX_EXCHANGED_BYTES and sizes.tiles_fit(config, sizes.M)
+        fits = spaces.fits_split(config["gemm_config"], sizes.M, sizes.B.shape[1])
+        return fits and sizes.nbytes <= MAX_EXCHANGED_BYTES and sizes.tiles_fit(config, sizes.M)
 
     def check(self, call: Call) -> None:
-        call.check_tiles()
+        super().check(call)
         call.check_not_added_on_arrival()
         call.check_rows(call.ctx.exchanged_rows)
         if call.ctx.num_ranks == 1:  # nothing to exchange

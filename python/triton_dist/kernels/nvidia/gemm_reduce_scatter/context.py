@@ -11,7 +11,12 @@ import triton
 
 from triton_dist.errors import CaptureInProgress
 from triton_dist.kernels.common.context import Check
-from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, bytes_of_slot
+from triton_dist.kernels.common.exchange.buffer import (
+    ExchangeBuffer,
+    bytes_of_slot,
+    shard_elements,
+)
+from triton_dist.kernels.common.gemm.spaces import FEW_ROWS, MAX_SPLIT_K
 from triton_dist.kernels.common.peers import Disagreements
 from triton_dist.kernels.common.scatter.partials import (
     MAX_CHUNKS,
@@ -235,7 +240,10 @@ class GEMMReduceScatterTensorParallelContext(SummingContext[PartialsBuffer]):
         self.reduce_st, num_ranks = reduce_st, self.num_ranks
         rows_per_rank = min(max_M, MAX_EXCHANGED_BYTES // (N * output_dtype.itemsize)) // num_ranks
         self.exchanged_rows = rows_per_rank * num_ranks if num_ranks > 1 else 0
-        nbytes = bytes_of_slot(max(1, rows_per_rank) * N, output_dtype, num_ranks)
+        # Split tiles have MAX_SPLIT_K partials per rank, of up to FEW_ROWS rows in total.
+        split = MAX_SPLIT_K * shard_elements(min(rows_per_rank, -(-FEW_ROWS // num_ranks)) * N)
+        elements = max(1, rows_per_rank * N, split)
+        nbytes = bytes_of_slot(elements, output_dtype, num_ranks)
         with self.allocating() as add:
             self.buffer = add(
                 PartialsBuffer(
@@ -272,9 +280,9 @@ def create_gemm_rs_context(
 ) -> GEMMReduceScatterTensorParallelContext:
     """Create the context of ``gemm_rs``. Collective over ``tp_group``.
 
-    Allocates per rank about 2 * ``max_M`` * N elements. Products that one launch exchanges need
-    another 2 * ``max_M`` * N elements (at most 128 MB). The first call of ``"copy_engine"``
-    allocates another ``max_M`` * N elements.
+    Allocates per rank about 2 * ``max_M`` * N elements. Products that one launch exchanges need up
+    to another 2 * max(``max_M``, 512) * N elements (at most 128 MB). The first call of
+    ``"copy_engine"`` allocates another ``max_M`` * N elements.
 
     Args:
         max_M: maximum number of rows of A, a multiple of ``world_size``.

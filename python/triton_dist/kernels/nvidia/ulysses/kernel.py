@@ -302,9 +302,8 @@ def kernel_exchange_heads(
                 x, row_strides, results, sequence, slots.data, worker, chunk, length, total, batch,
                 rank, "own", plan,
             )  # fmt: skip
-        senders = tl.full((plan.LANES,), 0, tl.int32) + worker
         for chunk in range(plan.NUM_CHUNKS):
-            token = await_programs(peers, 0, senders, chunk_flag(call, chunk), plan)
+            token = await_programs(peers, 0, worker, chunk_flag(call, chunk), plan)
             slots_ptr = slots.data + after_wait(call.offset, token)
             receive(
                 x, row_strides, results, sequence, slots_ptr, worker, chunk, length, total, batch,
