@@ -116,9 +116,7 @@ LAUNCHES = {
     "gemm": lambda: sharded(PERSISTENT_TILES[0]),
     "gemm by pointers": lambda: sharded(POINTER_TILES[0], False),
     "gemm, specialised warps": lambda: sharded(specialized.EVERY_TILE[0]),
-    "fused gemm": lambda: [
-        gemms.pushing(True, 0, "row-major", num_ranks=ranks) for ranks in (2, 4, 8)
-    ],
+    "fused gemm": lambda: [gemms.pushing(True, 5, K=4104, num_ranks=ranks) for ranks in (2, 4, 8)],
     "grouped gemm": lambda: [
         grouped_gemms.prepared_gathered(GROUPED_TILES[18], rank=rank) for rank in (0, 1, 3)
     ],

@@ -80,7 +80,7 @@ class FakeSlots(dict):
 
 @pytest.mark.parametrize(
     ("num_ranks", "q_heads", "kv_heads", "lengths", "batch"),
-    [(2, 32, 8, False, 1), (4, 32, 2, True, 2)],
+    quick([(2, 32, 8, False, 1), (4, 32, 2, True, 2)], (4, 32, 2, True, 2)),
 )
 def test_heads_travel_in_vectors(sm90, num_ranks, q_heads, kv_heads, lengths, batch):
     ctx = context(num_ranks, q_heads, kv_heads)
