@@ -48,7 +48,8 @@ for argument in "$@"; do
     esac
 done
 if ((${#interpreted[@]} + ${#compiled[@]} == 0)); then
-    interpreted=(tests --ignore=tests/compile) compiled=(tests/compile)
+    interpreted=(tests --ignore=tests/compile --ignore=tests/gpu) compiled=(tests/compile)
+    say "not running tests/gpu, which needs GPUs and no TRITON_INTERPRET: bash scripts/test.sh --gpu"
 fi
 
 # Hundreds of short processes import the package; without bytecode files each would compile it again.

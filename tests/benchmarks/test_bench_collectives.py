@@ -13,6 +13,7 @@ from contextlib import redirect_stderr
 import pytest
 
 from tests.architecture.source import ROOT
+from tests.benchmarks.few_configs import run_with_few_samples
 from tests.docs.run_blocks import run_program
 from triton_dist.testing import spawn_ranks
 
@@ -31,8 +32,8 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("collectives")
     path = folder / "collectives.json"
     printed, _ = spawn_ranks(
-        2, run_program, SCRIPT, "--sizes", "4100", "--scale", "1", "--mode", "eager,graph",
-        "--rounds", "1", "--calls", "2", "--json", str(path),
+        2, run_with_few_samples, list(OWN), SCRIPT, "--sizes", "4100", "--scale", "1",
+        "--mode", "eager,graph", "--rounds", "1", "--calls", "2", "--json", str(path),
         init=False, timeout=200, env={"TRITON_DIST_CACHE_DIR": str(folder / "cache")},
     )  # fmt: skip
     return printed, path

@@ -42,18 +42,23 @@ def some_configs(op: Any, most: int = 99) -> Iterator[None]:
         by_algorithm.setdefault(config["algorithm"], []).append(config)
     of_each = 1 if len(by_algorithm) > 1 else 2
     few = [config for configs in by_algorithm.values() for config in configs[:of_each]]
-    parts_for = op._parts_for
+    with (
+        mock.patch.object(op, "config_space", type(op.config_space)(few[:most])),
+        mock.patch.object(op, "_parts_for", with_few_samples(op._parts_for)),
+    ):
+        yield
+
+
+def with_few_samples(parts_for: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``parts_for``, a function that makes the parts of a tuner, with at most two samples of
+    each config."""
 
     def parts_with_few_samples(*args: Any) -> Any:
         parts = parts_for(*args)
         policy = replace(parts.settings.policy, rounds=(1,), repeat=1)
         return replace(parts, settings=replace(parts.settings, policy=policy))
 
-    with (
-        mock.patch.object(op, "config_space", type(op.config_space)(few[:most])),
-        mock.patch.object(op, "_parts_for", parts_with_few_samples),
-    ):
-        yield
+    return parts_with_few_samples
 
 
 class Calls(ABC):

@@ -264,8 +264,8 @@ def replayed(rounds: int, sleeps: bool = False) -> int:
     Each graph has three calls. With ``sleeps``, one rank is late in each replay.
     """
     rank, size, device = dist.get_rank(), dist.get_world_size(), current_device()
-    hidden, experts, topk, tokens, count = 256, 4 * size, 3, 33, 0
-    rng = random.Random(rank)
+    hidden, experts, topk, count = 256, 4 * size, 3, 0
+    tokens, rng = 9 if device.interprets else 33, random.Random(rank)
     with create_ep_context(rank, size, size, tokens, hidden, experts, topk, torch.bfloat16) as ctx:
         x = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=device.torch_device)
         ids = torch.zeros(tokens, topk, dtype=torch.int32, device=device.torch_device)

@@ -9,13 +9,13 @@ from triton_dist import knobs
 from triton_dist.debugging.modes import checks_of
 
 
-@pytest.mark.parametrize(("world_size", "seed", "rounds"), [(2, 1, 3), (3, 2, 2), (4, 3, 2)])
+@pytest.mark.parametrize(("world_size", "seed", "rounds"), [(3, 2, 2), (4, 3, 1)])
 def test_random_routings(on_ranks, world_size, seed, rounds):
     assert on_ranks(world_size)(ep_ranks.random_calls, seed, rounds) == [3 * rounds] * world_size
 
 
 def test_any_rank_may_be_late(on_two):
-    assert on_two(ep_ranks.stragglers, 6) == [6] * 2
+    assert on_two(ep_ranks.stragglers, 4) == [4] * 2
     assert on_two(ep_ranks.replayed, 1, True) == [3] * 2
 
 

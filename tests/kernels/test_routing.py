@@ -83,7 +83,7 @@ def test_any_routing(routing):
         check(ids, E, block_m, **place)
 
 
-@pytest.mark.parametrize("E", [300, 512])
+@pytest.mark.parametrize("E", [300, pytest.param(512, marks=pytest.mark.stress)])
 def test_many_experts(E):
     """Each of which has a program; drawn ones have fewer, as all of them take long to interpret."""
     ids = torch.randint(-1, E + 1, (12, 10), generator=torch.Generator().manual_seed(E))

@@ -11,7 +11,8 @@ from tests.layers.conftest import FIRST_CONFIG
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "rounds"), [(2, 2), (3, 1), pytest.param(4, 9, marks=pytest.mark.stress)]
+    ("num_ranks", "rounds"),
+    [(3, 1), *(pytest.param(*each, marks=pytest.mark.stress) for each in ((2, 2), (4, 9)))],
 )
 def test_random_routings(on_ranks, num_ranks, rounds):
     run = functools.partial(on_ranks(num_ranks), env=FIRST_CONFIG)

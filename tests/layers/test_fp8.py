@@ -13,17 +13,23 @@ from triton_dist.layers.nvidia.fp8 import quantise
 
 
 @pytest.mark.parametrize(
-    ("kind", "recipe", "columns", "compiles"),  # each kind of scales compiles once
+    ("kind", "recipe", "columns", "compiles"),
+    # Each layer and each kind of scales occurs. Each kind of scales compiles once.
     [
         (TP_MLP, "static", 24, True),
-        (TP_MLP, "block", 136, False),  # two blocks, the last is partial
         (TP_Attn, "row", 0, True),
-        (TP_Attn, "block", 0, False),
-        (TP_MoE, "static", 24, False),
-        (TP_MoE, "block", 136, False),
-        (EP_MoE, "static", 24, False),
-        pytest.param(EP_MoE, "row", 24, False, marks=pytest.mark.stress),
-        (EP_MoE, "block", 136, True),
+        (TP_MoE, "block", 136, False),  # two blocks, the last is partial
+        (EP_MoE, "block", 136, False),
+        *(
+            pytest.param(*each, False, marks=pytest.mark.stress)
+            for each in (
+                (TP_MLP, "block", 136),
+                (TP_Attn, "block", 0),
+                (TP_MoE, "static", 24),
+                (EP_MoE, "static", 24),
+                (EP_MoE, "row", 24),
+            )
+        ),
     ],
 )
 def test_served_layers(on_two_ranks, kind, recipe, columns, compiles):
@@ -44,7 +50,7 @@ def test_fp8_experts_that_ranks_share(on_two_ranks, recipe, columns):
 
 @pytest.mark.parametrize(("kind", "recipe"), [(TP_MoE, "block"), (TP_Attn, "static")])
 def test_served_by_one_rank(kind, recipe):
-    assert fp8_ranks.served(kind, recipe, 24, False) == 3
+    assert fp8_ranks.served(kind, recipe, 24, compiles=recipe == "block") == 3
 
 
 def test_shards_that_are_padding(on_four_ranks):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed.calls import with_few_samples
 from tests.layers.functional_ranks import part
 from triton_dist.cli.main import main
 from triton_dist.errors import InvalidArgument, MissingExtra
@@ -111,12 +112,14 @@ def tunings() -> list[int]:
 
 
 def few_configs() -> None:
-    """Reduce each config space to the second config, since the first of gemm_ar is for all sizes.
+    """Reduce each config space to the second config, since the first of gemm_ar is for all sizes,
+    and its samples to two.
 
     The keys that are tuned do not depend on the number of configs.
     """
     for op in OPS:
         op.config_space = type(op.config_space)(op.config_space[1:2])
+        op._parts_for = with_few_samples(op._parts_for)
 
 
 def tuned_by_the_command() -> list[int]:
