@@ -96,14 +96,14 @@ class Sweep:
 
     def run(self) -> dict[str, Any]:
         """Measure all missing points; in the second pass, measure the low points again."""
-        options, asked = self.options, self._asked()
+        options, sizes = self.options, self._requested_sizes()
         done = {each["M"] for each in self.tree["points"]}
         again = {
             e["M"]: e for e in self.tree["points"] if e["ratio"] < MIN_RATIO and "before" not in e
         }
-        todo = list(again) if options.again else [M for M in asked if M not in done]
-        regret = set(asked[: options.regret])
-        with self.info.context(self._shape(max([1, *asked, *todo])), self.dtype) as ctx:
+        todo = list(again) if options.again else [M for M in sizes if M not in done]
+        regret = set(sizes[: options.regret])
+        with self.info.context(self._shape(max([1, *sizes, *todo])), self.dtype) as ctx:
             for M in todo:
                 if self._time_is_up():
                     break
@@ -115,10 +115,10 @@ class Sweep:
                 self.tree["points"].append(found)
                 self._write()
                 took = time.perf_counter() - self.begin
-                progress(self.tree["points"], len(asked), took, dist_print)
+                progress(self.tree["points"], len(sizes), took, dist_print)
         return self.tree
 
-    def _asked(self) -> list[int]:
+    def _requested_sizes(self) -> list[int]:
         """Return the values of M: given, random, then bounds."""
         options = self.options
         each = [
@@ -200,7 +200,7 @@ class _Rows:
         self._finalists: dict[str, Baseline] = {}
         if regret:
             with _without_records():
-                finalists = tuned.raced_anew()
+                finalists = tuned.race_again()
             self._finalists = {f"{_REGRET} {n}": each for n, each in enumerate(finalists, start=1)}
 
     def __getattr__(self, name: str) -> Any:

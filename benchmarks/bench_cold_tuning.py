@@ -2,8 +2,8 @@
 
     bash scripts/launch.sh benchmarks/bench_cold_tuning.py --json cold.json     # on GPUs
 
-The space has 96 candidates: 24 kernels with 4 schedules each. They are first tuned serially, as by
-a simple tuner: compile a config, run it 5 times untimed and 10 times timed, continue with the next.
+The space has 96 candidates: 24 kernels with 4 transfer schedules each. They are first tuned as by a
+simple tuner: compile a config, run it 5 times untimed and 10 times timed, continue with the next.
 Then ``tune.autotune`` tunes several times, each time with empty caches (Triton's and the tuner's).
 At the end, all winners and the six best configs of the serial tuning are timed interleaved. The
 result is the number of winners within 1 % of the fastest.

@@ -8,7 +8,7 @@ For each size, the op is tuned or its recorded config is used. The candidates ar
 best recorded config of each algorithm, the library's collective and, for all-reduce, PyTorch's
 all-reduces in symmetric memory. Each result is compared with a sum in fp32. Then all candidates are
 timed: interleaved, ranks aligned, cold L2, slowest rank of each sample. The winner is timed twice,
-under two names. The difference of these two times is noise, and so are smaller differences.
+under two names, to show the noise.
 
 With --calls 20 a sample covers 20 consecutive calls, in graph mode in one graph. The launch of the
 graph and the skew between ranks then add only a twentieth to the time per call. A size is the bytes
@@ -58,7 +58,7 @@ INFOS = _collectives()
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 _LEGEND = (
     "A/A: difference of two measurements of the winner; smaller differences are noise. x library, "
-    "x baseline: speedup over the library, and over the fastest baseline."
+    "x baseline: speed-up over the library, and over the fastest baseline."
 )
 Tree = dict[str, Any]
 
@@ -192,18 +192,18 @@ def _cells(tree: Tree, mode: str, names: Sequence[str]) -> list[str]:
     baselines = [times[name] for name, row in rows.items() if row["kind"] == "baseline"]
     libraries = [times[name] for name in (LIBRARY, IN_PLACE) if name in times]
 
-    def shown(time: float | None) -> str:
+    def us_text(time: float | None) -> str:
         return "" if time is None else f"{time:.1f}"
 
-    def over(others: Sequence[float]) -> str:
+    def speed_up_over(others: Sequence[float]) -> str:
         return f"{min(others) / tuned:.2f}" if tuned and others else ""
 
     again = times.get(TUNED_AGAIN)
     band = f"{abs(tuned / again - 1):.1%}" if tuned and again else ""
     config = re.sub(r"\w+Method\.|[{}']", "", rows[TUNED]["config"]) if TUNED in rows else "failed"
     return [
-        str(tree["bytes"]), shown(tuned), band, over(libraries), over(baselines),
-        *(shown(times.get(name)) for name in names), config,
+        str(tree["bytes"]), us_text(tuned), band, speed_up_over(libraries),
+        speed_up_over(baselines), *(us_text(times.get(name)) for name in names), config,
     ]  # fmt: skip
 
 

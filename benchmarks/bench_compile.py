@@ -4,8 +4,8 @@
 
 The tile configs of the persistent GEMM are compiled for an H200 by threads of this process, and by
 the processes that the tuner uses. Meanwhile another thread repeatedly sleeps for 0.5 ms, like a
-tuner that waits for samples. How much longer it sleeps shows how compilation would disturb the
-tuner.
+tuner that waits for samples. The time by which its sleeps end late shows how much compilation
+disturbs a tuner.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from triton_dist.runtime.compiling import CompilePool
 from triton_dist.runtime.launch import Launch
 from triton_dist.testing.compile_only import install
 
-_NAP = 0.5e-3
+_SLEEP_SECONDS = 0.5e-3
 
 
-def launch(config: triton.Config) -> Launch:
+def launch_of(config: triton.Config) -> Launch:
     """Return the launch of an [8192, 8192] x [8192, 7168] GEMM in fp16 with ``config``."""
     a, b, c = (
         torch.empty(shape, dtype=torch.float16, device="meta")
@@ -44,15 +44,15 @@ def launch(config: triton.Config) -> Launch:
     return sharded_gemm(a, b, c, config, num_sms=132, persistent=True)
 
 
-def by_threads(launches: Sequence[Launch], workers: int) -> None:
-    def warm(each: Launch) -> None:
+def compile_by_threads(launches: Sequence[Launch], workers: int) -> None:
+    def compile_launch(each: Launch) -> None:
         each.kernel.warmup(*each.args, grid=each.grid, **each.options)
 
     with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(warm, launches))
+        list(pool.map(compile_launch, launches))
 
 
-def by_processes(launches: Sequence[Launch], workers: int) -> None:
+def compile_by_processes(launches: Sequence[Launch], workers: int) -> None:
     """Compile with about ``workers`` of the processes that the tuner uses."""
     pool = CompilePool()
     kernels = [kernel for each in launches for kernel in pool.collect(each.compile)]
@@ -62,34 +62,34 @@ def by_processes(launches: Sequence[Launch], workers: int) -> None:
     pool.close()
 
 
-def measure(algorithm: Callable[[Sequence[Launch], int], None], workers: int) -> dict[str, float]:
+def measure(compile_all: Callable[[Sequence[Launch], int], None], workers: int) -> dict[str, float]:
     """Compile all configs with an empty cache; return the rate, and delays of the other thread."""
     kernel_gemm_persistent.device_caches.clear()
-    launches = [launch(config) for config in PERSISTENT_TILES]
-    late: list[float] = []
+    launches = [launch_of(config) for config in PERSISTENT_TILES]
+    delays: list[float] = []
     done = threading.Event()
 
-    def nap() -> None:
+    def sleep_repeatedly() -> None:
         while not done.is_set():
             begin = time.perf_counter()
-            time.sleep(_NAP)
-            late.append(time.perf_counter() - begin - _NAP)
+            time.sleep(_SLEEP_SECONDS)
+            delays.append(time.perf_counter() - begin - _SLEEP_SECONDS)
 
-    napper = threading.Thread(target=nap)
+    sleeper = threading.Thread(target=sleep_repeatedly)
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
         os.environ["TRITON_CACHE_DIR"] = folder
-        napper.start()
+        sleeper.start()
         begin = time.perf_counter()
-        algorithm(launches, workers)
+        compile_all(launches, workers)
         seconds = time.perf_counter() - begin
         done.set()
-        napper.join()
-    late.sort()
+        sleeper.join()
+    delays.sort()
     return {
         "configs_per_second": len(launches) / seconds,
-        "late_ms_p99": late[len(late) * 99 // 100] * 1e3,
-        "late_ms_max": late[-1] * 1e3,
+        "late_ms_p99": delays[len(delays) * 99 // 100] * 1e3,
+        "late_ms_max": delays[-1] * 1e3,
     }
 
 
@@ -102,10 +102,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(arguments)
     install(90)
     results = {}
-    for algorithm in (by_threads, by_processes):
+    for compile_all in (compile_by_threads, compile_by_processes):
         for workers in options.workers:
-            name = f"{workers} {algorithm.__name__.removeprefix('by_')}"
-            found = results[name] = measure(algorithm, workers)
+            name = f"{workers} {compile_all.__name__.removeprefix('compile_by_')}"
+            found = results[name] = measure(compile_all, workers)
             print(
                 f"{name:14}{found['configs_per_second']:7.2f} configs/s, a sleep ends late by "
                 f"{found['late_ms_p99']:.1f} ms (p99), {found['late_ms_max']:.1f} ms (maximum)"

@@ -2,10 +2,10 @@
 
     bash scripts/launch.sh benchmarks/bench_contextual.py --json contextual.json
 
-The tuned kernel is the GEMM of an AllGather-GEMM, which waits for other ranks and therefore cannot
-be timed alone. It has 24 configs. It is tuned inside the op by two methods, each several times with
-an empty cache: by measuring one config after another in full ("in turn"), and by a race. At the
-end, all winners are timed interleaved, to compare the race with the full measurement.
+The tuned kernel is the GEMM of an AllGather-GEMM, which cannot be timed alone because it waits for
+other ranks. It has 24 configs. It is tuned inside the op several times with an empty cache, by
+measuring every config in full ("in turn") and by a race. At the end, all winners are timed
+interleaved.
 """
 
 from __future__ import annotations

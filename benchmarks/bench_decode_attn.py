@@ -124,20 +124,20 @@ class Measurement:
             algorithm = config["algorithm"]
             if options.best and seen.get(algorithm, 0) >= options.best:
                 continue
-            if from_first_rank(time.monotonic() - begin) > options.limit:
+            if value_of_rank_0(time.monotonic() - begin) > options.limit:
                 break
             try:
                 found = self.call(**config).float()
                 failed = ""
             except Exception as error:
                 failed = f"{type(error).__name__}: {error}"
-            if any(everyones(failed)):
+            if any(gather_from_all_ranks(failed)):
                 log(f"  {name}: {failed}")
                 continue
             seen[algorithm] = seen.get(algorithm, 0) + 1
             reference = found if reference is None else reference
             error = float((found - reference).abs().max() / reference.abs().max())
-            if max(everyones(error)) > 0.02 or error != error:
+            if max(gather_from_all_ranks(error)) > 0.02 or error != error:
                 log(f"  WRONG {name}: {error:.3g}")
                 continue
             calls[name] = captured(lambda c=config: self.call(**c))
@@ -165,14 +165,14 @@ def log(text: str) -> None:
         print(text, flush=True)
 
 
-def everyones(value: Any) -> list[Any]:
+def gather_from_all_ranks(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def from_first_rank(value: Any) -> Any:
-    return everyones(value)[0]
+def value_of_rank_0(value: Any) -> Any:
+    return gather_from_all_ranks(value)[0]
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -207,10 +207,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(sys.argv[1:] if arguments is None else arguments)
     initialize_distributed()
     begin, results = time.monotonic(), []
-    rate = from_first_rank(read_rate())
+    rate = value_of_rank_0(read_rate())
     log(f"read rate {rate * 1e-3:.0f} GB/s")
     for row in rows_of(options):
-        if from_first_rank(time.monotonic() - begin) > options.minutes * 60:
+        if value_of_rank_0(time.monotonic() - begin) > options.minutes * 60:
             break
         results.append(Measurement(row, options.page).run(options, rate))
         if options.json and dist.get_rank() == 0:

@@ -4,9 +4,8 @@
 
 Each number is the minimum of many repeats, because other processes only add time. A hit is a call
 whose config is already chosen. The overhead of a hit is its time minus a plain call and one call of
-``key_fn``. A dictionary lookup, the minimum for any tuner, is measured too. A function under
-``contextual_autotune`` without kernels to tune has no key, so the printed overhead is too low by
-one ``key_fn``.
+``key_fn``. A dictionary lookup, the minimum for any tuner, is measured too. "contextual" is a call
+under ``contextual_autotune`` of a function that launches no kernels.
 
 With ``--configs N``, the first call with a key is measured too, for a function that does nothing:
 with a record of N configs on disk, and with a tuning of N or 20 configs.
@@ -57,50 +56,47 @@ class DictionaryLookup:
         return function(*args, **kwargs, **config)
 
 
-ALGORITHMS = {
+CALLS = {
     "plain call": "function(1, 2, n=3)",
     "key_fn": "key_fn(1, 2)",
-    "guarded look-up": "guarded(1, 2)",
+    "dictionary lookup": "looked_up(1, 2)",
     "hit": "tuned(1, 2)",
     "hit of a method": "layer.tuned(1, 2)",
     "hit with keywords": "tuned(1, b=2)",
-    "settled contextual": "settled(1, 2)",
+    "contextual": "contextual(1, 2)",
 }
 
 
-def subjects() -> dict[str, Any]:
-    """Return the functions that ``ALGORITHMS`` call, by name. Their configs are already chosen."""
-    names: dict[str, Any] = {
+def callables() -> dict[str, Any]:
+    """Return the functions that ``CALLS`` call, by name. Their configs are already chosen."""
+    functions: dict[str, Any] = {
         "function": function,
         "key_fn": key_fn,
-        "guarded": DictionaryLookup(),
+        "looked_up": DictionaryLookup(),
         "tuned": autotune([{"n": 3}], key_fn, scope="rank")(function),
         "layer": Layer(),
-        "settled": contextual_autotune()(function),
+        "contextual": contextual_autotune()(function),
     }
-    names["tuned"](1, 2)
-    names["settled"](1, 2)
-    names["layer"].tuned(1, 2)
-    return names
+    functions["tuned"](1, 2)
+    functions["contextual"](1, 2)
+    functions["layer"].tuned(1, 2)
+    return functions
 
 
 def measure(repeats: int = 200, number: int = 5000) -> dict[str, float]:
     """Return microseconds per call: the minimum of ``repeats`` averages over ``number`` calls."""
-    names = subjects()
-    timers = {
-        algorithm: timeit.Timer(statement, globals=names)
-        for algorithm, statement in ALGORITHMS.items()
-    }
-    best = dict.fromkeys(ALGORITHMS, float("inf"))
+    functions = callables()
+    timers = {name: timeit.Timer(statement, globals=functions) for name, statement in CALLS.items()}
+    best = dict.fromkeys(CALLS, float("inf"))
     for _ in range(repeats):  # alternate, so that a slow moment of the machine affects all
-        for algorithm, timer in timers.items():
-            best[algorithm] = min(best[algorithm], timer.timeit(number) / number * 1e6)
+        for name, timer in timers.items():
+            best[name] = min(best[name], timer.timeit(number) / number * 1e6)
     return best
 
 
-def overhead(times: dict[str, float], algorithm: str) -> float:
-    """Return the microseconds of ``algorithm`` minus a plain call and a call of ``key_fn``."""
-    return times[algorithm] - times["plain call"] - times["key_fn"]
+def overhead(times: dict[str, float], name: str) -> float:
+    """Return the microseconds of ``name`` minus a plain call and a call of ``key_fn``."""
+    return times[name] - times["plain call"] - times["key_fn"]
 
 
 def large_space(configs: int, repeats: int = 10) -> dict[str, float]:
@@ -140,13 +136,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args(arguments)
     times = measure(options.repeats, options.number)
-    for algorithm, microseconds in times.items():
-        beyond = (
-            f"{overhead(times, algorithm):8.3f}"
-            if algorithm.startswith(("hit", "guarded"))
-            else " " * 8
+    for name, microseconds in times.items():
+        difference = (
+            f"{overhead(times, name):8.3f}" if name.startswith(("hit", "dictionary")) else " " * 8
         )
-        print(f"{algorithm:20}{microseconds:8.3f} us{beyond}")
+        print(f"{name:20}{microseconds:8.3f} us{difference}")
     print("second column: minus the plain call and key_fn")
     report: dict[str, Any] = {"hardware": hardware(), "microseconds": times}
     if options.configs is not None:

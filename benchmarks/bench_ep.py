@@ -8,9 +8,9 @@
 
 A dispatch is timed from ``topk_ids`` to rows, sorted by expert, that a grouped GEMM can read. A
 combine is timed from the experts' products to each token's sum. There are two baselines: NCCL's
-all-gather and reduce-scatter, and NCCL's all-to-all. The splits of the all-to-all are computed
-before; a real call would have to wait for them on the host. Both baselines include our launch that
-sorts by expert (the layout).
+all-gather and reduce-scatter, and NCCL's all-to-all. The row counts of the all-to-all are computed
+before; in a program the host would have to wait for them. Both baselines include our launch that
+computes the order of the rows (the layout).
 
 The link time is the time for the bytes that rank 0 sends, or receives if these are more, at --link
 GB/s. The memory time is the time for the bytes that rank 0 reads and writes, at --memory GB/s.
@@ -96,7 +96,7 @@ def draw_ids(row: Row, rank: int) -> torch.Tensor:
 
 
 def tokens_of(received: Received) -> tuple[Any, Any, list[list[int]]]:
-    """Return (peer, token) of each row that this rank sends, the same of each row that it
+    """Return (peer, token) of each row that this rank sends and of each row that it
     receives, and the numbers of sent and received rows by peer."""
     num_ranks, tokens = received.ctx.num_ranks, received.tokens
     peers = torch.arange(num_ranks, device=received.destinations.device)[:, None]
@@ -115,7 +115,7 @@ def configs(algorithms: Any, quick: bool, best: int) -> list[dict[str, Any]]:
     return space[:best] if best else space
 
 
-def shown(config: Mapping[str, Any]) -> str:
+def config_text(config: Mapping[str, Any]) -> str:
     return " ".join(str(value) for value in config.values())
 
 
@@ -163,7 +163,7 @@ class Measurement:
         return dispatch, combine
 
     def all_to_all_dispatch(self) -> torch.Tensor:
-        """Return rows by NCCL's all-to-all with known splits; also launch our layout kernel."""
+        """Return rows by NCCL's all-to-all with known row counts; also launch our layout kernel."""
         rows = self.x[self.send_order[1]]
         if self.row.fp8:
             # NCCL sends as many bytes as for fp8. The time of quantising is not measured.
@@ -171,16 +171,16 @@ class Measurement:
             rows = rows.contiguous()
         arrived = rows.new_empty((sum(self.splits[1]), rows.shape[1]))
         dist.all_to_all_single(arrived, rows, self.splits[1], self.splits[0], group=self.group)
-        self.lay_out()
+        self.compute_layout()
         return arrived
 
-    def lay_out(self) -> None:
+    def compute_layout(self) -> None:
         """Launch our kernel that exchanges ids and computes the layout, without sending rows."""
         call = DispatchCall(self.x, self.ids, self.ctx, self.weights, **self.kwargs)
         call.launch_kernel(self.received.layout, True, True, copies=0)
 
     def all_to_all_combine(self) -> torch.Tensor:
-        """Return each token's sum by NCCL's all-to-all with known splits."""
+        """Return each token's sum by NCCL's all-to-all with known row counts."""
         (_, token), (origin, row) = self.send_order, self.recv_order
         sums = self.partial.partial_sums()[origin * self.row.tokens + row]
         arrived = sums.new_empty((len(token), sums.shape[1]))
@@ -205,9 +205,9 @@ class Measurement:
                     continue
                 error = self.error(found, reference)
                 if error > 0.05:
-                    log(f"  WRONG {name} {shown(config)}: {error:.3g}")
+                    log(f"  WRONG {name} {config_text(config)}: {error:.3g}")
                     continue
-                calls[shown(config)] = lambda c=call, k=config: c(**k)
+                calls[config_text(config)] = lambda c=call, k=config: c(**k)
             calls[ALL_GATHER] = lambda c=call: c(algorithm="collective")
             calls[ALL_TO_ALL] = (
                 self.all_to_all_dispatch if name == "dispatch" else self.all_to_all_combine
@@ -308,7 +308,7 @@ def rows_of(options: argparse.Namespace) -> list[Row]:
     ]
 
 
-def from_first_rank(value: Any) -> Any:
+def value_of_rank_0(value: Any) -> Any:
     """Return the value of rank 0."""
     values = [value]
     dist.broadcast_object_list(values, 0)
@@ -338,7 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     is_first, results, start = dist.get_rank() == 0, [], time.perf_counter()
     if options.json is not None and options.json.exists():
         results = json.loads(options.json.read_text(encoding="utf-8"))
-    results = from_first_rank(results)
+    results = value_of_rank_0(results)
 
     def log(text: str) -> None:
         if is_first:
@@ -347,7 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for row in rows_of(options):
         if asdict(row) in [result["row"] for result in results]:
             continue
-        if from_first_rank(time.perf_counter() - start) > 60 * (options.minutes or math.inf):
+        if value_of_rank_0(time.perf_counter() - start) > 60 * (options.minutes or math.inf):
             break
         # A rank that hangs prints its stacks and ends.
         faulthandler.dump_traceback_later(options.limit, exit=True, file=sys.__stderr__)

@@ -1,4 +1,4 @@
-"""Measure the cost of first calls at new sizes, if near sizes are already tuned.
+"""Measure the cost of first calls at new sizes near tuned sizes.
 
     bash scripts/launch.sh benchmarks/bench_first_calls.py --op gemm_rs --json first.json
     bash scripts/launch.sh benchmarks/bench_first_calls.py --layer Qwen2-72B --sizes 64 --seed 7

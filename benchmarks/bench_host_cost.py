@@ -37,7 +37,7 @@ _BUSY_MILLISECONDS = 3.0
 _CALLS_OF_ROW = 8
 
 
-def in_rows(step: Callable[[], Any], samples: int) -> list[list[Any]]:
+def run_in_rows(step: Callable[[], Any], samples: int) -> list[list[Any]]:
     """Return the results of consecutive calls of ``step`` while the GPU is busy. Collective.
 
     The result is a list of ``samples`` rows, each with ``_CALLS_OF_ROW`` results.
@@ -60,7 +60,7 @@ def microseconds(call: Callable[[], Any], samples: int) -> tuple[float, float]:
         call()
         return (time.perf_counter() - begin) * 1e6
 
-    rows = in_rows(timed, samples)
+    rows = run_in_rows(timed, samples)
     return (
         statistics.median(each for row in rows for each in row[1:]),
         statistics.median(row[0] for row in rows),
@@ -89,7 +89,7 @@ def parts(
         marks.append(time.perf_counter())
         return [(last - first) * 1e6 for first, last in itertools.pairwise(marks)]
 
-    every = [times for row in in_rows(timed, samples) for times in row[1:]]
+    every = [times for row in run_in_rows(timed, samples) for times in row[1:]]
     names = ("check", "transfer", "output", "consumer", "finish")
     medians = map(statistics.median, zip(*every, strict=True))
     return dict(zip(names, medians, strict=True))

@@ -64,22 +64,22 @@ def candidates(folder: Path) -> dict[str, Callable[[], Any]]:
     )
 
     @tune.autotune(TILES, lambda *_: 0, scope="rank")
-    def by_us(a: Any, b: Any, c: Any, BLOCK_M: int, BLOCK_N: int) -> None:
+    def add_by_autotune(a: Any, b: Any, c: Any, BLOCK_M: int, BLOCK_N: int) -> None:
         plain[(1,)](a, b, c, *_SIZES, 64, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
 
     @tune.autotune(runner.tuning.cubin_space(folder, add), lambda *_: 0, scope="rank")
-    def by_us_cubins(a: Any, b: Any, c: Any, artefact: runner.Artefact) -> None:
+    def add_by_autotune_of_cubins(a: Any, b: Any, c: Any, artefact: runner.Artefact) -> None:
         ours[(1,)](a, b, c, *_SIZES, 64, artefact=artefact)
 
     calls: dict[str, Callable[[], Any]] = {
         PLAIN: lambda: plain[(1,)](*values, **tile),
         "triton.autotune": lambda: by_triton[(1,)](*values),
-        "tune.autotune": lambda: by_us(a, b, c),
+        "tune.autotune": lambda: add_by_autotune(a, b, c),
         "runner.jit": lambda: ours[(1,)](*values, **tile),
         "runner, cubin_dir": lambda: ours[(1,)](*values, **tile, cubin_dir=first),
         "runner, autotune_cubin_dir": lambda: ours[(1,)](*values, autotune_cubin_dir=first),
         "triton.autotune of cubins": lambda: by_triton_cubins[(1,)](*values),
-        "tune.autotune of cubins": lambda: by_us_cubins(a, b, c),
+        "tune.autotune of cubins": lambda: add_by_autotune_of_cubins(a, b, c),
         "torch.mm": lambda: torch.mm(a, b, out=c),
     }
     if device.name == "cuda":

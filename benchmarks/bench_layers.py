@@ -198,7 +198,7 @@ class Candidates:
         return call, parameters
 
 
-def waited(tensor: torch.Tensor) -> torch.Tensor:
+def wait_for(tensor: torch.Tensor) -> torch.Tensor:
     """Wait for the collective that computes ``tensor``. DTensor itself waits only when the tensor
     is used."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -216,22 +216,24 @@ def operators(call: Call, x: torch.Tensor) -> str:
     return " ".join(event.key for event in profile.key_averages())
 
 
-def forward_of(call: Call, x: torch.Tensor, _: list[torch.Tensor]) -> Callable[[], Any]:
-    return torch.no_grad()(lambda: waited(call(x)))
+def make_forward(call: Call, x: torch.Tensor, _: list[torch.Tensor]) -> Callable[[], Any]:
+    return torch.no_grad()(lambda: wait_for(call(x)))
 
 
-def both_of(call: Call, x: torch.Tensor, parameters: list[torch.Tensor]) -> Callable[[], Any]:
+def make_forward_backward(
+    call: Call, x: torch.Tensor, parameters: list[torch.Tensor]
+) -> Callable[[], Any]:
     leaf, grad = x.clone().requires_grad_(), torch.ones_like(x)
 
     def run() -> Any:
         result = call(leaf)
-        waited(result)  # the returned tensor has no gradient
-        return [*map(waited, torch.autograd.grad(result, [leaf, *parameters], grad))]
+        wait_for(result)  # the returned tensor has no gradient
+        return [*map(wait_for, torch.autograd.grad(result, [leaf, *parameters], grad))]
 
     return run
 
 
-def failed_anywhere(failures: dict[str, str], name: str, error: str | None) -> bool:
+def has_failed_anywhere(failures: dict[str, str], name: str, error: str | None) -> bool:
     """Record the first rank's ``error``, if any, in ``failures`` on all ranks. Collective."""
     found: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, error)
@@ -255,27 +257,27 @@ def point(
     made = Candidates(args, model, layer, tokens)
     failures: dict[str, str] = {}
     ready: dict[str, tuple[Call, list[torch.Tensor]]] = {}
-    wanted = torch.no_grad()(made._call(made.plain))(made.x).float()
+    expected = torch.no_grad()(made._call(made.plain))(made.x).float()
     for name in (*made.names, *args.baselines):
         candidate, error = attempt(lambda name=name: made.make(name))
         if error is None:
-            result, error = attempt(forward_of(candidate[0], made.x, []))
+            result, error = attempt(make_forward(candidate[0], made.x, []))
         if error is None:
-            apart = (result.float() - wanted).abs().max() / wanted.abs().max()
+            apart = (result.float() - expected).abs().max() / expected.abs().max()
             error = f"wrong by {apart:.3g} of the largest" if not apart < 3e-2 else None
-        if not failed_anywhere(failures, name, error):
+        if not has_failed_anywhere(failures, name, error):
             ready[name] = candidate
     for which in args.passes:
         if which == "both" and not made.is_sequence_parallel:
             continue
-        make = forward_of if which == "forward" else both_of
+        make = make_forward if which == "forward" else make_forward_backward
         calls, missing = {}, dict(failures)
         for name, (call, parameters) in ready.items():
             run = make(call, made.x, parameters)
             _, error = attempt(run)
             if error is None and which == "forward":
                 run, error = attempt(lambda run=run: captured(run))
-            if not failed_anywhere(missing, name, error):
+            if not has_failed_anywhere(missing, name, error):
                 calls[name] = run
         samples = interleaved(calls, rounds=args.rounds, warmup_rounds=3 if is_cuda() else 0)
         calls.clear()

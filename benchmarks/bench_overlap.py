@@ -11,8 +11,8 @@
 For each shape the op is tuned, or its recorded config is used. The candidates are the winner, the
 next best configs of the record, and the baselines. The result of each is compared with a reference,
 for new random data and outputs that contained NaN. Then all are timed: interleaved, ranks aligned,
-cold L2, slowest rank of each sample. The winner is timed twice, under two names. The difference of
-these two times is noise, and so are smaller differences.
+cold L2, slowest rank of each sample. The winner is timed twice, under two names, to show the
+noise.
 
 limit = max(GEMM alone, fastest transfer alone). ``--concurrent`` also times the GEMM while each
 transfer runs on another stream, without dependencies. This is a tighter bound, because GEMM and

@@ -1,13 +1,13 @@
-"""Measure tuned MoE ops under other routings than the one they were tuned with.
+"""Measure tuned MoE ops with other distributions of expert ids than in their tuning.
 
     bash scripts/launch.sh benchmarks/bench_routing.py --op run_moe_reduce_rs --M 512,4096
     bash scripts/launch.sh --nproc_per_node=1 benchmarks/bench_routing.py --op grouped_gemm
 
 Each op is tuned with random experts of equal probabilities. Then every config that is not pruned is
-timed with each routing: interleaved, with a cold L2 cache, slowest rank. The regret of the tuned
-config is its median time / the smallest median time - 1. Noise makes the smallest of many medians
-too small. Therefore ``--again`` further rounds of the tuned config and of the fastest ``--best``
-configs give the result.
+timed with each distribution (routing): interleaved, with a cold L2 cache, slowest rank. The regret of the tuned
+config is its median time / the smallest median time - 1. The smallest of many noisy medians is too
+small, so the result is from ``--again`` further rounds of the tuned config and the fastest
+``--best`` configs.
 """
 
 from __future__ import annotations

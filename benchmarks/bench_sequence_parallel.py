@@ -70,7 +70,7 @@ class Exchange(NamedTuple):
     """The projection alone."""
 
 
-def shown(config: Mapping[str, Any]) -> str:
+def config_text(config: Mapping[str, Any]) -> str:
     return " ".join(str(value) for value in config.values())
 
 
@@ -82,7 +82,7 @@ def configs(op: Any, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         number[config["algorithm"]] += 1
         is_chosen = options.best == 0 or number[config["algorithm"]] <= options.best
         if is_chosen and config["algorithm"] != "collective":
-            chosen[shown(config)] = dict(config)
+            chosen[config_text(config)] = dict(config)
     return chosen
 
 
@@ -135,7 +135,7 @@ def measure(each: Exchange, limit_us: float, options: argparse.Namespace) -> flo
     limit, library = max(limit_us, times.get(GEMM, 0.0)), times[LIBRARY]
     ours = {name: us for name, us in times.items() if name not in (LIBRARY, GEMM)} or times
     best = min(ours, key=ours.__getitem__)
-    found = shown(each.op.best_config(*each.args)) if best == TUNED else best
+    found = config_text(each.op.best_config(*each.args)) if best == TUNED else best
     log(
         f"  {each.name:9} {times[best]:8.1f} us ({found}); limit {limit:.1f} (link "
         f"{limit_us:.1f}), {times[best] / limit:.2f} x; library {library:.1f} "

@@ -29,19 +29,19 @@ class OptunaSearch:
             name: optuna.distributions.IntDistribution(0, len(each) - 1)
             for name, each in self._values.items()
         }
-        self._asked: list[tuple[dict[str, Any], Any]] = []
+        self._pending: list[tuple[dict[str, Any], Any]] = []
 
     def ask(self) -> dict[str, Any]:
         trial = self._study.ask(self._axes)
         config = {name: self._values[name][index] for name, index in trial.params.items()}
-        self._asked.append((config, trial))
+        self._pending.append((config, trial))
         return config
 
     def tell(self, config: Mapping[str, Any], milliseconds: float | None) -> None:
-        trial = next((trial for asked, trial in self._asked if asked == config), None)
+        trial = next((trial for each, trial in self._pending if each == config), None)
         if trial is None:
             return  # the default config, which ask() did not return
-        self._asked = [pair for pair in self._asked if pair[1] is not trial]
+        self._pending = [pair for pair in self._pending if pair[1] is not trial]
         if milliseconds is None:
             self._study.tell(trial, state=self._states.FAIL)
         else:

@@ -6,8 +6,8 @@ therefore captured in a CUDA graph and replayed. The tokens are compared with th
 model on one rank.
 
 ``--fp8`` quantises the weights of the layers, with a scale per row or per block of 128 x 128
-(``--fp8 block``), as in fp8 checkpoints. Rounding may then change which of two close tokens is the
-best, so the logits of the served tokens are compared instead.
+(``--fp8 block``), as in fp8 checkpoints. Rounding may then change the best of two similar
+tokens, so the logits of the served tokens are compared instead.
 
 With ``--kv-shards``, rank r stores all heads of tokens r, r + ranks, ..., instead of some heads of
 all tokens. Decoding then uses ``sp_decode_attn``.

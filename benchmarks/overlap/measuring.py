@@ -44,7 +44,7 @@ def measure(
     """Return a row for each candidate and mode, and the errors of those that failed.
 
     A sample is the time of ``num_calls`` consecutive calls divided by ``num_calls``. In graph mode,
-    one graph has all these calls. As in a model, they share its launch and the skew between ranks.
+    one graph has all these calls.
     """
     checked: dict[str, tuple[str, str, Baseline]] = {}
     calls: dict[str, Callable[[], Any]] = {}

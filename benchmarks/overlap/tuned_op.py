@@ -57,7 +57,7 @@ class TunedOp:
         """Call the op with its winner; return the result."""
         return self.info.op(*self._args, **self._kwargs)
 
-    def raced_anew(self, number: int = 3) -> list[Baseline]:
+    def race_again(self, number: int = 3) -> list[Baseline]:
         """Tune again without keeping the record; return the winner and the next fastest configs."""
         op = self.info.op
         op.clear()

@@ -25,16 +25,16 @@ from triton_dist.tune import AutoTuner, autotune
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "called"),
+    ("name", "called"),
     [
         ("hit", ["__call__", "key_fn", "function"]),
         ("hit with keywords", ["__call__", "key_fn", "function"]),
         ("hit of a method", ["__get__", "__call__", "<lambda>", "tuned"]),
     ],
 )
-def test_a_hit_is_a_look_up_after_key_fn(algorithm, called):
+def test_a_hit_is_a_look_up_after_key_fn(name, called):
     """In steps, which no other process changes; how long they take says bench_dispatch."""
-    call = eval(f"lambda: {bench_dispatch.ALGORITHMS[algorithm]}", bench_dispatch.subjects())
+    call = eval(f"lambda: {bench_dispatch.CALLS[name]}", bench_dispatch.callables())
     call()
     calls, instructions = [], 0
 
@@ -62,13 +62,13 @@ def test_the_benchmark_reports_all_that_it_says(tmp_path, capsys):
     report = bench_dispatch.main([*few, "--json", str(path)])
     assert path.read_text().startswith("{")
     assert set(report["microseconds"]) == {
-        "plain call", "key_fn", "guarded look-up", "hit", "hit of a method", "hit with keywords",
-        "settled contextual",
+        "plain call", "key_fn", "dictionary lookup", "hit", "hit of a method", "hit with keywords",
+        "contextual",
     }  # fmt: skip
     assert set(report["milliseconds"]) == {"tune all", "tune 20", "look up"}
     assert report["hardware"]["processor"]
     out = capsys.readouterr().out
-    assert "guarded look-up" in out
+    assert "dictionary lookup" in out
     assert "ms, 30 configs" in out
 
 
