@@ -5,9 +5,10 @@
 
 The baseline sends a row for each expert of each token, and the numbers of these rows, with
 ``all_to_all_single``. It multiplies with ``_grouped_mm``, and sends the results back. The host must
-wait for the numbers, so a CUDA graph cannot capture the baseline. Selecting experts is not timed. ``forward`` of our layer is also measured in a CUDA graph. ``both`` is forward and backward,
-with the gradients of x, of routing weights and of experts. Results and gradients are first
-compared. Times are medians of the slowest rank, interleaved, with a cold cache.
+wait for the numbers, so a CUDA graph cannot capture the baseline. Selecting experts is not timed.
+``forward`` of our layer is also measured in a CUDA graph. ``both`` is forward and backward, with
+the gradients of x, of routing weights and of experts. Results and gradients are first compared.
+Times are medians of the slowest rank, interleaved, with a cold cache.
 """
 
 from __future__ import annotations

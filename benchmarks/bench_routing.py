@@ -4,10 +4,10 @@
     bash scripts/launch.sh --nproc_per_node=1 benchmarks/bench_routing.py --op grouped_gemm
 
 Each op is tuned with random experts of equal probabilities. Then every config that is not pruned is
-timed with each distribution (routing): interleaved, with a cold L2 cache, slowest rank. The regret of the tuned
-config is its median time / the smallest median time - 1. The smallest of many noisy medians is too
-small, so the result is from ``--again`` further rounds of the tuned config and the fastest
-``--best`` configs.
+timed with each distribution (routing): interleaved, with a cold L2 cache, slowest rank. The regret
+of the tuned config is its median time / the smallest median time - 1. The smallest of many noisy
+medians is too small, so the result is from ``--again`` further rounds of the tuned config and the
+fastest ``--best`` configs.
 """
 
 from __future__ import annotations
