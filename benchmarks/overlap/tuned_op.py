@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from triton_dist._tuning.search.brief import ROUNDS
+from triton_dist._tuning.search.short_race import ROUNDS
 from triton_dist._tuning.values import Measurement, Policy, Trial, TuningRecord
 from triton_dist.runtime.device import current_device
 from triton_dist.testing.opinfo.base import Baseline, OpInfo

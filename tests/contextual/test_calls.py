@@ -21,7 +21,7 @@ from triton.runtime.autotuner import Autotuner
 from tests.contextual.kernels import Spy, autotuned, configs, scale, scale_kernel, scaling
 from tests.tuning.fakes import in_threads
 from triton_dist import knobs, tune
-from triton_dist._tuning.search.steps import OrderedPlan, RacingPlan
+from triton_dist._tuning.search.launch_plans import OrderedPlan, RacingPlan
 from triton_dist._tuning.values import Config
 from triton_dist.autotuner import contextual_autotune
 from triton_dist.errors import InvalidArgument, TuningWarning

@@ -541,7 +541,7 @@ MUTANTS = (
     Mutant(
         "sizes: who learned from others teaches nobody",
         _NEIGHBOURS,
-        "[each.record for each in self.all if not each.record.warm_started_from]",
+        "[each.record for each in self.neighbours if not each.record.warm_started_from]",
         "[each.record for each in self.all]",
         ("tests/tuning/test_sizes.py",),
     ),

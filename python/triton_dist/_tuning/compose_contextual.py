@@ -19,7 +19,7 @@ from triton_dist._tuning.engine.contextual.interception import Interception
 from triton_dist._tuning.engine.contextual.kernel_tuning import ContextualParts
 from triton_dist._tuning.engine.parts import NoWorld
 from triton_dist._tuning.protocols import RankGroup
-from triton_dist._tuning.search.steps import OrderedPlan, RacingPlan
+from triton_dist._tuning.search.launch_plans import OrderedPlan, RacingPlan
 from triton_dist._tuning.shared import common_parts, fingerprint_of, is_off, is_predict_only
 from triton_dist._tuning.source import sources_of
 from triton_dist._tuning.store import StepLog

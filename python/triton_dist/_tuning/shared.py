@@ -35,7 +35,7 @@ from triton_dist.runtime.sharing import ranks_per_gpu
 from triton_dist.runtime.triton_compat import software_versions
 from triton_dist.runtime.waits import bounded_waits, deferred_checks
 
-_regions: set[object] = set()
+_autotuning_blocks: set[object] = set()
 """One object for each ``autotuning`` block that is active in this process."""
 
 
@@ -48,22 +48,22 @@ def autotuning() -> Iterator[None]:
     threads of the process, because autograd runs backward passes on other threads. All ranks that
     tune together must be inside. Configs that were chosen inside are also used afterwards.
     """
-    region = object()
-    _regions.add(region)
+    block = object()
+    _autotuning_blocks.add(block)
     try:
         yield
     finally:
-        _regions.discard(region)
+        _autotuning_blocks.discard(block)
 
 
 def is_off() -> bool:
     """Return whether tuning and look-ups are disabled, so that default configs are used."""
-    return not (_regions or knobs.autotune.get())
+    return not (_autotuning_blocks or knobs.autotune.get())
 
 
 def is_predict_only() -> bool:
     """Return whether predictions replace measurements (``TRITON_DIST_AUTOTUNE=prior``)."""
-    return not _regions and knobs.autotune.get() == "prior"
+    return not _autotuning_blocks and knobs.autotune.get() == "prior"
 
 
 # A trial may wait for a backward pass on another thread. If the other thread tunes a function, it
@@ -106,7 +106,7 @@ def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store
         settings=Settings(
             policy=policy,
             always_tune=knobs.autotune_always_tune.get(),
-            frozen=not _regions and knobs.autotune_frozen.get(),
+            frozen=not _autotuning_blocks and knobs.autotune_frozen.get(),
             predict_only=is_predict_only(),
             strict=knobs.autotune_version_check.get(),
             verbose=verbose or knobs.autotune_print.get(),
@@ -211,16 +211,16 @@ class TuningLock:
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Context manager that holds the lock, as described for the class."""
-        this = threading.get_ident()
+        this_thread = threading.get_ident()
         holders: Holders = _lock_holders.get() or {}
         holder_id, lock = holders.get(self, (None, self._lock))
         # This thread already holds the lock.
-        if holder_id == this:
+        if holder_id == this_thread:
             yield
             return
         # Threads for which this thread waits will take the new inner lock, one after another.
         with lock:
-            before = _lock_holders.put({**holders, self: (this, threading.RLock())})
+            before = _lock_holders.put({**holders, self: (this_thread, threading.RLock())})
             try:
                 yield
             finally:

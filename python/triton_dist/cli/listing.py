@@ -90,7 +90,7 @@ def _row(entry: StoredRecord | InterruptedTuning) -> list[str]:
             f"{text.age(record.timestamp)} ago",
             str(record.key),
         ]
-    best = "-" if entry.best is None else f"{entry.best:.4f}"
+    best = "-" if entry.best_ms is None else f"{entry.best_ms:.4f}"
     return [best, "unfinished", f"{entry.key or 'unknown'}, {_tried(entry)}"]
 
 
@@ -112,7 +112,7 @@ def _block(entry: StoredRecord | InterruptedTuning) -> list[str]:
 
 def _tried(each: InterruptedTuning) -> str:
     state = "running" if is_in_use(each.path) else "interrupted"
-    return f"{state}, {each.tried} of {counted(each.candidates, 'config')} tried"
+    return f"{state}, {each.num_tried} of {counted(each.num_candidates, 'config')} tried"
 
 
 def tree_of(stored: StoredRecord) -> dict[str, Any]:
@@ -137,6 +137,6 @@ def tree_of_unfinished(each: InterruptedTuning) -> dict[str, Any]:
         "function": key and key.full_name,
         "key": key and str(key),
         "hardware": key and key.hardware,
-        "tried": each.tried,
+        "tried": each.num_tried,
         "file": str(each.path),
     }

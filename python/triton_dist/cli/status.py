@@ -69,10 +69,10 @@ def _tree(each: InterruptedTuning) -> _Tree:
     return {
         **listing.tree_of_unfinished(each),
         "going_on": running,
-        "candidates": each.candidates,
-        "best_ms": each.best,
+        "candidates": each.num_candidates,
+        "best_ms": each.best_ms,
         "seconds": each.seconds + age,
-        "not_tried_again": each.stuck,
+        "not_tried_again": each.num_quarantined,
         "ranks": [
             {"rank": rank, "time": when, "step": step}
             for rank, (when, step) in (last_line_by_rank(each.path) if running else {}).items()

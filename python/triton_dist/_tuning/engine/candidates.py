@@ -297,7 +297,7 @@ class Selection:
             return None, ""
         record, failure = None, ""
         neighbours = self._neighbours()
-        if neighbours is not None and neighbours.all:
+        if neighbours is not None and neighbours.neighbours:
             self.prediction_error, failure = (
                 self.prune_result.failure,
                 self.prune_result.failure_text,
@@ -324,18 +324,19 @@ class Selection:
         # A latency curve exists over one size only.
         if self._subject.sizes is None or len(self._call.sizes) != 1:
             return None
-        neighbours, times = self._neighbours(), None
+        neighbours, curves = self._neighbours(), None
         if neighbours is not None:
-            is_single = neighbours.family.are_single_sizes
-            # A range of a single size is a multiple of the tile size, for which a library may run
-            # another kernel. Use only neighbours that are also single sizes, or also are not.
-            ours = is_single(neighbours.family.sizes)
-            others = [each for each in neighbours.all if is_single(each.sizes) == ours]
+            are_single = neighbours.family.are_single_sizes
+            # A range with a single size ends at a multiple of the tile size, for which a library
+            # may run another kernel. Use only neighbours whose ranges also have a single size, or
+            # only neighbours whose ranges have several.
+            is_single = are_single(neighbours.family.sizes)
+            others = [each for each in neighbours.neighbours if are_single(each.sizes) == is_single]
             kept = self.prune_result.kept_list if record.shipped else space
             usable = [*kept] if winner in kept else [winner, *kept]
-            times = neighbours.times(record, usable, others)
-        (times,) = self._ranks.broadcast(Step("sizes"), (times,), self._parts.settings.seconds)
-        return None if times is None else SizeTable.of(times, space)
+            curves = neighbours.latency_curves(record, usable, others)
+        (curves,) = self._ranks.broadcast(Step("sizes"), (curves,), self._parts.settings.seconds)
+        return None if curves is None else SizeTable.of(curves, space)
 
     def _neighbours(self) -> Neighbours | None:
         """On the leader, return the neighbours of the key. Return ``None`` on other ranks, and for

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from triton_dist._tuning import protocols
-from triton_dist._tuning.search.prior import PredictedRacing, by_promise
+from triton_dist._tuning.search.prior import PredictedRacing, by_predicted_time
 from triton_dist._tuning.search.racing import IteratorSearch, Racing
 from triton_dist._tuning.values import (
     Candidates,
@@ -241,7 +241,7 @@ def search_for(
 
         return ProposalSearch(Surrogate(candidates, batch_size), candidates, policy, incumbent)
     assert not isinstance(candidates, Unlisted)  # the decorator refuses it
-    ordered = by_promise(candidates, policy, predicted_ms or {})
+    ordered = by_predicted_time(candidates, policy, predicted_ms or {})
     if policy.search == "exhaustive":
         return Exhaustive(ordered, policy, incumbent)
     if predicted_ms:

@@ -1,11 +1,13 @@
 """Race the candidates: drop clear losers after one or two samples, decide the rest in a final.
 
 Most configs of a space are much slower than the best, and one sample (the time of one run) shows
-this. The race has four stages. The second column has the samples that a candidate has in total
-after the stage. "Slower" means slower than the fastest candidate. Numbers are defaults on GPUs.
-Stage 2 samples the three fastest of each 16 candidates that stage 1 sampled in sequence. Then it
-samples the others, fastest first. It stops when stage 2 has taken 1/6 of the time of stage 1 and
-the next candidate is slower by more than clock drift and noise explain.
+this. The race has four stages. In the table, *samples* counts all samples of a candidate up to the
+end of the stage, and *slower* means slower than the fastest candidate. Numbers are for GPUs.
+
+Stage 1 runs for so long that the clock of the GPU may drift. Therefore stage 2 first samples the
+three fastest of each 16 candidates that stage 1 sampled in sequence. Then it samples the others,
+fastest first, until it has taken 1/6 of the time of stage 1 and the next candidate is slower by
+more than clock drift and noise explain.
 
 =====  =======  ==================================================================================
 stage  samples  candidates dropped
@@ -360,7 +362,9 @@ class Racing(IteratorSearch):
             if len(each) > 1
         )
         third_quartile = noise[3 * (len(noise) - 1) // 4] if noise else 0.0
-        caution = 1 + DOUBLED_MARGIN_AT / max(len(noise), 1)
-        margin = NUM_STANDARD_ERRORS * caution * third_quartile * math.sqrt(2 / max(samples, 1))
+        margin_factor = 1 + DOUBLED_MARGIN_AT / max(len(noise), 1)
+        margin = (
+            NUM_STANDARD_ERRORS * margin_factor * third_quartile * math.sqrt(2 / max(samples, 1))
+        )
         fastest = min(map(self._pessimistic_ms, digests), default=math.inf)
         return fastest * (1 + max(margin, self._policy.indifference, min_margin))

@@ -68,7 +68,7 @@ def aligned_means(
     The delays of a map are relative to its fastest entry. An offset is added to each map, by least
     squares: the best entry of a map with slow entries only would otherwise have delay 0.
     """
-    scores = means(delays, weights)
+    scores = weighted_means(delays, weights)
     for _ in range(_NUM_ITERATIONS):
         offsets = (
             sum(scores[name] - delay for name, delay in each.items()) / max(1, len(each))
@@ -78,11 +78,13 @@ def aligned_means(
             {name: delay + offset for name, delay in each.items()}
             for each, offset in zip(delays, offsets, strict=True)
         ]
-        scores = means(aligned, weights)
+        scores = weighted_means(aligned, weights)
     return scores
 
 
-def means(maps: Iterable[Mapping[str, float]], weights: Iterable[float]) -> dict[str, float]:
+def weighted_means(
+    maps: Iterable[Mapping[str, float]], weights: Iterable[float]
+) -> dict[str, float]:
     """Return, by name, the weighted mean over those ``maps`` that have the name."""
     sums: dict[str, tuple[float, float]] = {}
     for values, weight in zip(maps, weights, strict=True):
@@ -119,7 +121,7 @@ class Neighbours:
     """
 
     family: Family
-    all: Sequence[Neighbour]
+    neighbours: Sequence[Neighbour]
     """Nearest first."""
     fallback_fn: Callable[[Config], object]
     """Returns a true value for a config that is good at all sizes, such as a library."""
@@ -132,7 +134,7 @@ class Neighbours:
         Otherwise a kind, such as an algorithm for small sizes, would never be found. Shipped
         records contain only the best configs and count as having tried all kinds.
         """
-        fully_tuned = [each.record for each in self.all if not each.record.warm_started_from]
+        fully_tuned = [each.record for each in self.neighbours if not each.record.warm_started_from]
         if any(record.shipped for record in fully_tuned):
             return True
         trials = (trial for record in fully_tuned for trial in record.trials)
@@ -165,7 +167,7 @@ class Neighbours:
         return cls(family, nearest(similar, is_valid), fallback_fn, waves)
 
     def __str__(self) -> str:
-        return "; ".join(self.family.show(each.sizes) for each in self.all[:2])
+        return "; ".join(self.family.show(each.sizes) for each in self.neighbours[:2])
 
     def candidates(self, kept: Sequence[Config], milliseconds: float = 30.0) -> list[Config]:
         """Return the configs of ``kept`` to race, the most promising first.
@@ -178,9 +180,11 @@ class Neighbours:
         # Score of a config: its mean delay over the neighbours that measured it, weighted by
         # distance. If waves are known, only fully tuned neighbours are used: a neighbour that was
         # tuned from other neighbours measured few configs.
-        sources = [each for each in self.all if not (has_waves and each.record.warm_started_from)]
+        sources = [
+            each for each in self.neighbours if not (has_waves and each.record.warm_started_from)
+        ]
         delays = [self._delays(each, kept) for each in sources]
-        scores = means(delays, [each.weight for each in sources])
+        scores = weighted_means(delays, [each.weight for each in sources])
         scored = sorted(
             (config for config in kept if config.digest in scores),
             key=lambda config: scores[config.digest],
@@ -203,8 +207,8 @@ class Neighbours:
         from other neighbours are used too.
         """
         fallbacks = [config for config in kept if self.fallback_fn(config)]
-        delays = [self._delays(each, fallbacks) for each in self.all]
-        scores = aligned_means(delays, [each.weight for each in self.all])
+        delays = [self._delays(each, fallbacks) for each in self.neighbours]
+        scores = aligned_means(delays, [each.weight for each in self.neighbours])
         kinds: dict[object, Config] = {}
         for config in sorted(fallbacks, key=lambda config: scores.get(config.digest, math.inf)):
             kind = self.fallback_fn(config)
@@ -215,7 +219,7 @@ class Neighbours:
                 raise InvalidArgument("autotune", what, kind, expected) from error
         return list(kinds.values())
 
-    def times(
+    def latency_curves(
         self, record: TuningRecord, usable: Sequence[Config], others: Sequence[Neighbour]
     ) -> SizeTimes:
         """Return the latency curves of the ``usable`` configs in the range of ``record``, with
@@ -235,19 +239,19 @@ class Neighbours:
         candidates = self.candidates(kept)
         if not candidates:
             return None
-        above = [each for each in self.all if each.sizes > self.family.sizes]
-        below = [each for each in self.all if each.sizes < self.family.sizes]
-        nearest = [*below[:1], *above[:1]]
-        delays = [self._delays(each, kept) for each in nearest]
+        above = [each for each in self.neighbours if each.sizes > self.family.sizes]
+        below = [each for each in self.neighbours if each.sizes < self.family.sizes]
+        adjacent = [*below[:1], *above[:1]]
+        delays = [self._delays(each, kept) for each in adjacent]
         worst = {
             config: max(each.get(config.digest, math.inf) for each in delays)
             for config in candidates
         }
         chosen = min(candidates, key=lambda config: worst[config])
-        is_far = len(nearest) == 1 and nearest[0].distance > _MAX_ONE_SIDED_DISTANCE
+        is_far = len(adjacent) == 1 and adjacent[0].distance > _MAX_ONE_SIDED_DISTANCE
         if is_far or worst[chosen] > math.log1p(_MAX_UNMEASURED_DELAY):
             chosen = next(filter(self.fallback_fn, candidates), chosen)
-        source = next((each for each in self.all if chosen.digest in each.slowdowns), None)
+        source = next((each for each in self.neighbours if chosen.digest in each.slowdowns), None)
         if source is None:
             return None
         trial = next(each for each in source.record.trials if each.digest == chosen.digest)

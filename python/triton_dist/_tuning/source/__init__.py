@@ -44,8 +44,8 @@ def sources_of(
     groups, sources = [list(roots), list(validators)], list[Source]()
     inner = [original(each) for group in groups for each in group]
     library = libraries.Libraries(each.__module__ for each in inner)
-    home = globals_of(inner[0]) if inner else {}
-    source_slice = Slice(library, snapshot or Snapshot(()), ignore, home)
+    home_globals = globals_of(inner[0]) if inner else {}
+    source_slice = Slice(library, snapshot or Snapshot(()), ignore, home_globals)
     for group in groups:
         source_slice.source = Source({}, {}, {}, {})  # receives what was not found before
         for each in group:
@@ -66,7 +66,7 @@ def origin_of(function: Callable[..., Any], tunables: Iterable[str]) -> Origin:
     if inner is None:
         return origin
     file = file_at(inner.__code__.co_filename, inner.__globals__)
-    if not file.has(inner.__code__):  # without source, the bytecode identifies the function
+    if not file.compiles_to(inner.__code__):  # without source, the bytecode identifies the function
         return origin.with_distinction(f"code {digest(codec.encode_code(inner.__code__))[:8]}")
-    ordinal = file.ordinal(inner.__code__)
-    return origin.with_distinction(f"definition {ordinal + 1}") if ordinal else origin
+    num_earlier = file.num_earlier_definitions(inner.__code__)
+    return origin.with_distinction(f"definition {num_earlier + 1}") if num_earlier else origin

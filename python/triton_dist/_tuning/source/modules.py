@@ -67,24 +67,27 @@ class Statement:
         imports, inner_imports: names that are imported at the top level, and in functions.
         aliases: names that may refer to one object.
         values: by bound name, the expression of its value.
-        bare: by the first line of a tuned function, the statement without tuner decorators of it.
+        without_tuner: by the first line of a tuned function, the statement without the function's
+            tuner decorators.
     """
 
-    def __init__(self, file: File, node: Any, headers: Iterable[Any] = (), bare: int = 0) -> None:
-        """Scan ``node``, which runs under the conditions ``headers``.
+    def __init__(
+        self, file: File, node: Any, conditions: Iterable[Any] = (), omit_tuner_at: int = 0
+    ) -> None:
+        """Scan ``node``, which runs under ``conditions``.
 
-        Tuner decorators of a function that begins at the line ``bare`` are left out.
+        Tuner decorators of a function that begins at the line ``omit_tuner_at`` are left out.
         """
         self.line, self.end, self.shown_line = _first_line(node), node.end_lineno, node.lineno
         self.defines: str = getattr(node, "name", "")
         self.is_function = isinstance(node, _FUNCTIONS)
-        self.is_conditional = bool(headers) or isinstance(node, ast.AugAssign)
+        self.is_conditional = bool(conditions) or isinstance(node, ast.AugAssign)
         self.binds, self.changes, self.call_arguments, self.called = (set[str]() for _ in range(4))
         self.assigned_later, self.nonlocals, self.aliases = (set[str]() for _ in range(3))
         self.reads, self._inner_reads, tokens = set[str](), set[str](), list[object]()
         self.imports, self.inner_imports = dict[str, Import](), dict[str, Import]()
         self.registers_subclasses, tuned_lines, omitted = False, set[int](), set[ast.expr]()
-        pending: list[tuple[Any, bool]] = [([*headers, node], False)]
+        pending: list[tuple[Any, bool]] = [([*conditions, node], False)]
         while pending:
             part, later = pending.pop()  # later: runs when a function is called, not at import
             if isinstance(part, list):
@@ -95,26 +98,29 @@ class Statement:
                 tokens.append(part.__class__.__name__)
                 self._scan(part, later)
                 if isinstance(part, _NAMED):
-                    tuner = {each for each in part.decorator_list if file.is_own(each, _TUNER)}
+                    decorators = part.decorator_list
+                    tuner = {x for x in decorators if file.is_from_triton_dist(x, _TUNER)}
                     tuned_lines |= {_first_line(part) for _ in tuner}
-                    omitted |= tuner if _first_line(part) == bare else set()
+                    omitted |= tuner if _first_line(part) == omit_tuner_at else set()
                 for field in _fields(part.__class__):  # type: ignore[arg-type]
                     runs_later = later or (field == "body" and isinstance(part, _FUNCTIONS))
                     pending.append((getattr(part, field, None), runs_later))
-        self.bare = {} if bare else {x: Statement(file, node, headers, x) for x in tuned_lines}
+        self.without_tuner = (
+            {} if omit_tuner_at else {x: Statement(file, node, conditions, x) for x in tuned_lines}
+        )
         names = {*self.inner_imports}  # and names in functions that are not local to them
         for _, code in file.codes:
             if self.line <= code.co_firstlineno <= self.end:
                 names.update(code.co_names, code.co_freevars)
-        self.reads |= {each for each in self._inner_reads if _root(each) in names}
-        self.assigned_later = {each for each in self.assigned_later if _root(each) in names}
+        self.reads |= {each for each in self._inner_reads if _first_part(each) in names}
+        self.assigned_later = {each for each in self.assigned_later if _first_part(each) in names}
         self.binds &= file.names  # without the variables of comprehensions
-        read = sorted(roots(self.reads) & file.imports.keys())
+        read = sorted(first_parts(self.reads) & file.imports.keys())
         self.digest = digest([*tokens, *((each, sorted(file.imports[each])) for each in read)])
         targets = getattr(node, "targets", [getattr(node, "target", None)])
-        pairs = [x for each in targets for x in _pairs(each, getattr(node, "value", None))]
+        pairs = [x for each in targets for x in _assigned_pairs(each, getattr(node, "value", None))]
         self.values = {x.id: y for x, y in pairs if y and isinstance(x, ast.Name)}
-        for part in itertools.chain(*pairs, *_pairs(getattr(node, "iter", None), None)):
+        for part in itertools.chain(*pairs, *_assigned_pairs(getattr(node, "iter", None), None)):
             while isinstance(part, ast.Subscript) and part not in targets:
                 part = part.value  # after ``A = B["x"]``, ``A`` may be a part of ``B``
             self.aliases |= {part.id} if isinstance(part, ast.Name) else set()
@@ -158,7 +164,9 @@ class Statement:
                 self.binds.add(node.name)
                 callees = [getattr(each, "func", each) for each in node.decorator_list]
                 self.called.update(map(dotted, callees))
-                self.changes |= {_root(dotted(x)) for x in callees if isinstance(x, ast.Attribute)}
+                self.changes |= {
+                    _first_part(dotted(x)) for x in callees if isinstance(x, ast.Attribute)
+                }
 
     def _call(self, node: Any, later: bool, reads: set[str], stores: set[str]) -> None:
         name, method = dotted(node.func), getattr(node.func, "attr", "")
@@ -177,7 +185,7 @@ def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
-def _pairs(target: Any, value: Any) -> list[tuple[Any, Any]]:
+def _assigned_pairs(target: Any, value: Any) -> list[tuple[Any, Any]]:
     """Return the target and the value of an assignment, then the pairs of their elements."""
     elements = (getattr(each, "elts", ()) for each in (target, value))
     return [(target, value), *itertools.zip_longest(*elements)]
@@ -188,7 +196,10 @@ def _imports_of(node: ast.AST) -> dict[str, Import]:
         module = "." * node.level + (node.module or "")
         return {x.asname or x.name: Import(module, x.name) for x in node.names}
     names = node.names if isinstance(node, ast.Import) else ()
-    return {x.asname or _root(x.name): Import(x.name if x.asname else _root(x.name)) for x in names}
+    return {
+        x.asname or _first_part(x.name): Import(x.name if x.asname else _first_part(x.name))
+        for x in names
+    }
 
 
 @functools.cache
@@ -218,12 +229,12 @@ def base_name(node: Any) -> str:
     return dotted(node) or (base_name(inner) if isinstance(inner, ast.AST) else "")
 
 
-def _root(name: str) -> str:
+def _first_part(name: str) -> str:
     return name.partition(".")[0]
 
 
-def roots(names: Iterable[str]) -> set[str]:
-    return {_root(each) for each in names}
+def first_parts(names: Iterable[str]) -> set[str]:
+    return {_first_part(each) for each in names}
 
 
 def _first_line(node: Any) -> int:
@@ -244,19 +255,19 @@ class File:
         code = compile(tree, "", "exec", dont_inherit=True)
         self.codes, self.names = [*nested_code(code)][1:], {*code.co_names}
         # A notebook compiles each statement separately, which yields other instructions.
-        self._known = {_location(each) if is_cell else each for _, each in self.codes}
-        self._matched: dict[int, types.CodeType] = {}
+        self._comparable_codes = {_location(each) if is_cell else each for _, each in self.codes}
+        self._matched_codes: dict[int, types.CodeType] = {}
         self.imports: dict[str, set[Import]] = {}
         leaves = [*_statement_nodes(tree.body)]
         for node, _ in leaves:
             for name, found in _imports_of(node).items():
                 self.imports.setdefault(name, set()).add(found)
-        self.stars = self.imports.pop("*", set())
+        self.star_imports = self.imports.pop("*", set())
         self.statements = [Statement(self, *each) for each in leaves]
         self.assigned_later = {name for each in self.statements for name in each.assigned_later}
         self._dotted, self._by_name = self._index()
 
-    def is_own(self, call: ast.expr, name: str) -> bool:
+    def is_from_triton_dist(self, call: ast.expr, name: str) -> bool:
         """Return whether an expression is, or calls, a function of triton_dist whose name matches
         ``name``."""
         root, *path = dotted(getattr(call, "func", call)).split(".")
@@ -273,10 +284,10 @@ class File:
             callees = {name: defined[name] for name in each.called & defined.keys()}
             # A function is not changed by being called or passed to a call. A class is not changed
             # by constructing an object.
-            changed = roots(each.changes) | each.call_arguments - functions - callees.keys()
-            changed |= roots(each.assigned_later) & bound - {each.defines}
+            changed = first_parts(each.changes) | each.call_arguments - functions - callees.keys()
+            changed |= first_parts(each.assigned_later) & bound - {each.defines}
             for name, callee in callees.items():  # ``set_up()`` changes what the function changes
-                changed |= roots(callee.assigned_later)
+                changed |= first_parts(callee.assigned_later)
                 changed |= {name} if each.defines and callee.registers_subclasses else set()
             for name in changed:
                 changes[name].append(each)
@@ -300,15 +311,15 @@ class File:
             return self._by_name.get(name, [])
         return [x for path, x in self._dotted if all(map(operator.eq, path, parts))]
 
-    def has(self, code: types.CodeType) -> bool:
+    def compiles_to(self, code: types.CodeType) -> bool:
         """Return whether the file compiles to ``code``, so it was not edited after the import."""
-        if self._matched.get(id(code)) is not code:  # a hash of a code object is slow
-            if (_location(code) if self._is_cell else code) not in self._known:
+        if self._matched_codes.get(id(code)) is not code:  # a hash of a code object is slow
+            if (_location(code) if self._is_cell else code) not in self._comparable_codes:
                 return False
-            self._matched[id(code)] = code
+            self._matched_codes[id(code)] = code
         return True
 
-    def ordinal(self, code: types.CodeType) -> int:
+    def num_earlier_definitions(self, code: types.CodeType) -> int:
         """Return the number of earlier definitions with the dotted name of ``code``."""
         location = _location(code)
         path, found = min(
@@ -340,21 +351,21 @@ class File:
         return [Statement(self, node, (), _first_line(node)) for node in nodes]
 
 
-def _statement_nodes(body: Iterable[ast.stmt], headers: Any = ()) -> Iterator[tuple[Any, Any]]:
+def _statement_nodes(body: Iterable[ast.stmt], conditions: Any = ()) -> Iterator[tuple[Any, Any]]:
     """Yield the statements of ``body`` and inside its ``if`` and ``try``, with their conditions."""
     for node in body:
         if isinstance(node, ast.If):
             if "__name__" not in ast.dump(node.test):  # such a block runs in scripts only
-                yield from _statement_nodes(node.body, (*headers, "if", node.test))
-            yield from _statement_nodes(node.orelse, (*headers, "else", node.test))
+                yield from _statement_nodes(node.body, (*conditions, "if", node.test))
+            yield from _statement_nodes(node.orelse, (*conditions, "else", node.test))
         elif isinstance(node, ast.Try):
             yield from _statement_nodes(
-                [*node.body, *node.orelse, *node.finalbody], (*headers, "try")
+                [*node.body, *node.orelse, *node.finalbody], (*conditions, "try")
             )
             for handler in node.handlers:
-                yield from _statement_nodes(handler.body, (*headers, "except", handler.type))
+                yield from _statement_nodes(handler.body, (*conditions, "except", handler.type))
         else:
-            yield node, headers
+            yield node, conditions
 
 
 _parsing = threading.RLock()

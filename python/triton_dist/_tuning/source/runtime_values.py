@@ -107,7 +107,7 @@ class Snapshot:
         self._texts: dict[int, tuple[Any, str | None]] = {}
         self._states: dict[int, tuple[Any, dict[str, Any]]] = {}
         for root in roots:
-            self._take(root)
+            self._store(root)
 
     def text(self, value: Any) -> str | None:
         """Return the stored text of a collection or dataclass, or ``None``."""
@@ -117,13 +117,13 @@ class Snapshot:
         """Return the stored attributes of a callable object, or of the object of a bound method."""
         return self._states.get(id(root), (None, {}))[1]
 
-    def _take(self, root: Any) -> None:
+    def _store(self, root: Any) -> None:
         bound = bound_values(root)
         for each in bound.values():
             if isinstance(each, COLLECTIONS) or dataclasses.is_dataclass(each):
                 self._texts[id(each)] = each, describe(each)
         if isinstance(root, functools.partial):
-            self._take(root.func)
+            self._store(root.func)
             bound = self.state(root.func)
         if not isinstance(root, types.FunctionType):
             self._states[id(root)] = root, bound

@@ -65,8 +65,9 @@ class Source(NamedTuple):
 class Slice:
     """Search for the statements and constants that functions depend on. The result is ``source``.
 
-    Labels of statements of the module with globals ``home`` have no module. ``ignore`` has names of
-    constants to leave out, such as ``"RANK"`` or ``"op.RANK"``.
+    Labels of statements are ``module:name``; without ``module`` for the module whose globals are
+    ``home_globals``. ``ignore`` has names of constants to leave out, such as ``"RANK"`` or
+    ``"op.RANK"``.
     """
 
     def __init__(
@@ -74,15 +75,15 @@ class Slice:
         library: libraries.Libraries,
         snapshot: runtime_values.Snapshot,
         ignore: Iterable[str],
-        home: Globals,
+        home_globals: Globals,
     ) -> None:
         self._library, self._snapshot = library, snapshot
-        self._home, self._ignore = home, frozenset(ignore)
+        self._home_globals, self._ignore = home_globals, frozenset(ignore)
         self._followed: dict[tuple[object, int], object] = {}  # keeps objects, and thus their ids
-        self._holders: dict[str, int] = {}
+        self._holder_ids: dict[str, int] = {}
         self._files: dict[int, File] = {}
         self._undecorated: dict[Statement, Statement] = {}
-        self._set_at_run_time = set[str]()  # by other modules: ``module.step += 1``
+        self._names_set_at_run_time = set[str]()  # by other modules: ``module.step += 1``
         self.source = Source({}, {}, {}, {})
 
     def follow_root(self, value: Any) -> None:
@@ -92,11 +93,15 @@ class Slice:
             # value. The first root of a statement is the tuned function; later roots are hooks.
             code = function.__code__
             file, line = self._file(function.__globals__, code), code.co_firstlineno
-            bare = {each: each.bare[line] for each in file.statements if line in each.bare}
-            self._undecorated = bare | self._undecorated
+            undecorated = {
+                each: each.without_tuner[line]
+                for each in file.statements
+                if line in each.without_tuner
+            }
+            self._undecorated = undecorated | self._undecorated
         self.follow(value)
         for name, item in self._snapshot.state(value).items():
-            self._bind(name, item, value)
+            self._record_bound(name, item, value)
 
     def follow_code(self, value: types.FunctionType | type, by_name: bool) -> None:
         """Follow a function or a class by its definition. With ``by_name``, or if a statement of
@@ -121,34 +126,34 @@ class Slice:
             body = codec.encode_code(code) if function else sorted(data, key=str)
             self.source.digests.setdefault(label, f"bytecode {digest(body)}")
             inner = codec.nested_code(code) if function else ()
-            self._follow({x for _, each in inner for x in each.co_names}, scope)
+            self._follow_names({x for _, each in inner for x in each.co_names}, scope)
             self.follow(functions)
         for each in filter(None, functions):
-            self._closure(each, {name for statement in found for name in statement.nonlocals})
+            self._record_closure(each, {x for statement in found for x in statement.nonlocals})
 
     def follow_global(self, scope: Globals, name: str) -> None:
         """Follow a global: the statements that bind or change it, and functions and classes of
         other modules in its value."""
-        if not self._is_new(name, scope) or self._library.has_module(_module_name(scope)):
+        if not self._mark_followed(name, scope) or self._library.has_module(_module_name(scope)):
             return
         file, value = self._file(scope), scope.get(name)
-        if isinstance(value, types.ModuleType) or self._ignores(name):
+        if isinstance(value, types.ModuleType) or self._is_ignored(name):
             return
         found = [self._undecorated.get(each, each) for each in file.statements_of(name)]
         imports = [each.imports[name] for each in found if name in each.imports]
         if not found and name in scope:
-            imports = [each._replace(attribute=name) for each in file.stars]
+            imports = [each._replace(attribute=name) for each in file.star_imports]
         for each in imports:
-            self._imported(each, scope)
+            self._follow_import(each, scope)
         found = [each for each in found if name not in each.imports]
         if found:
             self._add_statements(self.label(scope, name), found, scope)
             if not imports:
-                self._constant(scope, file, name, found)
+                self._record_constant(scope, file, name, found)
         if found or imports:
             self.follow(value, by_name=True)
         elif name in scope and not name.startswith("__") and (text := text_of(value)) is not None:
-            self.source.bound[self._unique(name, scope)] = text
+            self.source.bound[self._unique_name(name, scope)] = text
         elif not isinstance(value, CONTAINERS):
             self.follow(value)
 
@@ -165,7 +170,7 @@ class Slice:
             if not pending:
                 break
             item = pending.pop()
-            if isinstance(item, runtime_values.PLAIN) or not self._is_new(by_name, item):
+            if isinstance(item, runtime_values.PLAIN) or not self._mark_followed(by_name, item):
                 continue
             if isinstance(item, types.FunctionType):
                 inner = [attribute(item, "__wrapped__"), attribute(item, "registry")]
@@ -182,7 +187,7 @@ class Slice:
             elif wrapped := [*runtime_values.wrapped_objects(item)]:
                 pending += wrapped
                 if not by_name:
-                    self._configs(item)
+                    self._record_configs(item)
             else:
                 pending.append(type(item))
                 if not by_name or isinstance(item, COLLECTIONS):
@@ -190,15 +195,16 @@ class Slice:
                 elif not self._library.has(type(item)):
                     pending += runtime_values.attributes(item).values()
 
-    def _is_new(self, kind: object, value: object) -> bool:
+    def _mark_followed(self, kind: object, value: object) -> bool:
+        """Note that ``value`` is followed. Return ``False`` if it was noted before."""
         key = kind, id(value)
         return key not in self._followed and self._followed.setdefault(key, value) is value
 
-    def _configs(self, value: Any) -> None:
+    def _record_configs(self, value: Any) -> None:
         if isinstance(value, functools.partial):
-            self._closure(value)
+            self._record_closure(value)
         configs, space = attribute(value, "configs"), attribute(value, "config_space")
-        unique = self._unique(f"configs of {qualified_name(value)}", value)
+        unique = self._unique_name(f"configs of {qualified_name(value)}", value)
         if isinstance(configs, list) and configs and all(map(codec.is_triton_config, configs)):
             self.source.bound[unique] = codec.text(codec.encode(configs, with_bound_values=False))
         if isinstance(space, ConfigSpace) and space.maker is not None:
@@ -209,7 +215,7 @@ class Slice:
             self.source.bound[unique] = space.digest
             self.follow([*space.functions, *space.classes])
 
-    def _closure(self, value: Any, rebound: Iterable[str] = ()) -> None:
+    def _record_closure(self, value: Any, rebound: Iterable[str] = ()) -> None:
         """Record the closure cells and defaults of a function, or the arguments of a partial.
 
         Cells with names in ``rebound`` are assigned by the function itself.
@@ -219,15 +225,16 @@ class Slice:
             if short == "__class__" or item is attribute(value, "__wrapped__"):
                 self.follow(item)
             elif short in rebound:
-                self.source.uncounted[self._unique(name, value)] = "it changes as the function runs"
+                unique = self._unique_name(name, value)
+                self.source.uncounted[unique] = "it changes as the function runs"
             else:
-                self._bind(name, item, value)
+                self._record_bound(name, item, value)
 
-    def _bind(self, name: str, value: Any, holder: object) -> None:
+    def _record_bound(self, name: str, value: Any, holder: object) -> None:
         """Record a value that ``holder`` stores: data as a constant. Follow code in the value."""
-        if self._ignores(name):
+        if self._is_ignored(name):
             return
-        name, kind = self._unique(name, holder), type(value).__name__
+        name, kind = self._unique_name(name, holder), type(value).__name__
         value = value.value if kind == "constexpr" else value
         text = self._snapshot.text(value)
         if text is None and not isinstance(value, CONTAINERS):
@@ -240,17 +247,17 @@ class Slice:
             self.source.uncounted[name] = f"a {kind}, compared by its class"
         self.follow(value)
 
-    def _ignores(self, name: str) -> bool:
+    def _is_ignored(self, name: str) -> bool:
         """Return whether ``name`` is to be ignored. If so, record this."""
         ignored = name in self._ignore or name.rpartition(".")[2] in self._ignore
         if ignored:
             self.source.uncounted[name] = "ignored"
         return ignored
 
-    def _unique(self, name: str, holder: object) -> str:
-        """Return ``name``, with a number if another ``holder`` (function, module) has this name."""
+    def _unique_name(self, name: str, holder: object) -> str:
+        """Return ``name``; with a number if another ``holder`` (a function or a module) uses it."""
         unique, number = name, 1
-        while self._holders.setdefault(unique, id(holder)) != id(holder):
+        while self._holder_ids.setdefault(unique, id(holder)) != id(holder):
             number += 1
             unique = f"{name}#{number}"
         return unique
@@ -265,10 +272,10 @@ class Slice:
         self.source.digests[label] = " ".join(digests)
         for each in found:
             # Several functions may be created by one statement, with different cells.
-            if self._is_new("statement", each) or cells:
-                self._follow(each.reads, scope, cells, each.inner_imports)
+            if self._mark_followed("statement", each) or cells:
+                self._follow_names(each.reads, scope, cells, each.inner_imports)
 
-    def _follow(
+    def _follow_names(
         self,
         chains: Iterable[str],
         scope: Globals,
@@ -282,26 +289,27 @@ class Slice:
         """
         file = self._file(scope)
         for each in imports.values():
-            self._imported(each, scope, load=True)
+            self._follow_import(each, scope, load=True)
         for chain in sorted(chains):
             root, *path = chain.split(".")
             value = cells.get(root, scope.get(root))
             if root in imports:
-                self._imported(imports[root], scope, path, load=True)
+                self._follow_import(imports[root], scope, path, load=True)
             elif isinstance(value, types.ModuleType):
                 if path and (found := file.statements_of(chain)):
                     # This module sets ``module.name`` of another module.
                     self._add_statements(self.label(scope, chain), found, scope)
-                    self._set_at_run_time |= {path[-1]} if chain in file.assigned_later else set()
-                self._attribute(value, path)
+                    if chain in file.assigned_later:
+                        self._names_set_at_run_time.add(path[-1])
+                self._follow_attribute(value, path)
             elif path == ["__subclasses__"] and isinstance(value, type):
                 self.follow(sorted(value.__subclasses__(), key=qualified_name))
             elif root == "*":  # globals()[name]
-                self._follow(scope, scope)
+                self._follow_names(scope, scope)
             if root not in cells:
                 self.follow_global(scope, root)
 
-    def _attribute(self, module: types.ModuleType, path: list[str]) -> None:
+    def _follow_attribute(self, module: types.ModuleType, path: list[str]) -> None:
         names = [*module.__name__.split("."), *path]
         if names[:2] == ["torch", "ops"] and len(names) > 3:
             # torch has no public function that returns a custom op's function. This table exists
@@ -311,12 +319,12 @@ class Slice:
         elif not self._is_library(module.__name__) and path:
             value = attribute(module, path[0])
             if isinstance(value, types.ModuleType):
-                self._attribute(value, path[1:])
+                self._follow_attribute(value, path[1:])
             else:
                 known = path[0] in vars(module) or path[0].endswith("*")
-                self._follow([path[0] if known else "__getattr__"], vars(module))
+                self._follow_names([path[0] if known else "__getattr__"], vars(module))
 
-    def _imported(
+    def _follow_import(
         self, found: Import, scope: Globals, path: Iterable[str] = (), load: bool = False
     ) -> None:
         """Follow an imported name and its attributes ``path``. With ``load``, import the module if
@@ -330,7 +338,7 @@ class Slice:
                 with suppress(Exception, SystemExit):  # the module cannot run here
                     importlib.import_module(each)
         if full in sys.modules:
-            self._attribute(sys.modules[full], [*names, *path])
+            self._follow_attribute(sys.modules[full], [*names, *path])
 
     def _is_library(self, module: str) -> bool:
         """Return whether a module belongs to a library. If so, record the version of the library,
@@ -340,21 +348,25 @@ class Slice:
             self.source.digests[f"library {package}"] = version
         return is_library
 
-    def _constant(self, scope: Globals, file: File, name: str, found: list[Statement]) -> None:
+    def _record_constant(
+        self, scope: Globals, file: File, name: str, found: list[Statement]
+    ) -> None:
         """Record the present value of a global as a constant. Its statements decide the kind."""
         value: Any = scope.get(name)
         binding = [each for each in found if name in each.binds]
         nodes: list[Any] = [each.values.get(name, _UNKNOWN) for each in binding]
-        is_marked = any(isinstance(x, ast.Call) and file.is_own(x, "constant") for x in nodes)
+        is_marked = any(
+            isinstance(x, ast.Call) and file.is_from_triton_dist(x, "constant") for x in nodes
+        )
         if type(value).__name__ == "constexpr":
             value = value.value
             nodes = [next(iter(getattr(each, "args", ())), _UNKNOWN) for each in nodes]
         text = text_of(value) if is_marked or not isinstance(value, CONTAINERS) else None
         if text is None:
             return
-        source, unique = self.source, self._unique(name, scope)
+        source, unique = self.source, self._unique_name(name, scope)
         kinds = {type(part) for node in nodes for part in ast.walk(node)}
-        later = self._set_at_run_time | modules.roots(file.assigned_later)
+        later = self._names_set_at_run_time | modules.first_parts(file.assigned_later)
         if is_marked:
             source.literal[unique] = text
         elif name in later or kinds & _RUN_TIME_EXPRESSIONS:
@@ -374,7 +386,9 @@ class Slice:
             file, loader = file_at(path, scope), type(scope.get("__loader__"))
             # pytest rewrites the asserts of test modules, so their bytecode differs from the file.
             is_rewritten = not code and loader.__module__.startswith("_pytest.")
-            is_equal = is_rewritten or all(file.has(x) for x in codes if x.co_filename == path)
+            is_equal = is_rewritten or all(
+                file.compiles_to(x) for x in codes if x.co_filename == path
+            )
             self._files[key] = file if is_equal else modules.EMPTY
         return self._files[key]
 
@@ -383,9 +397,9 @@ class Slice:
 
         Other modules of the same package are named without the package, which may be renamed.
         """
-        if scope is self._home:
+        if scope is self._home_globals:
             return name
-        top, module = _module_name(self._home).partition(".")[0], _module_name(scope)
+        top, module = _module_name(self._home_globals).partition(".")[0], _module_name(scope)
         relative = module.removeprefix(top) if f"{module}.".startswith(f"{top}.") else module
         return f"{relative or '.'}:{name}"
 

@@ -25,9 +25,11 @@ def changes(recorded: Mapping[str, str], module: str, function: str) -> tuple[li
     """
     files, unknown, sentences = _Files(module, function), list[str](), dict[str, None]()
     for label, value in recorded.items():
-        part, _, name = label.rpartition(":")
-        full = files.full_name(part)
-        file = EMPTY if value.startswith("bytecode ") else files.find(full) if part else files.home
+        module_part, _, name = label.rpartition(":")
+        full = files.full_name(module_part)
+        file = files.find(full) if module_part else files.home
+        if value.startswith("bytecode "):
+            file = EMPTY
         if label.startswith("library "):
             version = version_of(label.removeprefix("library "))
             if version and version != value:
@@ -45,7 +47,13 @@ def _changes(file: File, module: str, name: str, recorded: list[str]) -> Iterato
     found = file.definitions(name) if is_inner else file.statements_of(name)
     now = [each for each in found if name not in each.imports]
     # The recorded digest of the tuned function is without the tuner's decorators.
-    new = [x for x in now if not {x.digest, *(y.digest for y in x.bare.values())} & {*recorded}]
+    new = [
+        each
+        for each in now
+        if {each.digest, *(bare.digest for bare in each.without_tuner.values())}.isdisjoint(
+            recorded
+        )
+    ]
     if not now or (not new and len(now) < len(recorded)):
         yield f"source: {module}: a statement that sets {name} is gone"
     for line in [x.shown_line for x in new] if not is_inner or len(new) == len(now) else ():

@@ -26,14 +26,14 @@ class InterruptedTuning(NamedTuple):
     path: Path
     key: Key | None
     """``None`` if the journal has no readable key."""
-    tried: int
+    num_tried: int
     """Number of configs with an outcome."""
-    candidates: int = 0
-    best: float | None = None
+    num_candidates: int = 0
+    best_ms: float | None = None
     """Lowest median so far, in milliseconds."""
     seconds: float = 0.0
     """Tuning time so far, in seconds."""
-    stuck: int = 0
+    num_quarantined: int = 0
     """Number of configs that are excluded because a process hung or crashed in them."""
 
 

@@ -59,7 +59,7 @@ class FileJournal:
         _journals.add(self)
 
     def quarantined(self, head: codec.Tree) -> Mapping[str, Failure]:
-        digest, stuck = codec.digest(head), self._crashed(head)
+        digest, stuck = codec.digest(head), self._crashing_configs(head)
         for line in self._lines():
             if line.get("head") == digest and "stuck" in line:
                 with suppress(*UNREADABLE):
@@ -69,7 +69,7 @@ class FileJournal:
         return stuck
 
     def quarantine(self, head: codec.Tree, config: str, failure: Failure) -> bool:
-        line = _stuck(head, config, failure)
+        line = _quarantine_line(head, config, failure)
         try:
             make_folder(self.path.parent)
             file = open_regular(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -94,13 +94,13 @@ class FileJournal:
             return []
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            entries = self._resumed(head, record)
+            entries = self._entries_to_resume(head, record)
             if entries is None:
                 stuck = self.quarantined(head)
                 os.ftruncate(file, 0)
                 _write(file, {"head": head, "module": self._module})
                 for config, failure in stuck.items():
-                    _write(file, _stuck(head, config, failure))
+                    _write(file, _quarantine_line(head, config, failure))
                 os.fsync(file)
         except OSError:
             os.close(file)
@@ -109,10 +109,10 @@ class FileJournal:
         return entries or []
 
     def trying(self, config: str) -> None:
-        self._add({"trying": config})
+        self._append_line({"trying": config})
 
     def ended_otherwise(self, config: str) -> None:
-        self._add({"spared": config})
+        self._append_line({"spared": config})
 
     def append(self, entry: JournalEntry) -> None:
         """Append an outcome.
@@ -120,13 +120,13 @@ class FileJournal:
         After the call, the outcome survives a crash of the process. It survives a crash of the host
         after an ``fsync`` in a second thread, for which measurements do not wait.
         """
-        self._add(entry.to_tree())
+        self._append_line(entry.to_tree())
         if self._file is not None and (self._pending_sync is None or self._pending_sync.done()):
             self._sync_thread = self._sync_thread or ThreadPoolExecutor(1, "triton_dist-journal")
             self._pending_sync = self._sync_thread.submit(os.fsync, self._file)
 
     def finish(self, record: str) -> None:
-        self._add({"finished": record})
+        self._append_line({"finished": record})
         self._sync()
 
     def remove(self) -> None:
@@ -154,7 +154,7 @@ class FileJournal:
             os.close(self._file)
         self._file = self._sync_thread = self._pending_sync = None
 
-    def _add(self, line: codec.Tree) -> None:
+    def _append_line(self, line: codec.Tree) -> None:
         if self._file is None:
             return
         try:
@@ -170,7 +170,7 @@ class FileJournal:
             with suppress(OSError):
                 os.fsync(self._file)
 
-    def _crashed(self, head: codec.Tree) -> dict[str, Failure]:
+    def _crashing_configs(self, head: codec.Tree) -> dict[str, Failure]:
         """Return the configs in which at least two program starts crashed. A single crash may have
         another cause."""
         lines, times = self._lines(), dict[str, int]()
@@ -189,7 +189,7 @@ class FileJournal:
             if ended >= _MAX_CRASHES
         }
 
-    def _resumed(self, head: codec.Tree, record: str | None) -> list[JournalEntry] | None:
+    def _entries_to_resume(self, head: codec.Tree, record: str | None) -> list[JournalEntry] | None:
         """Return the entries to resume from; ``None`` if there is nothing to resume.
 
         There is nothing to resume if the journal has another head, or if its tuning finished with
@@ -226,7 +226,7 @@ def lines_of(path: Path) -> Iterator[dict[str, Any]]:
                 yield tree
 
 
-def _stuck(head: codec.Tree, config: str, failure: Failure) -> codec.Tree:
+def _quarantine_line(head: codec.Tree, config: str, failure: Failure) -> codec.Tree:
     return {"stuck": config, "head": codec.digest(head), **outcome_tree(failure)}
 
 

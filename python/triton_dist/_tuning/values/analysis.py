@@ -132,11 +132,14 @@ class Analysis:
                 n / total * (best[value] / len(fastest) * total / n - 1) ** 2
                 for value, n in every.items()
             )
-            by_chance = (len(every) - 1) / len(fastest) * (total - len(fastest)) / (total - 1)
-            importance[name] = max(0.0, divergence - by_chance)
-        whole = sum(importance.values()) or 1.0
+            expected_by_chance = (
+                (len(every) - 1) / len(fastest) * (total - len(fastest)) / (total - 1)
+            )
+            importance[name] = max(0.0, divergence - expected_by_chance)
+        total_importance = sum(importance.values()) or 1.0
         return sorted(
-            ((name, each / whole) for name, each in importance.items()), key=lambda each: -each[1]
+            ((name, each / total_importance) for name, each in importance.items()),
+            key=lambda each: -each[1],
         )
 
     def slowdown_by_value(self, name: str) -> dict[str, float]:

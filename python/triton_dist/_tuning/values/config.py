@@ -156,7 +156,7 @@ def _check_parts(name: str, config: Any) -> None:
             _encode(f"{name}: {part}", value)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _are_equal(one: Any, other: Any) -> bool:
     """Return whether two values with equal text are equal; ``False`` if comparing them raises."""
     if one is other or codec.is_exact(one, with_bound_values=False):
         return True
@@ -235,7 +235,7 @@ class ConfigSpace(Sequence[Config]):
         for config in numbered(map(_as_config, candidates)):
             first = configs.setdefault(config.digest, config)
             if first is not config:
-                ambiguous += [name for name in config if not _same(config[name], first[name])]
+                ambiguous += [name for name in config if not _are_equal(config[name], first[name])]
         if ambiguous:
             warn(
                 f"config_space: {len(ambiguous)} values of {', '.join(sorted(set(ambiguous)))} "

@@ -144,10 +144,10 @@ def unpack(tree: codec.Tree) -> Iterator[TuningRecord]:
     if tree["pack"] > PACK_FORMAT:
         raise NewerSchema(tree["pack"], PACK_FORMAT)
     try:
-        fits = "checksum" not in tree or tree["checksum"] == _checksum(tree)
+        is_intact = "checksum" not in tree or tree["checksum"] == _checksum(tree)
     except RecursionError:
-        fits = False
-    if not fits:  # packs of earlier versions have no checksum
+        is_intact = False
+    if not is_intact:  # packs of earlier versions have no checksum
         raise ValueError("its checksum does not match: it was edited or is damaged")
     try:
         # Results share most configs: hash each config once.

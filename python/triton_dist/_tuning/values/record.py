@@ -312,24 +312,27 @@ _INTERPRETER = " (interpreter)"
 """Suffix of the recorded GPU name if kernels are interpreted."""
 
 
-def differences(then: Fingerprint, now: Fingerprint) -> Iterator[Difference]:
+def differences(recorded: Fingerprint, now: Fingerprint) -> Iterator[Difference]:
     """Yield the differences between a recorded fingerprint and the present one.
 
     If the GPU or the use of the interpreter differs, yield only this difference. It may cause all
     other differences, such as driver, libraries, code and config space.
     """
-    was, is_ = (each.hardware.get("gpu", "") for each in (then, now))
-    if was == is_:
-        yield from then.compare(now)
-    elif was.endswith(_INTERPRETER) == is_.endswith(_INTERPRETER):
-        yield from (d for d in then.compare(now) if d.sentence.startswith("hardware: gpu "))
-    elif was.removesuffix(_INTERPRETER) == is_.removesuffix(_INTERPRETER):
-        made = (
+    recorded_gpu, present_gpu = (each.hardware.get("gpu", "") for each in (recorded, now))
+    if recorded_gpu == present_gpu:
+        yield from recorded.compare(now)
+    elif recorded_gpu.endswith(_INTERPRETER) == present_gpu.endswith(_INTERPRETER):
+        yield from (d for d in recorded.compare(now) if d.sentence.startswith("hardware: gpu "))
+    elif recorded_gpu.removesuffix(_INTERPRETER) == present_gpu.removesuffix(_INTERPRETER):
+        condition = (
             "with TRITON_INTERPRET=1, which is not set"
-            if was.endswith(_INTERPRETER)
+            if recorded_gpu.endswith(_INTERPRETER)
             else ("without TRITON_INTERPRET=1, which is set")
         )
-        yield Difference(f"it was made {made} now", False)
+        yield Difference(f"it was made {condition} now", False)
     else:
-        how = "with" if was.endswith(_INTERPRETER) else "without"
-        yield Difference(f"it was made {how} TRITON_INTERPRET=1, on {was}; now it is {is_}", False)
+        how = "with" if recorded_gpu.endswith(_INTERPRETER) else "without"
+        yield Difference(
+            f"it was made {how} TRITON_INTERPRET=1, on {recorded_gpu}; now it is {present_gpu}",
+            False,
+        )

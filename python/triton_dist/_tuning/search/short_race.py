@@ -104,13 +104,15 @@ class ShortRace(IteratorSearch):
         repeated = [each for each in self._samples.values() if len(each) > 1]
         if not repeated:
             return _FIRST_MARGIN
-        freedom = sum(len(each) - 1 for each in repeated)
-        squares = sum(
+        degrees_of_freedom = sum(len(each) - 1 for each in repeated)
+        sum_of_squares = sum(
             (statistics.stdev(each) / (statistics.fmean(each) or 1)) ** 2 * (len(each) - 1)
             for each in repeated
         )
         num_samples = min(map(len, remaining), default=1)
-        error = _NUM_STANDARD_ERRORS * math.sqrt(squares / freedom * 2 / num_samples)
-        if freedom < _MIN_DEGREES_OF_FREEDOM:
+        error = _NUM_STANDARD_ERRORS * math.sqrt(
+            sum_of_squares / degrees_of_freedom * 2 / num_samples
+        )
+        if degrees_of_freedom < _MIN_DEGREES_OF_FREEDOM:
             return max(error, _MARGIN_FEW_DEGREES)
         return error if error > self._policy.indifference else 0.0
