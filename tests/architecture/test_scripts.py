@@ -329,7 +329,13 @@ def test_a_rank_that_ends_is_named_without_a_traceback_of_torchrun(launch: Launc
     assert "Traceback" not in result.stderr
 
 
-def test_a_signal_ends_a_launch_with_one_line(launch: Launcher) -> None:
+@pytest.mark.parametrize(
+    ("number", "lines_before"),
+    [(signal.SIGTERM, 1), pytest.param(signal.SIGINT, 8, marks=pytest.mark.stress)],
+)
+def test_a_signal_ends_a_launch_with_one_line(
+    launch: Launcher, number: signal.Signals, lines_before: int
+) -> None:
     """Also while ranks start: the first prints before the last of eight has started."""
     (launch.folder / "a script.py").write_text(
         "import os, sys, time\n"
@@ -339,24 +345,23 @@ def test_a_signal_ends_a_launch_with_one_line(launch: Launcher) -> None:
     )
     command = ["bash", str(LAUNCHER), "--nproc_per_node=8", "a script.py", "two words", "0"]
     expected = {f"rank {rank} ['two words', '0']\n" for rank in range(8)}
-    for number, lines_before in ((signal.SIGINT, 1), (signal.SIGTERM, 8)):
-        with subprocess.Popen(
-            command, env=launch.environment | {"TORCHRUN": ""}, cwd=launch.folder, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-        ) as process:  # fmt: skip
-            try:
-                assert process.stdout is not None
-                printed = {process.stdout.readline() for _ in range(lines_before)}
-                process.send_signal(number)
-                _, errors = process.communicate(timeout=40)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-        assert printed <= expected
-        assert len(printed) == lines_before
-        assert process.returncode == 128 + number
-        assert errors.endswith(f"launch.sh: ended by {number.name}\n")
-        assert "torch" not in errors[errors.index("a\\ script.py") :], "lines of torchrun"
+    with subprocess.Popen(
+        command, env=launch.environment | {"TORCHRUN": ""}, cwd=launch.folder, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            printed = {process.stdout.readline() for _ in range(lines_before)}
+            process.send_signal(number)
+            _, errors = process.communicate(timeout=40)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert printed <= expected
+    assert len(printed) == lines_before
+    assert process.returncode == 128 + number
+    assert errors.endswith(f"launch.sh: ended by {number.name}\n")
+    assert "torch" not in errors[errors.index("a\\ script.py") :], "lines of torchrun"
 
 
 def test_requirements_are_those_of_pyproject() -> None:
