@@ -352,9 +352,11 @@ def test_a_file_that_is_replaced_on_nfs_while_it_is_read_is_read_again(kept, mon
     assert len(calls) == 2
 
 
+# All characters but surrogates, as by default. The default takes Hypothesis 2 s to compute.
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    st.none() | st.booleans() | st.integers() | st.floats() | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner),
     max_leaves=5,
 )
 
