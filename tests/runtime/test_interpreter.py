@@ -437,10 +437,3 @@ def test_types_of_blocks_are_shared_and_keep_pointers_apart():
     pointers = [tl.pointer_type(tl.int32, *kind) for kind in ((1,), (3,), (1, True))]
     assert [block.with_element_ty(pointer).element_ty for pointer in pointers] == pointers
     assert block.with_element_ty(tl.float32).shape.values == [4, 8]
-
-
-def test_values_too_wide_for_their_type_are_still_refused():
-    upstream.TensorHandle(np.zeros(1, np.uint64), tl.pointer_type(tl.int8))
-    upstream.TensorHandle(np.zeros(1, np.bool_), tl.int1)
-    with pytest.raises(ValueError, match="itemsize"):
-        upstream.TensorHandle(np.zeros(1, np.int64), tl.int32)

@@ -7,7 +7,6 @@ them does not change results.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -26,12 +25,8 @@ def install(upstream: Any) -> None:
     share_shapes()
     share_block_types(upstream)
     cache_dtypes(upstream)
-    cache_promotions()
     skip_needless_casts()
-    compare_types_by_identity()
     unwrap_by_type()
-    skip_needless_broadcasts()
-    check_sizes_faster(upstream)
     call_builtins_directly(upstream)
 
 
@@ -109,11 +104,6 @@ def share_block_types(upstream: Any) -> None:
     upstream.InterpreterBuilder.get_block_ty = lambda self, dtype, shape: block(dtype, shape)
 
 
-def cache_promotions() -> None:
-    """Cache the type in which an operation on two scalar types is computed."""
-    TritonSemantic.computation_type_impl = functools.cache(TritonSemantic.computation_type_impl)
-
-
 def skip_needless_casts() -> None:
     """Skip conversions of operands that already have the required type."""
     check, cast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.cast
@@ -134,12 +124,6 @@ def skip_needless_casts() -> None:
     TritonSemantic.cast = converted
 
 
-def compare_types_by_identity() -> None:
-    """Compare identical type objects without comparing names."""
-    original = tl.dtype.__eq__
-    tl.dtype.__eq__ = lambda self, other: self is other or original(self, other)
-
-
 def unwrap_by_type() -> None:
     """Return values of common types immediately, without checking whether they are constexpr."""
     original, constexpr = core._unwrap_if_constexpr, tl.constexpr
@@ -152,35 +136,6 @@ def unwrap_by_type() -> None:
         return o.value if kind is constexpr else original(o)
 
     core._unwrap_if_constexpr = unwrap
-
-
-def skip_needless_broadcasts() -> None:
-    """Skip broadcasting for operands of equal shape."""
-    original = TritonSemantic.broadcast_impl_value
-
-    def broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        left, right = lhs.type, rhs.type
-        if left.is_block():
-            if right.is_block() and left.shape.values == right.shape.values:
-                return lhs, rhs
-        elif not right.is_block():
-            return lhs, rhs
-        return original(self, lhs, rhs)  # type: ignore[no-any-return]
-
-    TritonSemantic.broadcast_impl_value = broadcast
-
-
-def check_sizes_faster(upstream: Any) -> None:
-    """Check by one comparison, instead of three calls, that values fit their type."""
-    handle, pointer = upstream.TensorHandle, tl.pointer_type
-    original = handle.__post_init__
-
-    def check(self: Any) -> None:
-        dtype = self.dtype
-        if type(dtype) is not pointer and self.data.itemsize * 8 > max(dtype.primitive_bitwidth, 8):
-            original(self)  # raises the error
-
-    handle.__post_init__ = check
 
 
 def call_builtins_directly(upstream: Any) -> None:
