@@ -76,7 +76,7 @@ EVERY_TILE = [
 
 @pytest.mark.parametrize(
     ("recipe", "fast", "persistent", "index"),
-    quick(EVERY_TILE, ("row", True, True, 0), ("block", False, True, 5)),
+    quick(EVERY_TILE, ("row", True, True, 0), ("row", False, True, 4), ("block", False, True, 5)),
 )
 def test_a_tile_multiplies_fp8_and_does_not_spill(recipe, fast, persistent, index):
     tiles = (PERSISTENT_TILES if persistent else POINTER_TILES)[index]

@@ -87,6 +87,7 @@ EVERY_TILE = [
     ("recipe", "fast", "index", "silu_mul", "is_gathered"),
     quick(
         EVERY_TILE,
+        ("row", False, 8, False, False),
         ("block", False, 10, True, False),
         ("block", False, 10, False, True),
         ("row", True, 20, False, False),
