@@ -253,8 +253,8 @@ MUTANTS = (
     Mutant(
         "expert parallel: gradients of routing weights return to the token's rank",
         "layers/nvidia/expert_parallel.py",
-        "group.reduce_scatter(of_routes)",
-        "of_routes",
+        "group.reduce_scatter(route_gradients)",
+        "route_gradients",
         EP_LAYERS,
     ),
     Mutant(
@@ -267,8 +267,8 @@ MUTANTS = (
     Mutant(
         "expert parallel: experts are chosen from the best groups",
         "layers/nvidia/tp_moe.py",
-        'order.masked_fill(~is_chosen[..., None], float("-inf"))',
-        "order",
+        'biased_scores.masked_fill(~is_chosen[..., None], float("-inf"))',
+        "biased_scores",
         EP_LAYERS,
     ),
     Mutant(

@@ -103,9 +103,9 @@ class RMSNorm(nn.Module):
         self.weight, self.variance_epsilon = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * (wide * scale).to(x.dtype)
+        x_fp32 = x.float()
+        scale = torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * (x_fp32 * scale).to(x.dtype)
 
 
 class RotaryEmbedding(nn.Module):
@@ -167,10 +167,10 @@ class Attention(nn.Module):
         if self.sp_attn is not None:
             rows = (x.transpose(1, 2).contiguous() for x in (q, k, v))
             return self.o_proj(self.sp_attn(*rows).flatten(2)), None
-        seen = scaled_dot_product_attention(
+        attended = scaled_dot_product_attention(
             q, k, v, attention_mask, is_causal=attention_mask is None, enable_gqa=True
         )
-        return self.o_proj(seen.transpose(1, 2).flatten(2)), None
+        return self.o_proj(attended.transpose(1, 2).flatten(2)), None
 
 
 class MLP(nn.Module):
@@ -222,8 +222,8 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: torch.Tensor, **of_attention: Any) -> torch.Tensor:
-        x = x + self.self_attn(hidden_states=self.input_layernorm(x), **of_attention)[0]
+    def forward(self, x: torch.Tensor, **attention_options: Any) -> torch.Tensor:
+        x = x + self.self_attn(hidden_states=self.input_layernorm(x), **attention_options)[0]
         y: Any = self.mlp(self.post_attention_layernorm(x))
         total: torch.Tensor = x + (y[0] if isinstance(y, tuple) else y)
         return total

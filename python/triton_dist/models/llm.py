@@ -130,11 +130,11 @@ class LLM:
                 the cache, or the mode requires contexts and there are none.
         """
         decoder, method = self.model.model, _FORWARDS[self.mode]
-        rest = position_ids, self.cos_sin_cache, kv_cache
+        cache_arguments = position_ids, self.cos_sin_cache, kv_cache
         x = decoder.embed_tokens(input_ids)
         for number, block in enumerate(decoder.layers):
             attention, feed_forward = getattr(block.self_attn, method), getattr(block.mlp, method)
-            x = x + attention(block.input_layernorm(x), *rest, number)
+            x = x + attention(block.input_layernorm(x), *cache_arguments, number)
             x = x + feed_forward(block.post_attention_layernorm(x))
         last: torch.Tensor = decoder.norm(x[:, -1:])
         if wo_lm_head:
@@ -161,7 +161,7 @@ class LLM:
                 multiple of the ranks in mode ``"triton_dist"``.
         """
         shapes = [*((batch, tokens) for tokens in prompts), *((number, 1) for number in steps)]
-        before, mode = self.mode, self.mode if mode is None else mode
+        previous_mode, mode = self.mode, self.mode if mode is None else mode
         sequence_parallel = mode == "triton_dist"
         for sequences, tokens in shapes:
             if tokens > self.max_length:
@@ -175,12 +175,12 @@ class LLM:
         self.set_fwd(mode)
         device = self.ranks.device
         for sequences, tokens in shapes:
-            own = sequences // self.world_size if sequence_parallel else sequences
+            local_batch = sequences // self.world_size if sequence_parallel else sequences
             cache = self.new_cache(sequences, tokens)
             positions = torch.arange(tokens, device=device).expand(sequences, -1)
-            ids = torch.zeros(own, tokens, dtype=torch.long, device=device)
+            ids = torch.zeros(local_batch, tokens, dtype=torch.long, device=device)
             self.inference(ids, positions, cache)
-        self.set_fwd(before)
+        self.set_fwd(previous_mode)
 
     def new_cache(self, batch: int, max_length: int | None = None) -> KV_Cache:
         """Return an empty ``KV_Cache`` of this model.

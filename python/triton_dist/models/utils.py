@@ -69,21 +69,25 @@ def _fp8_model(folder: str, settings: dict[str, Any], dtype: torch.dtype) -> Lla
     except ModuleNotFoundError as error:
         raise MissingExtra(f"init_model_cpu({folder!r})", "safetensors", "models") from error
     rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
-    for name, value, plain in (
+    for name, value, supported in (
         ("model_type", settings.get("model_type"), _FP8_FAMILIES),
         ("rope_type", rope.get("rope_type", rope.get("type", "default")), ("default",)),
         ("norm_topk_prob", settings.get("norm_topk_prob", True), (True,)),
     ):
-        if value not in plain:
-            raise InvalidArgument("init_model_cpu", name, value, f"one of {plain} for fp8 weights")
+        if value not in supported:
+            raise InvalidArgument(
+                "init_model_cpu", name, value, f"one of {supported} for fp8 weights"
+            )
     with torch.device("meta"):
         model = Llama(LlamaConfig.of(folder), dtype)
     missing = {name for name, _ in model.named_parameters()}
     for path in sorted(Path(folder).glob("*.safetensors")):
         for name, weight in load_file(path).items():
             where, _, member = name.rpartition(".")
-            is_other = weight.is_floating_point() and weight.itemsize > 1 and "_scale" not in member
-            parameter = torch.nn.Parameter(weight.to(dtype) if is_other else weight, False)
+            must_cast = (
+                weight.is_floating_point() and weight.itemsize > 1 and "_scale" not in member
+            )
+            parameter = torch.nn.Parameter(weight.to(dtype) if must_cast else weight, False)
             model.get_submodule(where).register_parameter(member, parameter)
             missing.discard(name)
     if missing == {"lm_head.weight"}:  # tied

@@ -15,7 +15,7 @@ from triton_dist.layers.nvidia.expert_parallel import ep_experts, ep_experts_fp8
 from triton_dist.layers.nvidia.fp8 import INPUT_SCALES, SCALES, is_silu, with_fp8_linears
 from triton_dist.layers.nvidia.stock_weights import StockWeight
 from triton_dist.layers.nvidia.tensor_parallel import Collectives, TensorParallel
-from triton_dist.layers.nvidia.tp_moe import SHARED, TP_MoE
+from triton_dist.layers.nvidia.tp_moe import SHARED_EXPERT_NAMES, TP_MoE
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import Group
 
@@ -63,7 +63,7 @@ class EP_MoE(TP_MoE):
         super().__init__(
             rank, world_size, group, autotune, sequence_parallel=sequence_parallel, **options
         )
-        self._shared_name, self.exact_sizes = "", exact_sizes
+        self._shared_expert_name, self.exact_sizes = "", exact_sizes
         size = self.num_column_shards = expert_tensor_parallel_size
         if size < 1 or self.world_size % size:
             expected = f"a divisor of the {self.world_size} ranks"
@@ -85,7 +85,7 @@ class EP_MoE(TP_MoE):
         if not is_silu(self.act_fn):
             raise self._invalid("experts.act_fn", self.act_fn, "SiLU")
 
-    def _own_sizes(self, num_experts: int, columns: int) -> tuple[int, int]:
+    def _shard_sizes(self, num_experts: int, columns: int) -> tuple[int, int]:
         shards = self.num_column_shards
         num_blocks = self.world_size // shards
         if num_experts % num_blocks:
@@ -121,14 +121,14 @@ class EP_MoE(TP_MoE):
             yield replace(weight, owner=block * shards, column_shards=shards, column_dim=weight.dim)
 
     def _init_shared(self, source: Any) -> None:
-        for name in (*SHARED, "shared_expert_gate"):
+        for name in (*SHARED_EXPERT_NAMES, "shared_expert_gate"):
             module = getattr(source, name, None)
             if module is None:
                 continue
             module = copy.deepcopy(module).to(self.torch_ranks.device)
             setattr(self, name, with_fp8_linears(module))
-            if name in SHARED:
-                self._shared_name = name
+            if name in SHARED_EXPERT_NAMES:
+                self._shared_expert_name = name
 
     def forward(self, x: torch.Tensor, max_tokens: int | None = None) -> torch.Tensor:
         """Return [..., hidden] for x [..., hidden], in the layer's mode. Collective.
@@ -163,17 +163,17 @@ class EP_MoE(TP_MoE):
         is_empty = max_tokens == 0 if sequence_parallel else not len(rows)
         if is_empty:
             return x.clone()
-        ids, scales = self._routes(rows)
+        ids, scales = self._choose_experts(rows)
         shared: list[torch.Tensor] = []
         join = self._start_shared(rows, shared)
         if sequence_parallel:
-            y = self._run_exchanged(rows, ids, scales, ranks, max_tokens)
+            y = self._run_with_dispatch(rows, ids, scales, ranks, max_tokens)
         else:
-            y = self._products(rows, ids, scales, ranks, False)
+            y = self._weighted_expert_sums(rows, ids, scales, ranks, False)
         join(*shared)
         return sum(shared, y).view(x.shape)
 
-    def _run_exchanged(
+    def _run_with_dispatch(
         self,
         rows: torch.Tensor,
         ids: torch.Tensor,
@@ -183,9 +183,9 @@ class EP_MoE(TP_MoE):
     ) -> torch.Tensor:
         """Send rows to the ranks of their experts; return the weighted sums [rows, hidden]."""
         if not isinstance(ranks, TensorParallel):  # torch's all-gather requires equal sizes
-            missing = (0, 0, 0, max_tokens - len(rows))
-            padded = pad(rows, missing), pad(ids, missing, value=-1), pad(scales, missing)
-            return self._products(*padded, ranks, True)[: len(rows)]
+            padding = (0, 0, 0, max_tokens - len(rows))
+            padded = pad(rows, padding), pad(ids, padding, value=-1), pad(scales, padding)
+            return self._weighted_expert_sums(*padded, ranks, True)[: len(rows)]
         ids, scales = self._routes_of_shards(ids, scales)
         if self.scales is None:
             return ep_experts(
@@ -206,7 +206,7 @@ class EP_MoE(TP_MoE):
         """Return the number of experts of a block: of the ranks that share experts."""
         return self.num_experts * self.num_column_shards // self.world_size
 
-    def _own_ids(self, ids: torch.Tensor) -> torch.Tensor:
+    def _local_ids(self, ids: torch.Tensor) -> torch.Tensor:
         return ids - self.rank // self.num_column_shards * self._experts_per_block()
 
     def _routes_of_shards(
@@ -230,11 +230,11 @@ class EP_MoE(TP_MoE):
         that makes the current stream wait for the tensors passed to it."""
 
         def run() -> None:
-            shared = getattr(self, self._shared_name)(rows)
+            shared = getattr(self, self._shared_expert_name)(rows)
             gate = getattr(self, "shared_expert_gate", None)
             out.append(shared if gate is None else gate(rows).sigmoid() * shared)
 
-        if not self._shared_name:
+        if not self._shared_expert_name:
             return lambda *tensors: None
         if torch.compiler.is_compiling():
             run()

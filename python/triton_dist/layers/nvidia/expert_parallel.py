@@ -191,7 +191,7 @@ def _ep_experts_backward(
     positions = received.positions.limited(len(products))
     assert received.weights is not None
     weights = received.weights[: positions.number]
-    in_order = positions.of_sorted_rows()
+    sorted_positions = positions.of_sorted_rows()
     grads = grouped_gemm(received.rows, down.mT, positions)
     weighted, d_products, d_weights = silu_mul_backward(products, grads, weights, positions)
     d_gate_up, d_down = x.new_empty(0), x.new_empty(0)
@@ -200,10 +200,12 @@ def _ep_experts_backward(
             tokens = expanded(replace(received, rows=rows))
         d_gate_up = weight_gradients_of_sorted_rows(tokens, d_products, positions.ends)
         d_down = weight_gradients_of_sorted_rows(weighted, expanded(received), positions.ends)
-    places = received.position_of_route
-    of_routes = torch.where(places >= 0, d_weights[places.clamp(min=0)], 0)
-    d_scales = group.reduce_scatter(of_routes)[: len(x)].to(scales.dtype)
-    dx = group.ep_combine(grouped_gemm(d_products, gate_up.mT, in_order), received, False)
+    positions_of_routes = received.position_of_route
+    route_gradients = torch.where(
+        positions_of_routes >= 0, d_weights[positions_of_routes.clamp(min=0)], 0
+    )
+    d_scales = group.reduce_scatter(route_gradients)[: len(x)].to(scales.dtype)
+    dx = group.ep_combine(grouped_gemm(d_products, gate_up.mT, sorted_positions), received, False)
     return dx, d_scales.clone(), d_gate_up, d_down
 
 

@@ -51,8 +51,8 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
         persistent: with ``user_gemm_config``: use the persistent GEMM kernel.
         use_ll_kernel: with ``user_gemm_config``: use the one-shot algorithm if the rows fit, else
             the two-shot algorithm.
-        copy_to_local: if ``False``, a result may be a view of the context's memory. The view stays
-            valid during the next call; the second next call overwrites it.
+        copy_to_local: if ``False``, a result may be a view of the context's memory. The next call
+            does not overwrite it, but the call after the next does.
         NUM_COMM_SMS, NUM_SM_MARGIN, TILE_MAP_LEVEL: ignored; accepted for existing scripts.
         user_gemm_config: tile sizes, warps and stages; ``None``: tune. Other names are ignored.
         has_weight: the layer stores its weight.

@@ -29,7 +29,7 @@ from triton_dist.layers.nvidia.stock_weights import (
 from triton_dist.layers.nvidia.tensor_parallel import Collectives, TensorParallel, check_operand
 from triton_dist.runtime.ranks import Group, group_for
 
-_FORWARD = torch.nn.Linear.forward
+_LINEAR_FORWARD = torch.nn.Linear.forward
 _layers: weakref.WeakSet[TensorParallelLayer] = weakref.WeakSet()
 
 
@@ -94,7 +94,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         super().__init__()
         _layers.add(self)
         self.torch_ranks = Collectives(group if ranks is None else ranks.group)
-        self.ranks, self._is_owner = ranks, False
+        self.ranks, self._owns_ranks = ranks, False
         self.rank, self.world_size = self.torch_ranks.rank, self.torch_ranks.num_ranks
         self.sequence_parallel, self.keep_gathered = sequence_parallel, keep_gathered
         self._compares_inputs = every_call_compares()
@@ -149,7 +149,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
             )  # fmt: skip
         return stock
 
-    def _own_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _parameters_and_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.named_parameters(recurse=False)
         yield from self.named_buffers(recurse=False)
 
@@ -162,7 +162,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         phase = f"state_dict of {prefix}{type(self).__name__}, which all ranks must call"
         group_for(self.group).channel().first_all_gather(phase, None)
         is_sharded = saves_shards.get()
-        for name, parameter in self._own_tensors():
+        for name, parameter in self._parameters_and_buffers():
             for weight in self._stock_weights(name, undistributed(parameter)):
                 destination[prefix + weight.name] = (
                     weight.distributed(self.torch_ranks, self.torch_ranks.mesh)
@@ -183,7 +183,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
     ) -> None:
         """Copy this rank's shards of the weights that ``_save_to_state_dict`` saved."""
         known = {*self._modules}
-        for name, parameter in self._own_tensors():
+        for name, parameter in self._parameters_and_buffers():
             filled = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             weights = {prefix + each.name: each for each in self._stock_weights(name, filled)}
             known.update(each.name for each in weights.values())
@@ -217,7 +217,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
             InvalidArgument, RankDisagreement, SymmetricMemoryFull: see the ops' contexts.
         """
         self.finalize()
-        self.ranks, self._is_owner = TensorParallel(max_M or M, self.group), True
+        self.ranks, self._owns_ranks = TensorParallel(max_M or M, self.group), True
 
     _init_AR_ctx = _init_ctx
     _init_gemm_ar_ctx = _init_ctx
@@ -228,8 +228,8 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         Contexts passed as ``ranks`` are not freed.
         """
         ranks = self.ranks
-        if self._is_owner and ranks is not None:
-            self.ranks, self._is_owner = None, False
+        if self._owns_ranks and ranks is not None:
+            self.ranks, self._owns_ranks = None, False
             ranks.finalize()
 
     def _two_gemms(
@@ -353,7 +353,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         weight = getattr(linear, "weight", None)
         is_fp8 = WeightScales.of(linear) is not None
         is_trusted = is_fp8 or (allows_router and not isinstance(linear, torch.nn.Linear))
-        if type(linear).forward is not _FORWARD and not is_trusted:
+        if type(linear).forward is not _LINEAR_FORWARD and not is_trusted:
             expected = "a torch.nn.Linear that does not override forward"
             raise self._invalid(name, type(linear), expected)
         if not isinstance(weight, torch.Tensor) or weight.ndim != 2:

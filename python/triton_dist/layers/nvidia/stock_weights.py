@@ -109,8 +109,8 @@ class StockWeight:
                 (self.dim, ranks.rank // self.replicas),
             ):
                 if dim is not None:
-                    own = self.shard.shape[dim]
-                    part = part.movedim(dim, 0)[own * index : own * (index + 1)].movedim(0, dim)
+                    size = self.shard.shape[dim]
+                    part = part.movedim(dim, 0)[size * index : size * (index + 1)].movedim(0, dim)
         if part.shape != self.shard.shape and self.dim is not None:
             self.shard.zero_()
             self.shard.narrow(self.dim, 0, part.shape[self.dim]).copy_(part)
@@ -137,8 +137,8 @@ class StockWeight:
         if ranks.num_ranks == 1:
             return shard.narrow(self.dim, 0, self.unpadded_size or shard.shape[self.dim])
         # gloo has no fp8.
-        travelling = shard.view(torch.uint8) if shard.itemsize == 1 else shard
-        gathered = ranks.all_gather(travelling.movedim(self.dim, 0)).chunk(ranks.num_ranks)
+        as_bytes = shard.view(torch.uint8) if shard.itemsize == 1 else shard
+        gathered = ranks.all_gather(as_bytes.movedim(self.dim, 0)).chunk(ranks.num_ranks)
         shards = [each.movedim(0, self.dim) for each in gathered]
         if self.column_dim is not None:
             for first in range(0, ranks.num_ranks, self.replicas):

@@ -71,10 +71,10 @@ def fused_all_gather_scaled_matmul(
         expected = "a dimension of A before the last"
         yield "gather_dim", gather_dim, 0 <= gather_dim < A.ndim - 1, expected
         for number, (scale, dtype) in enumerate(zip(result_scales, out_dtypes, strict=True)):
-            good = scale is None or dtype in OUTPUT_DTYPES
-            yield f"result_scales[{number}]", scale, good, "None for an fp8 result"
-        good = A_scale.numel() == 1 or tuple(A_scale.shape) in (shard, whole)
-        yield "A_scale.shape", tuple(A_scale.shape), good, f"one element, {shard} or {whole}"
+            is_valid = scale is None or dtype in OUTPUT_DTYPES
+            yield f"result_scales[{number}]", scale, is_valid, "None for an fp8 result"
+        is_valid = A_scale.numel() == 1 or tuple(A_scale.shape) in (shard, whole)
+        yield "A_scale.shape", tuple(A_scale.shape), is_valid, f"one element, {shard} or {whole}"
 
     raise_first_error("fused_all_gather_scaled_matmul", checks())
     scale = A_scale.flatten()
@@ -104,11 +104,11 @@ def fused_all_gather_scaled_matmul(
             C = C.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
         products.append(C.to(dtype))
 
-    def restored(x: torch.Tensor) -> torch.Tensor:
+    def in_original_layout(x: torch.Tensor) -> torch.Tensor:
         leading = A.movedim(gather_dim, 0).shape[1:-1]
         return x.view(-1, *leading, x.shape[1]).movedim(0, gather_dim)
 
-    return restored(rows), [restored(C) for C in products]
+    return in_original_layout(rows), [in_original_layout(C) for C in products]
 
 
 def fused_scaled_matmul_reduce_scatter(
@@ -154,32 +154,32 @@ def fused_scaled_matmul_reduce_scatter(
     def checks() -> Iterator[Check]:
         yield "reduce_op", reduce_op, reduce_op in ("sum", "avg"), "'sum' or 'avg'"
         expected = f"the {prod(A.shape[:-1])} rows of A, and N = {B.shape[1]}"
-        good = prod(shape[:-1]) == prod(A.shape[:-1]) and shape[-1] == B.shape[1]
-        yield "output_shape", shape, good, expected
+        is_valid = prod(shape[:-1]) == prod(A.shape[:-1]) and shape[-1] == B.shape[1]
+        yield "output_shape", shape, is_valid, expected
         expected = f"a dimension of {shape} before the last, of a size divisible by {num_ranks}"
-        good = 0 <= dim < len(shape) - 1 and shape[dim] % num_ranks == 0
-        yield "orig_scatter_dim", dim, good, expected
+        is_valid = 0 <= dim < len(shape) - 1 and shape[dim] % num_ranks == 0
+        yield "orig_scatter_dim", dim, is_valid, expected
         expected = f"one element, or {(*A.shape[:-1], 1)}"
-        good = A_scale.numel() == 1 or A_scale.shape == (*A.shape[:-1], 1)
-        yield "A_scale.shape", tuple(A_scale.shape), good, expected
+        is_valid = A_scale.numel() == 1 or A_scale.shape == (*A.shape[:-1], 1)
+        yield "A_scale.shape", tuple(A_scale.shape), is_valid, expected
         expected = "bf16, fp16 or fp32: sums are not fp8"
         yield "out_dtype", out_dtype, out_dtype in OUTPUT_DTYPES, expected
 
     raise_first_error("fused_scaled_matmul_reduce_scatter", checks())
     assert out_dtype is not None
 
-    def ordered(x: torch.Tensor) -> torch.Tensor:
+    def in_scatter_order(x: torch.Tensor) -> torch.Tensor:
         return _as_rows(x.reshape(*shape[:-1], x.shape[-1]), dim)
 
-    rows = ordered(A)
+    rows = in_scatter_order(A)
     if bias is not None:
         bias = libraries.all_reduce(bias.float(), group).to(out_dtype)
     contexts = _contexts_of(group, triton.next_power_of_2(len(rows)))
     context = contexts.rs_context(B.shape[1], out_dtype)
+    scale = A_scale.flatten() if A_scale.numel() == 1 else in_scatter_order(A_scale).contiguous()
     C = gemm_rs(
-        rows, B, context, bias=bias, B_scale=B_scale, use_fast_accum=use_fast_accum,
-        A_scale=A_scale.flatten() if A_scale.numel() == 1 else ordered(A_scale).contiguous(),
-    )  # fmt: skip
+        rows, B, context, bias=bias, A_scale=scale, B_scale=B_scale, use_fast_accum=use_fast_accum
+    )
     if reduce_op == "avg":
         C = C.div_(num_ranks)
     others = [size for number, size in enumerate(shape) if number != dim]

@@ -54,8 +54,8 @@ from triton_dist.tune import AutoTuner
 
 P = ParamSpec("P")
 C = TypeVar("C", bound=OpContext[Any])
-_numbers = itertools.count()
-_by_name: weakref.WeakValueDictionary[str, Collectives] = weakref.WeakValueDictionary()
+_name_counter = itertools.count()
+_collectives_by_name: weakref.WeakValueDictionary[str, Collectives] = weakref.WeakValueDictionary()
 
 
 def ranks_by_name(name: str) -> Collectives:
@@ -64,7 +64,7 @@ def ranks_by_name(name: str) -> Collectives:
     Raises:
         ContextFinalized: the object no longer exists.
     """
-    found = _by_name.get(name)
+    found = _collectives_by_name.get(name)
     if found is None:
         raise ContextFinalized(f"TensorParallel {name!r}")
     return found
@@ -89,8 +89,8 @@ class Collectives:
         ranks = group_for(self.group)
         self.rank, self.num_ranks = ranks.rank, ranks.size
         self.device = current_device().torch_device
-        self.name = f"ranks {next(_numbers)}"
-        _by_name[self.name] = self
+        self.name = f"ranks {next(_name_counter)}"
+        _collectives_by_name[self.name] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Collectives:
         """Return ``self``: copies of a layer share process group and contexts."""

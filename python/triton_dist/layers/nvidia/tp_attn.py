@@ -104,10 +104,12 @@ class TP_Attn(TensorParallelLayer):
         self.wo = self._parameter("wo", self_attn, hidden, self.num_heads * self.head_dim)
         self._init_scales(self_attn, "wqkv", "wo")
         biases = [getattr(getattr(source, f"{name}_proj"), "bias", None) for name in "qkvo"]
-        given = [bias for bias in biases[:3] if bias is not None]
-        if len(given) not in (0, 3):
-            raise self._invalid("biases of q_proj, k_proj, v_proj", len(given), "0 or 3 biases")
-        self.bqkv = self._parameter("bqkv", self_attn, rows) if given else None
+        qkv_biases = [bias for bias in biases[:3] if bias is not None]
+        if len(qkv_biases) not in (0, 3):
+            raise self._invalid(
+                "biases of q_proj, k_proj, v_proj", len(qkv_biases), "0 or 3 biases"
+            )
+        self.bqkv = self._parameter("bqkv", self_attn, rows) if qkv_biases else None
         # The bias of o is equal on all ranks and added after the sum over ranks.
         self.bo = None if biases[3] is None else self._parameter("bo", self_attn, hidden)
         for name in ("q_norm", "k_norm"):
@@ -140,10 +142,10 @@ class TP_Attn(TensorParallelLayer):
         """Raise if the boundary between two ranks' heads is inside a block of 128 scaled rows."""
         if self.scales is None or not self.scales.is_block:
             return
-        unit = BLOCK_ELEMENTS // math.gcd(BLOCK_ELEMENTS, self.head_dim)
+        heads_per_block = BLOCK_ELEMENTS // math.gcd(BLOCK_ELEMENTS, self.head_dim)
         for name, heads in (("q_proj", self.num_heads), ("k_proj", self.num_kv_heads)):
-            if heads % unit:
-                padded = -(-heads // unit) * unit
+            if heads % heads_per_block:
+                padded = -(-heads // heads_per_block) * heads_per_block
                 expected = f"whole blocks of 128 rows: pad with zeros to {padded} heads per rank"
                 raise self._invalid(f"heads of {name} per rank", heads, expected)
 
@@ -337,7 +339,7 @@ class TP_Attn(TensorParallelLayer):
             attend_layer = partial(kv_cache.attend, layer_idx)
             return self._run(x, ranks, sequence_parallel, tokens, cos, sin, attend_layer)
         k_cache, v_cache, offset = kv_cache.update_kv_cache(None, None, layer_idx)
-        most = k_cache.shape[1]
+        cache_length = k_cache.shape[1]
         if k_cache.shape[2] != self.num_kv_heads:
             expected = f"{self.num_kv_heads}, the heads of this rank"
             raise self._invalid("heads of kv_cache", k_cache.shape[2], expected)
@@ -358,7 +360,7 @@ class TP_Attn(TensorParallelLayer):
             group = self.num_heads // self.num_kv_heads
             q = q.view(batch, tokens, -1, group, self.head_dim).permute(0, 2, 3, 1, 4)
             q = q.reshape(batch, -1, group * tokens, self.head_dim)
-            mask = torch.arange(most, device=x.device) <= at[..., None]
+            mask = torch.arange(cache_length, device=x.device) <= at[..., None]
             mask = mask.repeat(1, group, 1)[:, None]
             keys, values = (each[:batch].transpose(1, 2) for each in (k_cache, v_cache))
             attended = scaled_dot_product_attention(q, keys, values, mask, scale=self.scaling)

@@ -16,8 +16,8 @@ from triton_dist.layers.nvidia.tensor_parallel import Collectives
 from triton_dist.runtime.ranks import Group
 
 _NAMES = ("gate_proj", "up_proj", "down_proj")
-_CORRECTION = "e_score_correction_bias"
-SHARED = ("shared_expert", "shared_experts")
+_CORRECTION_NAME = "e_score_correction_bias"
+SHARED_EXPERT_NAMES = ("shared_expert", "shared_experts")
 
 
 class TP_MoE(TokenLayer):
@@ -80,10 +80,10 @@ class TP_MoE(TokenLayer):
         self._check_members("module", module, "gate", "experts")
         self._init_shared(source)
         each = list(self._experts_of(source.experts))
-        for holder, name in ((source.gate, "bias"), (source, _CORRECTION)):
+        for holder, name in ((source.gate, "bias"), (source, _CORRECTION_NAME)):
             if getattr(holder, name, None) is not None:
                 raise self._invalid(f"{name} of the gate", "present", "no such attribute")
-        has_correction = getattr(source.gate, _CORRECTION, None) is not None
+        has_correction = getattr(source.gate, _CORRECTION_NAME, None) is not None
         gate = self._checked_weight("gate", source.gate, (len(each), None), allows_router=True)
         self.num_experts, self.hidden_size = gate.shape
         router = source if hasattr(source, "top_k") else source.gate
@@ -100,7 +100,7 @@ class TP_MoE(TokenLayer):
         self.num_groups: int = option("num_group", option("n_group", 1)) or 1
         self.topk_groups: int = option("topk_group", 1) or 1
         if self.num_groups > 1 and not has_correction:
-            expected = f"1, or a gate with {_CORRECTION}"
+            expected = f"1, or a gate with {_CORRECTION_NAME}"
             raise self._invalid("n_group", self.num_groups, expected)
         columns = len(each[0][0])
         shapes = ((columns, self.hidden_size),) * 2 + ((self.hidden_size, columns),)
@@ -128,7 +128,7 @@ class TP_MoE(TokenLayer):
         # A buffer: FSDP2 would cast a parameter to the dtype of the weights.
         correction = self._parameter("correction", module, E).data if has_correction else None
         self.register_buffer("correction", correction)
-        own_experts, own = self._own_sizes(E, columns)
+        own_experts, own = self._shard_sizes(E, columns)
         self.gate_up_proj = self._parameter("gate_up_proj", module, own_experts, hidden, 2 * own)
         self.down_proj = self._parameter("down_proj", module, own_experts, own, hidden)
         self._init_scales(module, "gate_up_proj", "down_proj")
@@ -136,11 +136,11 @@ class TP_MoE(TokenLayer):
 
     def _init_shared(self, source: Any) -> None:
         """Copy the shared experts, or raise if there are any."""
-        for name in SHARED:
+        for name in SHARED_EXPERT_NAMES:
             if hasattr(source, name):
                 raise self._invalid(name, type(getattr(source, name)), "none")
 
-    def _own_sizes(self, num_experts: int, columns: int) -> tuple[int, int]:
+    def _shard_sizes(self, num_experts: int, columns: int) -> tuple[int, int]:
         """Return this rank's number of experts, and its number of columns of each expert."""
         return num_experts, self._split_columns("columns of an expert", columns)
 
@@ -172,7 +172,7 @@ class TP_MoE(TokenLayer):
         if name == "gate":
             return [StockWeight("gate.weight", tensor, None)]
         if name == "correction":
-            return [StockWeight(f"gate.{_CORRECTION}", tensor, None)]
+            return [StockWeight(f"gate.{_CORRECTION_NAME}", tensor, None)]
         stacked = tensor.transpose(1, 2)  # [E, outputs, inputs], as stock modules store weights
         if self.has_stacked_experts:
             return [self._stacked_weight(name, stacked)]
@@ -204,43 +204,43 @@ class TP_MoE(TokenLayer):
         for half, weight in zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True):
             yield StockWeight(f"{where}.{half}.weight", weight, 0, unpadded_size=size, **options)
 
-    def _routes(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choose_experts(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ids (int32) and weights (fp32) of each row's experts, both [rows, top_k]."""
         if self.correction is not None:
-            return self._routes_of_groups(rows, self.correction)
-        best, ids = linear(rows, self.gate).softmax(-1, dtype=torch.float32).topk(self.top_k, -1)
+            return self._choose_experts_in_groups(rows, self.correction)
+        weights, ids = linear(rows, self.gate).softmax(-1, dtype=torch.float32).topk(self.top_k, -1)
         if self.normalises:
-            best = best / best.sum(-1, keepdim=True)
-        return ids.int(), best * self.factor if self.factor != 1 else best
+            weights = weights / weights.sum(-1, keepdim=True)
+        return ids.int(), weights * self.factor if self.factor != 1 else weights
 
-    def _routes_of_groups(
+    def _choose_experts_in_groups(
         self, rows: torch.Tensor, correction: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``_routes`` by sigmoids, within the best groups of experts. The score of a group
-        is the sum of the scores of its two best experts."""
+        """Choose experts by sigmoids, within the best groups of experts. The score of a group is
+        the sum of the scores of its two best experts."""
         scores = linear(rows.float(), self.gate.float()).sigmoid()
-        order = (scores.detach() + correction).unflatten(-1, (self.num_groups, -1))
-        of_group = order.topk(min(2, order.shape[-1]), -1)[0].sum(-1)
-        chosen = of_group.topk(self.topk_groups, -1)[1]
-        is_chosen = torch.zeros_like(of_group).scatter(-1, chosen, 1) != 0
-        order = order.masked_fill(~is_chosen[..., None], float("-inf"))
-        ids = order.flatten(-2).topk(self.top_k, -1)[1]
-        best = scores.gather(-1, ids)
+        biased_scores = (scores.detach() + correction).unflatten(-1, (self.num_groups, -1))
+        group_scores = biased_scores.topk(min(2, biased_scores.shape[-1]), -1)[0].sum(-1)
+        chosen = group_scores.topk(self.topk_groups, -1)[1]
+        is_chosen = torch.zeros_like(group_scores).scatter(-1, chosen, 1) != 0
+        biased_scores = biased_scores.masked_fill(~is_chosen[..., None], float("-inf"))
+        ids = biased_scores.flatten(-2).topk(self.top_k, -1)[1]
+        weights = scores.gather(-1, ids)
         if self.normalises:
-            best = best / (best.sum(-1, keepdim=True) + 1e-20)
-        return ids.int(), best * self.factor
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return ids.int(), weights * self.factor
 
     def _run(self, x: torch.Tensor, ranks: Collectives, sequence_parallel: bool) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
         ranks = self._collectives_for(rows, ranks, sequence_parallel)
-        ids, scales = self._routes(rows)
-        return self._products(rows, ids, scales, ranks, sequence_parallel).view(x.shape)
+        ids, scales = self._choose_experts(rows)
+        return self._weighted_expert_sums(rows, ids, scales, ranks, sequence_parallel).view(x.shape)
 
-    def _own_ids(self, ids: torch.Tensor) -> torch.Tensor:
+    def _local_ids(self, ids: torch.Tensor) -> torch.Tensor:
         """Return ids relative to this rank's first expert; other ranks' ids are out of range."""
         return ids
 
-    def _products(
+    def _weighted_expert_sums(
         self,
         rows: torch.Tensor,
         ids: torch.Tensor,
@@ -255,7 +255,7 @@ class TP_MoE(TokenLayer):
         first, last = "group_gemm", "moe_reduce_ar"
         if sequence_parallel:
             first, last = "ag_group_gemm", "moe_reduce_rs"
-        ids = self._own_ids(ids)
+        ids = self._local_ids(ids)
         hidden = self._product(first, rows, "gate_up_proj", ranks, ids)
         is_fused = self.scales is not None and is_silu(self.act_fn)
         if not is_fused:
@@ -268,7 +268,7 @@ class TP_MoE(TokenLayer):
     def torch_fwd_no_loop(self, x: torch.Tensor) -> torch.Tensor:
         """Return the result of ``torch_fwd``; multiply all tokens by all experts, then select."""
         rows = x.reshape(-1, x.shape[-1])
-        ids, scales = self._routes(rows)
+        ids, scales = self._choose_experts(rows)
         gate, up = torch.einsum("mh,ehi->emi", rows, self.gate_up_proj).chunk(2, -1)
         each = torch.einsum("emi,eih->emh", self.act_fn(gate) * up, self.down_proj)
         chosen = one_hot(ids.long(), self.num_experts) * scales[..., None]

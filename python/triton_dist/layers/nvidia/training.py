@@ -72,20 +72,20 @@ def clip_grad_norm_(
         parameters = parameters.parameters()
     elif isinstance(parameters, torch.Tensor):
         parameters = [parameters]
-    given = [(each, each.grad) for each in parameters if each.grad is not None]
+    with_gradients = [(each, each.grad) for each in parameters if each.grad is not None]
     owners = owners_of_shards()
-    layer = next((owners[id(each)] for each, _ in given if id(each) in owners), None)
+    layer = next((owners[id(each)] for each, _ in with_gradients if id(each) in owners), None)
     size = 1 if layer is None else layer.world_size
     is_max = norm_type == math.inf
     totals: dict[tuple[dist.ProcessGroup, ...], torch.Tensor] = {}
     """Sum of ``|gradient| ** p``, or the maximum for p = inf, by the groups that shard it."""
-    for parameter, gradient in given:
-        value = _power(local_part(gradient), norm_type)
+    for parameter, gradient in with_gradients:
+        value = _norm_power(local_part(gradient), norm_type)
         owner = owners.get(id(parameter))
         if owner is None and not is_max:
             value = value / size  # the sum over ranks below counts the value ``size`` times
         elif isinstance(owner, TP_Attn) and parameter is not owner.wo and not is_max:
-            replicated = _power(owner.replicated_rows(gradient), norm_type)
+            replicated = _norm_power(owner.replicated_rows(gradient), norm_type)
             value = value - replicated * (1 - 1 / owner.replicas)
         groups = _sharding_groups(gradient)
         before = totals.get(groups, torch.zeros_like(value))
@@ -108,7 +108,7 @@ def clip_grad_norm_(
             "To scale the gradients nevertheless, pass error_if_nonfinite=False."
         )
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([local_part(gradient) for _, gradient in given], scale)
+    torch._foreach_mul_([local_part(gradient) for _, gradient in with_gradients], scale)
     return norm
 
 
@@ -124,22 +124,22 @@ def redirect_torch_clipping() -> None:
 
     @functools.wraps(original)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if owners_of_shards().keys().isdisjoint(map(id, given)):
-            return original(given, *args, **kwargs)
+        all_parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if owners_of_shards().keys().isdisjoint(map(id, all_parameters)):
+            return original(all_parameters, *args, **kwargs)
         warn(
             "torch.nn.utils.clip_grad_norm_ would scale the gradients of each rank by a different "
             "factor. triton_dist.layers.nvidia.clip_grad_norm_ was called instead; call it "
             "directly.",
             TritonDistWarning,
         )
-        return clip_grad_norm_(given, *args, **kwargs)
+        return clip_grad_norm_(all_parameters, *args, **kwargs)
 
     clip._handles_shards = True  # type: ignore[attr-defined]
     torch.nn.utils.clip_grad_norm_ = clip
 
 
-def _power(gradient: torch.Tensor, p: float) -> torch.Tensor:
+def _norm_power(gradient: torch.Tensor, p: float) -> torch.Tensor:
     """Return the sum of ``|gradient| ** p``, or the maximum for p = inf; in fp32 or fp64."""
     if not gradient.numel():
         return torch.zeros((), device=gradient.device)
