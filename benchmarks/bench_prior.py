@@ -4,9 +4,10 @@
 
 First it prints a line for each file of ``record_spaces.py`` in ``FOLDER`` and each M (rows). The
 regret of a config is its measured time / the time of the fastest config - 1. *Choice* is the regret
-of the config with the smallest predicted time, and *first* the regret of the first config of the
-space. *Top 8* is the smallest regret of the 8 configs with the smallest predicted times. Then, for
-each file of shipped records, it prints the winners' positions in the order of predicted times.
+of the config that ``TRITON_DIST_AUTOTUNE=prior`` uses: the first whose predicted time is at most 1 %
+above the smallest. *First* is the regret of the first config of the space. *Top 8* is the smallest
+regret of the 8 configs with the smallest predicted times. Then, for each file of shipped records,
+it prints the winners' positions in the order of predicted times.
 
 These commands record further files, on one GPU and on two:
     bash scripts/launch.sh --nproc_per_node=1 benchmarks/record_spaces.py --op grouped_gemm --out F
@@ -37,7 +38,7 @@ import torch
 import triton
 
 from triton_dist._archive import PACKAGE_RECORDS
-from triton_dist._tuning.values import unpack
+from triton_dist._tuning.values import Policy, unpack
 from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.nvidia.gemm import matmul
 from triton_dist.runtime import device as devices
@@ -109,7 +110,7 @@ def predictions(tree: Mapping[str, Any]) -> Iterator[tuple[str, dict[int, float]
     with on_gpu(tree["hardware"]["gpu"]):
         for M, samples in sorted(tree["sizes"].items(), key=lambda each: int(each[0])):
             op, args, kwargs = _call(tree, M)
-            measured = [int(i) for i, ms in samples.items() if isinstance(ms, list)]
+            measured = sorted(int(i) for i, ms in samples.items() if isinstance(ms, list))
             yield M, {i: op.prior_fn(configs[i], *args, **kwargs) for i in measured}
 
 
@@ -120,7 +121,8 @@ def regrets(path: Path) -> Iterator[Regrets]:
         times = {i: statistics.median(tree["sizes"][M][str(i)]) for i in predicted}
         ranked, best = sorted(times, key=predicted.__getitem__), min(times.values())
         top = min(times[i] for i in ranked[:TOP])
-        values = (ms / best - 1 for ms in (times[ranked[0]], times[min(times)], top))
+        chosen, first = Policy().most_promising(predicted), min(times)
+        values = (ms / best - 1 for ms in (times[chosen], times[first], top))
         yield Regrets(path.name.removesuffix("_sizes.json.gz"), int(M), *values)
 
 
@@ -175,9 +177,10 @@ def _print_summary(name: str, scores: Sequence[Regrets]) -> None:
     top = _percent([each.top <= 0.02 for each in scores])
     near = _percent([regret <= 0.1 for regret in choices])
     faster = _percent([each.choice < each.first for each in scores])
+    same = _percent([each.choice == each.first for each in scores])
     print(
         f"{name}: {len(scores)} keys, top {TOP} within 2 %: {top}, choice within 10 %: {near}, "
-        f"choice faster than first: {faster}, mean regret: choice {statistics.fmean(choices):.2%}, "
+        f"choice faster than first: {faster}, is first: {same}, mean regret: choice {statistics.fmean(choices):.2%}, "
         f"first {statistics.fmean(s.first for s in scores):.1%}, largest: choice {choices[-1]:.1%}"
     )
 

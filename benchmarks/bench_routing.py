@@ -8,6 +8,10 @@ timed with each distribution (routing): interleaved, with a cold L2 cache, slowe
 of the tuned config is its median time / the smallest median time - 1. The smallest of many noisy
 medians is too small, so the result is from ``--again`` further rounds of the tuned config and the
 fastest ``--best`` configs.
+
+The second regret is that of a config tuned with the routing itself and with ``routing_skew``. The
+last line of each M is the smallest regret, over all configs, that one config has under the worst of
+the routings.
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ from triton_dist.testing.opinfo.moe import ROUTINGS, RoutedOpInfo
 from triton_dist.testing.timing import interleaved
 from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed
 
+SKEWS = {"even": "even", "zipf": "zipf", "one expert": "same_experts"}
+"""``routing_skew`` by routing."""
 OPS = ("grouped_gemm", "ag_group_gemm", "run_moe_reduce_rs", "run_moe_reduce_ar")
 
 
@@ -41,25 +47,32 @@ def regrets(recorder: Recorder, M: int, options: argparse.Namespace) -> list[dic
         info.routing = "even"
         args, kwargs = info.arguments(info.operands(shape, torch.bfloat16, ranks), ctx)
         tuned = op.best_config(*args, **kwargs)
+        worst: dict[int, float] = {}
         for routing in ROUTINGS:
             info.routing = routing
             args, kwargs = info.arguments(info.operands(shape, torch.bfloat16, ranks), ctx)
+            with_skew = op.best_config(*args, **kwargs, routing_skew=SKEWS[routing])
             samples = recorder.samples(M, args, kwargs)
             measured = {int(i): ms for i, ms in samples.items() if isinstance(ms, list)}
             timed = {i: statistics.median(ms) for i, ms in measured.items()}
-            winner = recorder.configs.index(tuned)
+            for i, ms in timed.items():
+                worst[i] = max(worst.get(i, 0.0), ms / min(timed.values()) - 1)
+            winner, second = map(recorder.configs.index, (tuned, with_skew))
             best = sorted(timed, key=timed.__getitem__)[: options.best]
             calls = {
                 str(i): functools.partial(op.fn, *args, **kwargs, **recorder.configs[i])
-                for i in {winner, *best}
+                for i in {winner, second, *best}
             }
             again = {name: s.median for name, s in interleaved(calls, options.again).items()}
             fastest = min(again, key=again.__getitem__)
-            regret = again[str(winner)] / again[fastest] - 1
+            regret, skewed = (again[str(i)] / again[fastest] - 1 for i in (winner, second))
             rows.append({"op": op.__name__, "shape": str(shape), "routing": routing})
             rows[-1] |= {"ms": again[str(winner)], "regret": regret, "configs": len(timed)}
+            rows[-1] |= {"regret with routing_skew": skewed}
             rows[-1] |= {"tuned": str(tuned), "fastest": str(recorder.configs[int(fastest)])}
-            dist_print(f"{op.__name__} {shape} {routing}: {regret:.1%} of {again[fastest]:.4f} ms")
+            text = f"{regret:.1%}, with routing_skew {skewed:.1%} of {again[fastest]:.4f} ms"
+            dist_print(f"{op.__name__} {shape} {routing}: {text}")
+        dist_print(f"smallest regret under the worst routing: {min(worst.values()):.1%}")
     return rows
 
 

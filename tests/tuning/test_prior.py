@@ -128,6 +128,13 @@ def test_an_answer_without_a_measurement_is_agreed_and_not_stored():
     assert [rank.ranks.phases for rank in ranks] == [[], []]
 
 
+def test_the_first_of_nearly_equal_predictions_is_the_answer():
+    """1 % is ``Policy.indifference``. The space lists preferred configs first."""
+    times = {4: 1.011, 6: 1.009, 9: 1.0}
+    (rank,) = predicting(prior_fn=lambda config, x: times.get(config["n"], 2.0))
+    assert rank.tuned(1) == (1, {"n": 6})
+
+
 def test_a_tuning_replaces_the_answer():
     (rank,) = predicting(prior_fn=lambda config, x: 1.0 + config["n"])
     assert rank.tuned(1) == (1, {"n": 0})

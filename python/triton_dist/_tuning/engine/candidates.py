@@ -213,9 +213,9 @@ class Selection:
                 kept, origin = self._warm_started(result.kept) if warm_start else (result.kept, "")
                 predicted = {} if origin else self._predicted_ms(kept)
                 if only_best and kept:
-                    fallback = self._subject.fallback_fn
-                    best = min(kept, key=lambda c: predicted[c] if predicted else not fallback(c))
-                    kept = [best]
+                    # Without predictions, fallbacks have the smallest value.
+                    ms = predicted or {c: 1.0 + (not self._subject.fallback_fn(c)) for c in kept}
+                    kept = [self._parts.settings.policy.most_promising(ms)]
                 dropped = tuple(
                     (space.index_of(each.config), each.reason) for each in result.dropped
                 )

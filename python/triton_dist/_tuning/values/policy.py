@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from triton_dist._tuning.values.product import Candidates, Unlisted
+
+T = TypeVar("T")
 
 TRIES_BY_EFFORT = {"quick": 50, "normal": 200, "max": 1000}
 """Number of candidates that a model of the measured times selects to try, by the ``effort`` of the
@@ -76,6 +79,14 @@ class Policy:
         With ``search="auto"``, a race may try up to 1.5 times ``tries``.
         """
         return min(number, self.tries or number, self.max_trials or number)
+
+    def most_promising(self, predicted_ms: Mapping[T, float]) -> T:
+        """Return the first key whose prediction is within ``indifference`` of the smallest.
+
+        A prediction is less precise than a measurement, and spaces list preferred configs first.
+        """
+        limit = (1 + self.indifference) * min(predicted_ms.values())
+        return next(each for each, milliseconds in predicted_ms.items() if milliseconds <= limit)
 
     @classmethod
     def on(
