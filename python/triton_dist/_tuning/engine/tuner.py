@@ -74,8 +74,9 @@ def resolve(subject: TunedFunction, parts: Parts, call: Call) -> Choice:
     3. If predictions replace measurements, if tuning is forbidden, or during CUDA-graph capture:
        the config predicted from the leader's records of neighbouring sizes. Raise if the leader's
        ``prune_fn`` raises.
-    4. If predictions replace measurements: the config that the leader's ``prior_fn`` predicts to be
-       the fastest. Without ``prior_fn``, the first fallback config, or the first config.
+    4. If predictions replace measurements: the first config for which the leader's ``prior_fn``
+       predicts a time near the smallest. Without ``prior_fn``, the first fallback config, or the
+       first config.
     5. If tuning is forbidden: raise. Raise even during CUDA-graph capture, where rule 6 would
        otherwise use the default.
     6. During CUDA-graph capture: the default, which is the first config.
