@@ -4,10 +4,10 @@
 
 First it prints a line for each file of ``record_spaces.py`` in ``FOLDER`` and each M (rows). The
 regret of a config is its measured time / the time of the fastest config - 1. *Choice* is the regret
-of the config that ``TRITON_DIST_AUTOTUNE=prior`` uses: the first whose predicted time is at most 1 %
-above the smallest. *First* is the regret of the first config of the space. *Top 8* is the smallest
-regret of the 8 configs with the smallest predicted times. Then, for each file of shipped records,
-it prints the winners' positions in the order of predicted times.
+of the config that ``TRITON_DIST_AUTOTUNE=prior`` uses: the first whose predicted time is at most
+1 % above the smallest. *First* is the regret of the first config of the space. *Top 8* is the
+smallest regret of the 8 configs with the smallest predicted times. Then, for each file of shipped
+records, it prints the winners' positions in the order of predicted times.
 
 These commands record further files, on one GPU and on two:
     bash scripts/launch.sh --nproc_per_node=1 benchmarks/record_spaces.py --op grouped_gemm --out F
@@ -180,7 +180,8 @@ def _print_summary(name: str, scores: Sequence[Regrets]) -> None:
     same = _percent([each.choice == each.first for each in scores])
     print(
         f"{name}: {len(scores)} keys, top {TOP} within 2 %: {top}, choice within 10 %: {near}, "
-        f"choice faster than first: {faster}, is first: {same}, mean regret: choice {statistics.fmean(choices):.2%}, "
+        f"choice faster than first: {faster}, is first: {same}, "
+        f"mean regret: choice {statistics.fmean(choices):.2%}, "
         f"first {statistics.fmean(s.first for s in scores):.1%}, largest: choice {choices[-1]:.1%}"
     )
 
