@@ -414,8 +414,7 @@ def gemm_ms(
     last_waves = min(math.ceil(last_tiles / sms), waves)
     steps_us = step_us * (waves - last_waves) + max(step_us, zeros_us) * last_waves
     # Two sub-tiles take two stores. Half of one overlaps, except in the warp-specialized kernel.
-    sub_tiles = 2 if tile.get("WARP_SPECIALIZED") else 1.5
-    stores = sub_tiles if tile.get("EPILOGUE_SUBTILE") else 1
+    stores = (2 if tile.get("WARP_SPECIALIZED") else 1.5) if tile.get("EPILOGUE_SUBTILE") else 1
     tile_us = _TILE_US + block_m * block_n * _STORE_US * stores
     compute_us = math.ceil(K / block_k) * steps_us + waves * tile_us
 
