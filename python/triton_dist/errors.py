@@ -206,7 +206,7 @@ class NoValidConfig(TritonDistError, RuntimeError):
 
 
 class PriorFailed(TritonDistError, RuntimeError):
-    """``prior_fn`` raised, or returned no positive number. Raised on every rank.
+    """``prior_fn`` raised, or did not return a positive number. Raised on every rank.
 
     Attributes:
         rank: global rank whose ``prior_fn`` failed.

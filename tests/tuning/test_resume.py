@@ -487,7 +487,7 @@ def learns(n, config):
 
 
 def spares(config):
-    return lambda opened: opened.ended_otherwise(config)
+    return lambda opened: opened.ended_by_exception(config)
 
 
 def test_a_config_that_ended_two_starts_is_not_tried_again(path):

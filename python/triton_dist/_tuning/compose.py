@@ -323,8 +323,8 @@ _tuned: weakref.WeakSet[AutoTuner[..., Any]] = weakref.WeakSet()
 
 
 def _read_sources() -> None:
-    """Parse, in the background (0.5 s), the sources of tuned functions that have records in
-    packs."""
+    """Parse the sources of tuned functions that have records in packs. Takes 0.5 s, so it runs in
+    the background."""
     keys = [each.key for packed in packs_in(pack_locations()) for each in records_of(packed)]
     names = {(key.module, key.function) for key in keys}
     for tuned in list(_tuned):

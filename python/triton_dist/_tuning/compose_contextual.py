@@ -1,6 +1,6 @@
 """Define ``contextual_autotune``: build its tuner from the implementations of all its parts.
 
-The module ``compose`` does so for ``tune.autotune``.
+The module ``compose`` builds the tuner of ``tune.autotune``.
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ class Journal(Protocol):
     def trying(self, config: str) -> None:
         """On the leader, note that a config is about to run and may crash the process."""
 
-    def ended_otherwise(self, config: str) -> None:
+    def ended_by_exception(self, config: str) -> None:
         """On the leader, note that the run of a config ended by an exception, not a crash."""
 
     def append(self, entry: JournalEntry) -> None:

@@ -153,11 +153,13 @@ def attach(rank: int, job: str | None, seconds: float) -> int:
                     "dl.breakpoint and does not wait in a dl.wait of an interpreted kernel"
                 ) from failure
             debugger.stop_request_path(folder, rank).unlink(missing_ok=True)
-            _talk(connection, sys.stdin.buffer, sys.stdout.buffer)
+            _forward_input_and_output(connection, sys.stdin.buffer, sys.stdout.buffer)
             return 0
 
 
-def _talk(connection: socket.socket, user_input: BinaryIO, user_output: BinaryIO) -> None:
+def _forward_input_and_output(
+    connection: socket.socket, user_input: BinaryIO, user_output: BinaryIO
+) -> None:
     """Forward the user's input to the rank, and its output to the user, until it continues."""
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)

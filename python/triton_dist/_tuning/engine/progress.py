@@ -116,7 +116,7 @@ class Progress:
         except RankTimeout:
             raise
         except BaseException:
-            self._journal.ended_otherwise(config.digest)
+            self._journal.ended_by_exception(config.digest)
             raise
 
     def store_outcome(

@@ -49,7 +49,7 @@ class Watch:
     now: Callable[[], float] = time.monotonic
     """Returns the time in seconds, without the time in which the process was stopped."""
     due: float = math.inf
-    """Time at which the limit is exceeded; infinite while no user code runs."""
+    """Time (of ``now``) at which the limit is exceeded; infinite while no user code runs."""
     overdue: bool = False
     """The limit was exceeded."""
     num_pauses: int = 0

@@ -111,7 +111,7 @@ class FileJournal:
     def trying(self, config: str) -> None:
         self._append_line({"trying": config})
 
-    def ended_otherwise(self, config: str) -> None:
+    def ended_by_exception(self, config: str) -> None:
         self._append_line({"spared": config})
 
     def append(self, entry: JournalEntry) -> None:

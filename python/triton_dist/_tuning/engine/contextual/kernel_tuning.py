@@ -280,7 +280,7 @@ class KernelTuning:
         if error is None:
             journal.remove()
         elif self._tried_digest and not isinstance(error, RankTimeout):
-            journal.ended_otherwise(self._tried_digest)
+            journal.ended_by_exception(self._tried_digest)
         journal.close()
 
     def fallbacks(self, digest: str) -> Iterator[Config]:
