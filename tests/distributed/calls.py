@@ -144,6 +144,11 @@ class Calls(ABC):
         """Return the candidates of the tuner."""
 
     @classmethod
+    def rows_of_config(cls, config: Options) -> int:
+        """Return the rows of a call with this config."""
+        return cls.config_rows
+
+    @classmethod
     def in_sequence(cls, number: int, is_second: bool = False) -> Options:
         """Return the options of call ``number`` in the ``first`` or ``second`` context."""
         return cls.algorithms[number % len(cls.algorithms)]

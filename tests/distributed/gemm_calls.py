@@ -345,6 +345,12 @@ class GEMMReduceScatter(SummedGEMM):
         super().__init__(*args, **options)
         assert self.ctx.buffer.has_sums is options.get("reduce_st", False)
 
+    @classmethod
+    def rows_of_config(cls, config: Options) -> int:
+        tiles = config.get("gemm_config")
+        is_split = tiles is not None and tiles.kwargs.get("SPLIT_K", 1) > 1
+        return 16 if is_split else cls.config_rows  # up to 64 rows over 4 ranks
+
     @staticmethod
     def rows_of_a(rows: int, num_ranks: int) -> int:
         return rows * num_ranks

@@ -68,7 +68,7 @@ def every_config(kind: Kind) -> tuple[int, int]:
     """Call every candidate of the tuner, and the defaults; return the candidates and the calls."""
     calls, space = kind.for_configs(), kind.config_space()
     for config in space:
-        calls(kind.config_rows, **config)
+        calls(kind.rows_of_config(config), **config)
     calls(kind.config_rows)
     calls(kind.config_rows, op=kind.op, autotune=False)
     return len(space), calls.finish()
