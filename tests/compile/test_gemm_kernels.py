@@ -189,7 +189,7 @@ def assert_waits(ptx):
             (True, 0, True, 100, torch.bfloat16),
             (False, 0, False, 90, torch.float16),
         ],
-        *OTHERS[:2],
+        *OTHERS[:3],
     ),
 )
 def test_a_plain_gemm_does_not_wait_and_other_dtypes_and_generations_do(

@@ -168,7 +168,7 @@ def deferred(scatter, config, num_ranks):
 DEFERRED = [("row_block", 8), ("add", 8), ("all", 8), ("tile", 8), ("all", 2)]
 
 
-@pytest.mark.parametrize(("scatter", "num_ranks"), quick(DEFERRED, DEFERRED[2]))
+@pytest.mark.parametrize(("scatter", "num_ranks"), quick(DEFERRED, DEFERRED[0], DEFERRED[2]))
 def test_deferred_tiles_are_awaited_then_added_in_whole_vectors(sm90, scatter, num_ranks):
     config = tile_shapes(PERSISTENT_TILES)[num_ranks == 8]
     kernel = compile_launch(deferred(scatter, config, num_ranks))

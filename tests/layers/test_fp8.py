@@ -48,9 +48,18 @@ def test_fp8_experts_that_ranks_share(on_two_ranks, recipe, columns):
     assert on_two_ranks(run, EP_MoE, recipe, columns, False) == [3, 3]
 
 
-@pytest.mark.parametrize(("kind", "recipe"), [(TP_MoE, "block"), (TP_Attn, "static")])
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [
+        (TP_MoE, "block"),
+        (TP_MoE, "static"),
+        (EP_MoE, "static"),
+        (TP_Attn, "block"),
+        (TP_Attn, "static"),
+    ],
+)
 def test_served_by_one_rank(kind, recipe):
-    assert fp8_ranks.served(kind, recipe, 24, compiles=recipe == "block") == 3
+    assert fp8_ranks.served(kind, recipe, 24, compiles=(kind, recipe) == (TP_MoE, "block")) == 3
 
 
 def test_shards_that_are_padding(on_four_ranks):
