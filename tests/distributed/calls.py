@@ -10,17 +10,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from tests.distributed.compiled_ahead import is_rehearsal, note
+from triton_dist import knobs
+from triton_dist.debugging.checks import checking
+from triton_dist.debugging.modes import checks_of
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing import assert_allclose
 
+T = TypeVar("T")
 NAN = float("nan")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 Options: TypeAlias = Mapping[str, Any]
@@ -59,6 +63,13 @@ def with_few_samples(parts_for: Callable[..., Any]) -> Callable[..., Any]:
         return replace(parts, settings=replace(parts.settings, policy=policy))
 
     return parts_with_few_samples
+
+
+def under_checks(function: Callable[..., T], *args: Any) -> T:
+    """Return ``function(*args)``, called under the checks for races and bounds."""
+    active = checks_of(knobs.debug.get())
+    with checking(*(check for check in ("race", "bounds") if check not in active)):
+        return function(*args)
 
 
 class Calls(ABC):

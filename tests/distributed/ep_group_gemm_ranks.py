@@ -10,9 +10,6 @@ import torch.distributed as dist
 
 from tests.distributed.calls import some_configs
 from tests.distributed.ep_ranks import Routing, check_layout, draw
-from triton_dist import knobs
-from triton_dist.debugging.checks import checking
-from triton_dist.debugging.modes import checks_of
 from triton_dist.kernels.common.moe.routing import RECORD_WORDS
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
 from triton_dist.kernels.nvidia import (
@@ -40,13 +37,6 @@ def expected_product(
         return product
     gate, up = product.chunk(2, dim=1)
     return torch.nn.functional.silu(gate) * up
-
-
-def checked_calls(seed: int, rounds: int) -> int:
-    """Make ``random_calls`` under the checks for races and bounds."""
-    active = checks_of(knobs.debug.get())
-    with checking(*(check for check in ("race", "bounds") if check not in active)):
-        return random_calls(seed, rounds)
 
 
 def random_calls(seed: int, rounds: int) -> int:

@@ -14,9 +14,6 @@ import torch.distributed as dist
 
 from tests.distributed.calls import some_configs
 from tests.distributed.compiled_ahead import compile_together
-from triton_dist import knobs
-from triton_dist.debugging.checks import checking
-from triton_dist.debugging.modes import checks_of
 from triton_dist.errors import InvalidArgument, RankDisagreement, WaitTimeout
 from triton_dist.kernels.common.exchange.protocol import MAX_CTAS
 from triton_dist.kernels.nvidia import create_ep_context, ep_combine, ep_dispatch, ep_send
@@ -559,28 +556,26 @@ def different_arguments() -> None:
 
 
 def checked() -> int:
-    """Call both ops, also in two halves, under the checks for races and bounds."""
+    """Call both ops, also in two halves, for ``under_checks``; return the calls."""
     rank, size, count = dist.get_rank(), dist.get_world_size(), 0
-    active = checks_of(knobs.debug.get())
-    with checking(*(check for check in ("race", "bounds") if check not in active)):
-        for capacity in (None, 1):
-            hidden, experts = 144, 2 * size
-            with create_ep_context(
-                rank, size, size, 5, hidden, experts, 2, torch.float32, capacity=capacity
-            ) as ctx:
-                for number in range(2):
-                    tokens = (4 + number - rank) % 5
-                    x = torch.ones(tokens, hidden)
-                    ids = draw(random.Random(rank), ctx, tokens, "masked", experts, 2)
-                    weights = torch.ones(tokens, 2)
-                    options = {"topk_weights": weights, "quantise": number == 1, "num_ctas": 2}
-                    received = ep_send(x, ids, ctx, **options).wait()
-                    received.expanded()
-                    for algorithm in ALGORITHMS[: 2 if capacity is None else 1]:
-                        received = ep_dispatch.fn(x, ids, ctx, algorithm=algorithm, **options)
-                        y = torch.ones(received.num_positions(), hidden)
-                        options_of_sum = {"num_ctas": 2, "num_chunks": 2}
-                        ep_combine.fn(y, received, ctx, **options_of_sum)
-                        count += 1
-                ctx.check()
+    for capacity in (None, 1):
+        hidden, experts = 144, 2 * size
+        with create_ep_context(
+            rank, size, size, 5, hidden, experts, 2, torch.float32, capacity=capacity
+        ) as ctx:
+            for number in range(2):
+                tokens = (4 + number - rank) % 5
+                x = torch.ones(tokens, hidden)
+                ids = draw(random.Random(rank), ctx, tokens, "masked", experts, 2)
+                weights = torch.ones(tokens, 2)
+                options = {"topk_weights": weights, "quantise": number == 1, "num_ctas": 2}
+                received = ep_send(x, ids, ctx, **options).wait()
+                received.expanded()
+                for algorithm in ALGORITHMS[: 2 if capacity is None else 1]:
+                    received = ep_dispatch.fn(x, ids, ctx, algorithm=algorithm, **options)
+                    y = torch.ones(received.num_positions(), hidden)
+                    options_of_sum = {"num_ctas": 2, "num_chunks": 2}
+                    ep_combine.fn(y, received, ctx, **options_of_sum)
+                    count += 1
+            ctx.check()
     return count

@@ -12,9 +12,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
 
-from triton_dist import knobs
-from triton_dist.debugging.checks import checking
-from triton_dist.debugging.modes import checks_of
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.nvidia import (
     create_sp_ag_attention_context,
@@ -100,13 +97,6 @@ def random_calls(seed: int, rounds: int) -> int:
                 count += 1
             ctx.check()
     return count
-
-
-def checked() -> int:
-    """Call the op under the checks for races and bounds."""
-    active = checks_of(knobs.debug.get())
-    with checking(*(check for check in ("race", "bounds") if check not in active)):
-        return random_calls(5, 1)
 
 
 def layer(exchange_ranks: int) -> None:

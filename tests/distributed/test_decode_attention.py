@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed import decode_ranks
+from tests.distributed.calls import under_checks
 from tests.stress.decode_attn import random_calls
 from triton_dist import knobs
 from triton_dist.debugging.modes import checks_of
@@ -57,7 +58,7 @@ def test_different_arguments_are_an_error_on_every_rank(on_two):
 
 
 def test_no_race_and_no_access_out_of_bounds(on_two):
-    assert on_two(decode_ranks.checked) == [3] * 2
+    assert on_two(under_checks, decode_ranks.checked) == [3] * 2
 
 
 def test_layer_for_scripts(on_two):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed import ep_group_gemm_ranks, ep_ranks
+from tests.distributed.calls import under_checks
 from triton_dist import knobs
 from triton_dist.debugging.modes import checks_of
 
@@ -52,7 +53,7 @@ def test_different_arguments_are_an_error_on_every_rank(on_two):
 
 
 def test_no_race_and_no_access_out_of_bounds(on_any):
-    assert on_any(ep_ranks.checked) == [6] * 3
+    assert on_any(under_checks, ep_ranks.checked) == [6] * 3
 
 
 def test_fused_products_of_random_routings(on_any):
@@ -60,7 +61,7 @@ def test_fused_products_of_random_routings(on_any):
 
 
 def test_fused_products_without_race_and_access_out_of_bounds(on_two):
-    assert on_two(ep_group_gemm_ranks.checked_calls, 1, 3) == [9] * 2
+    assert on_two(under_checks, ep_group_gemm_ranks.random_calls, 1, 3) == [9] * 2
     assert on_two(ep_group_gemm_ranks.tiles_of_arbitrary_counts) == [[0, 0, 0]] * 2
 
 

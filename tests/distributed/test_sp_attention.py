@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed import sp_attention_ranks
+from tests.distributed.calls import under_checks
 
 
 @pytest.mark.parametrize(("world_size", "seed", "rounds"), [(2, 1, 1), (3, 2, 2), (4, 3, 1)])
@@ -29,4 +30,4 @@ def test_calls_of_all_three_ops_alternate(on_two):
 
 
 def test_no_race_and_no_access_out_of_bounds(on_two):
-    assert on_two(sp_attention_ranks.checked) == [3, 3]
+    assert on_two(under_checks, sp_attention_ranks.random_calls, 5, 1) == [3, 3]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed import ulysses_ranks
+from tests.distributed.calls import under_checks
 from triton_dist import knobs
 from triton_dist.debugging.modes import checks_of
 
@@ -29,4 +30,4 @@ def test_different_lengths_are_an_error_on_every_rank(on_two):
 
 
 def test_no_race_and_no_access_out_of_bounds(on_two):
-    assert on_two(ulysses_ranks.checked) == [3, 3]
+    assert on_two(under_checks, ulysses_ranks.random_calls, 7, 1) == [3, 3]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed import ulysses_gemm_ranks
+from tests.distributed.calls import under_checks
 
 
 @pytest.mark.parametrize(("world_size", "seed", "rounds"), [(2, 1, 1), (3, 2, 2)])
@@ -14,7 +15,7 @@ def test_random_calls(on_ranks, world_size, seed, rounds):
 
 
 def test_no_race_and_no_access_out_of_bounds(on_two):
-    assert on_two(ulysses_gemm_ranks.checked) == [4, 4]
+    assert on_two(under_checks, ulysses_gemm_ranks.random_calls, 7, 1) == [4, 4]
 
 
 def test_gradients_of_attention(on_two):

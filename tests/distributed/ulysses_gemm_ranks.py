@@ -12,9 +12,6 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 from tests.distributed.ulysses_ranks import draw
-from triton_dist import knobs
-from triton_dist.debugging.checks import checking
-from triton_dist.debugging.modes import checks_of
 from triton_dist.kernels import nvidia
 from triton_dist.kernels.common.gemm.spaces import get_config_space
 from triton_dist.kernels.nvidia import (
@@ -138,10 +135,3 @@ def gradients(lengths: list[int], heads: int, kv_heads: int) -> int:
         expected = each.grad if number else local_part(each.grad, lengths, rank)
         assert_allclose(part.grad, expected, rtol=1e-4, atol=1e-4)
     return len(parts)
-
-
-def checked() -> int:
-    """Call both ops under the checks for races and bounds."""
-    active = checks_of(knobs.debug.get())
-    with checking(*(check for check in ("race", "bounds") if check not in active)):
-        return random_calls(7, 1)

@@ -11,9 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
-from triton_dist import knobs
-from triton_dist.debugging.checks import checking
-from triton_dist.debugging.modes import checks_of
 from triton_dist.errors import RankDisagreement
 from triton_dist.kernels.nvidia import (
     UlyssesContext,
@@ -162,10 +159,3 @@ def different_lengths() -> None:
         ctx.reset()
         ulysses_pre_attn.fn(x, x, x, ctx)
         ctx.check()
-
-
-def checked() -> int:
-    """Call both ops under the checks for races and bounds."""
-    active = checks_of(knobs.debug.get())
-    with checking(*(check for check in ("race", "bounds") if check not in active)):
-        return random_calls(7, 1)
