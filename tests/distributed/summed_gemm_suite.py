@@ -15,7 +15,7 @@ class SummedGEMMSuite(SlotSuite):
         assert set(on_any(summed_gemm_ranks.every_algorithm, self.kind, number)) == {calls}
 
     def test_row_blocks_in_any_number_of_chunks(self, on_any, rounds):
-        number = rounds(16, cpu=2)
+        number = rounds(16, cpu=3)
         assert set(on_any(summed_gemm_ranks.chunked, self.kind, number)) == {3 * number}
 
     def test_a_kernel_that_raises_leaves_nothing_queued(self, on_few):

@@ -16,7 +16,7 @@ from triton_dist.kernels.common.exchange.sums import MAX_PACKET_BYTES
 from triton_dist.kernels.common.peers import flag_value
 from triton_dist.kernels.nvidia import AllReduceMethod, all_reduce, create_allreduce_ctx
 from triton_dist.kernels.nvidia.allreduce.algorithms import ALGORITHMS, PACKET_CANDIDATES
-from triton_dist.kernels.nvidia.expert_parallel.kernel import store
+from triton_dist.kernels.nvidia.expert_parallel.kernel import store_row
 from triton_dist.testing.assertions import assert_bitwise_equal
 
 WHOLE = {
@@ -36,7 +36,7 @@ def there_and_back(x_ptr, payload_ptr, out_ptr, N: tl.constexpr, WORDS: tl.const
 @triton_dist.jit
 def unmarked(x_ptr, out_ptr, N: tl.constexpr):
     index = tl.arange(0, N)
-    store(out_ptr + index, tl.load(x_ptr + index), index < N)
+    store_row(out_ptr + index, tl.load(x_ptr + index), index < N)
 
 
 @triton_dist.jit
