@@ -92,8 +92,8 @@ class RankTimeout(TritonDistError, TimeoutError):
     Attributes:
         missing: ranks that did not reach the step.
         because: by missing rank: the reason, if it is known.
-        refusals: by rank: text of the error, if the rank's own call raised before its first
-            message.
+        refusals: by rank: text of the error that the rank's own call raised before it sent anything
+            to other ranks.
     """
 
     def __init__(

@@ -24,8 +24,8 @@ def add_to(subcommands: Any) -> None:
         "replay",
         _run,
         help="run other search algorithms on the recorded times of a tuning",
-        description="Runs search algorithms on the recorded samples of a tuning, from a record (of "
-        "FUNCTION or in FILE) or from a file in the T4 format of `export`. Each search runs "
+        description="Runs search algorithms on the recorded samples of a tuning: of a record of "
+        "FUNCTION, of a record in FILE, or of a file from `export --format t4`. Each search runs "
         "several times, with the samples in different orders. Prints how much slower the chosen "
         "config is than the fastest config. Nothing is measured: a config with a single sample has "
         "the same time in each run.",

@@ -183,8 +183,8 @@ class Races(Observer):
                 writer, count = shadow[rows, WRITER] - 1, shadow[rows, WRITER_COUNT]
                 known = (writer >= 0) & (count < _UNPUBLISHED)
                 np.maximum.at(self._clocks.current_clock, writer[known], count[known])
-                # The shadow of a packet does not contain the releases of the sender's programs, so
-                # synchronise the program with all releases of its rank.
+                # The shadow of a packet does not contain the releases of the sender's programs.
+                # Assume that the running program is ordered after all releases of its own rank.
                 self._order.merge(int(self._clocks.current_clock[own]))
 
     def publish(self) -> None:

@@ -306,8 +306,8 @@ def _rank_lines(state: Mapping[str, Any], answers: bool) -> list[str]:
 
 def describe_wait(wait: Mapping[str, Any]) -> str:
     writer = wait.get("writer")
-    by = "" if writer is None else f", which rank {writer} sets"
-    return f"{wait['flag']} to reach {wait['expected']}, it is {wait['seen']}{by}"
+    by = "" if writer is None else f", which rank {writer} sets,"
+    return f"{wait['flag']}{by} to reach {wait['expected']}, it is {wait['seen']}"
 
 
 def _memory_lines(answers: Mapping[int, Mapping[str, Any]]) -> list[str]:

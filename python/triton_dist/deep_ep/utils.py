@@ -50,7 +50,8 @@ class EventHandle:
         """Return whether the current stream may run before the end of the work.
 
         A graph capture cannot wait for work outside of the graph, and streams outside cannot wait
-        for work in the graph. If a capture is involved, a wait of any stream is therefore enough.
+        for work in the graph. So if the work or the current stream is in a graph, only one wait, by
+        any stream, is required.
         """
         device = current_device()
         if device.current_stream() in self._ordered_streams:

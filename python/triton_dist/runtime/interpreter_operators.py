@@ -171,7 +171,7 @@ class Operators:
         self._semantic = semantic
         self._handle = upstream.TensorHandle
         self._constants: dict[tuple[str, Any], Any] = {}
-        self._results: dict[tuple[str, str], Any] = {}
+        self._result_types: dict[tuple[str, str], Any] = {}
 
     def operator_for(self, method: str, slow: Operator) -> Operator:
         """Return a fast ``tl.tensor.<method>``, or upstream's method ``slow`` if there is none."""
@@ -276,13 +276,13 @@ class Operators:
         return self._constant(value, dtype) if type(bits) is int and 0 <= bits < 32 else None
 
     def _result_type(self, left: Any, right: Any) -> Any:
-        """Return the result type of an operation, or None if upstream must compute it. Upstream
-        computes operations whose operands it rejects, adds dimensions to, or promotes. Only int32
-        is promoted (to int64) here."""
+        """Return the result type of an operation, or None if upstream must compute it: if the
+        operands are invalid, differ in the number of dimensions, or are promoted, except int32 to
+        int64."""
         key = left.name, right.name
-        if key not in self._results:
-            self._results[key] = _broadcast(left, right)
-        return self._results[key]
+        if key not in self._result_types:
+            self._result_types[key] = _broadcast(left, right)
+        return self._result_types[key]
 
 
 def _swapped(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

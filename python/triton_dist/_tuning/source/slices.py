@@ -90,7 +90,8 @@ class Slice:
         """Follow what is tuned: a function, a partial, a bound method or a callable object."""
         if (function := function_in(original(value))) is not None:
             # Omit the tuner's decorators of the function, because their arguments are compared by
-            # value. The first root of a statement is the tuned function; later roots are hooks.
+            # value. The first function followed in a statement is the tuned one; later ones are
+            # its hooks, such as ``prune_fn``.
             code = function.__code__
             file, line = self._file(function.__globals__, code), code.co_firstlineno
             undecorated = {

@@ -90,8 +90,8 @@ class DecodeOpInfo(ExchangeOpInfo[DecodeShape]):
         q, lens = operands["q"], operands["kv_lens"].flatten()
         # [ranks * batch, tokens, KV heads, head_dim]
         k, v = (gathered(operands[name], group).float() for name in ("k_cache", "v_cache"))
-        tokens, share = k.shape[1], q.shape[1] // k.shape[2]
-        k, v = k.repeat_interleave(share, 2), v.repeat_interleave(share, 2)
+        tokens, group_size = k.shape[1], q.shape[1] // k.shape[2]
+        k, v = k.repeat_interleave(group_size, 2), v.repeat_interleave(group_size, 2)
         queries = q.float().repeat(len(k) // len(q), 1, 1)
         scores = torch.einsum("bhd,bnhd->bhn", queries, k) * q.shape[-1] ** -0.5
         absent = torch.arange(tokens, device=q.device) >= lens[:, None]
@@ -106,12 +106,13 @@ class DecodeOpInfo(ExchangeOpInfo[DecodeShape]):
     def cost(self, shape: DecodeShape, dtype: torch.dtype, num_ranks: int) -> Cost:
         """Return the cost if every sequence has ``shape.tokens`` tokens."""
         keys = shape.tokens / num_ranks * shape.batch
-        rows = shape.batch * shape.heads * shape.head_dim
+        output_size = shape.batch * shape.heads * shape.head_dim
         cache = 2 * keys * shape.kv_heads * shape.head_dim
         return Cost(
             dtype, flops=4 * keys * shape.heads * shape.head_dim,
-            read_bytes=(cache + rows) * dtype.itemsize, written_bytes=rows * dtype.itemsize,
-            link_bytes=rows * dtype.itemsize * (num_ranks - 1),
+            read_bytes=(cache + output_size) * dtype.itemsize,
+            written_bytes=output_size * dtype.itemsize,
+            link_bytes=output_size * dtype.itemsize * (num_ranks - 1),
         )  # fmt: skip
 
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:

@@ -324,8 +324,8 @@ def _to_register_order(tile, NUM_WARPS: tl.constexpr):
     block_m: tl.constexpr = tile.shape[0]
     block_n: tl.constexpr = tile.shape[1]
     warps: tl.constexpr = min(NUM_WARPS, block_m // 16)
-    splits = tl.reshape(tile, (block_m // 16 // warps, warps, 2, 8, block_n // 16, 2, 4, 2))
-    return tl.reshape(tl.permute(splits, (4, 0, 2, 1, 3, 6, 5, 7)), (block_m * block_n,))
+    fragments = tl.reshape(tile, (block_m // 16 // warps, warps, 2, 8, block_n // 16, 2, 4, 2))
+    return tl.reshape(tl.permute(fragments, (4, 0, 2, 1, 3, 6, 5, 7)), (block_m * block_n,))
 
 
 @jit
@@ -334,10 +334,10 @@ def _to_rows(
 ):
     """Return the tile [BLOCK_SIZE_M, BLOCK_SIZE_N] of a result of ``_to_register_order``."""
     warps: tl.constexpr = min(NUM_WARPS, BLOCK_SIZE_M // 16)
-    splits = tl.reshape(
+    fragments = tl.reshape(
         partial, (BLOCK_SIZE_N // 16, BLOCK_SIZE_M // 16 // warps, 2, warps, 8, 4, 2, 2)
     )
-    return tl.reshape(tl.permute(splits, (1, 3, 2, 4, 0, 6, 5, 7)), (BLOCK_SIZE_M, BLOCK_SIZE_N))
+    return tl.reshape(tl.permute(fragments, (1, 3, 2, 4, 0, 6, 5, 7)), (BLOCK_SIZE_M, BLOCK_SIZE_N))
 
 
 @jit

@@ -1,4 +1,4 @@
-"""Memory of ops that sum limits over ranks, and the base class of their contexts.
+"""Memory of ops that sum products over ranks, and the base class of their contexts.
 
 The M rows consist of one row block per rank. A rank owns its row block and adds it over all ranks.
 Calls alternate between two slots. On each rank a slot has:
@@ -151,7 +151,7 @@ class ContextLimits(NamedTuple):
 
 
 class SummingContext(GEMMContext[B], ABC):
-    """Context manager that owns symmetric memory for limits of up to ``max_M`` by ``N``.
+    """Context manager that owns symmetric memory for products of up to ``max_M`` by ``N``.
 
     Attributes:
         output_dtype: dtype of the output and of the partials that are sent, and of A and B unless

@@ -79,7 +79,7 @@ def kernel_gemm_all_reduce_persistent(
     a_desc, b_desc = make_operands(a_ptr, b_ptr, M, N, K, stride_b, stride_b, True, tile)
     target_descs = make_target_descriptors(slot, rows, N, tile, NUM_RANKS)
     own_rows = min(rows, M - rank * rows)
-    # The tile to announce next. ``rank``: none, because a tile of this rank is not announced.
+    # The tile to announce next. The value ``rank`` means no tile: own tiles are not announced here.
     row_block_to_announce, tile_to_announce = rank, 0
     # A tile of this rank that is to be added, and a tile whose sum is to be announced; -1: none.
     tile_to_add, own_row, own_column, sum_to_announce = -1, 0, 0, -1

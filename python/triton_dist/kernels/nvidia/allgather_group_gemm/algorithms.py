@@ -373,9 +373,10 @@ def with_exported_kernel(launch: Launch) -> Launch:
 def group_ends(num_groups: int, num_ranks: int) -> tuple[int, ...]:
     """Return the end of each group of shards, in the order of arrival; the local shard is first.
 
-    If ``num_groups`` is at least ``num_ranks``, each shard is a group. Otherwise 2 groups end after
-    one third and all of the shards. 3 groups also have an end after the local shard, 4 groups also
-    after two thirds. The first group is small, so that the GEMM starts early.
+    If ``num_groups`` is at least ``num_ranks``, each shard is a group. Otherwise the first of 2
+    groups has one third of the shards. With 3 groups, the local shard is also a group of its own.
+    With 4 groups, the last two thirds are halved, too. The first group is small, so that the GEMM
+    starts early.
     """
     if num_groups >= num_ranks:
         return tuple(range(1, num_ranks + 1))

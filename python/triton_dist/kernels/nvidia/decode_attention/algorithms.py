@@ -56,7 +56,7 @@ _FREE_SMS = 4
 _MAX_ACCUMULATORS = 128
 """Maximum number of fp32 accumulators per thread. More do not fit in its registers."""
 _ELEMENTS = 8192
-"""Maximum number of elements of an item's parts that a program loads at once."""
+"""Maximum number of elements of partial outputs, of all ranks, that a program loads at once."""
 _LSE_BYTES = 16
 """Bytes of a packed row after the output: the LSE, and padding to a whole 16-byte vector."""
 _RESERVED_BYTES = 1024

@@ -25,9 +25,9 @@ smaller numbers. A launch therefore finishes even if each GPU runs only one prog
 *One buffer for rows.* A peer stores rows only after this rank has set its begun flag (phase 1). The
 kernels that read the rows of earlier calls precede the call on the stream, so they have ended.
 
-*Two slots for ids and weights.* They are stored before the begun flags, so calls alternate between
-two slots. When a peer uses a slot again, two calls later, it has waited for this rank's rows of the
-call in between. This rank had then finished the first call.
+*Two slots for ids and weights.* A peer stores them without a wait for this rank's begun flag, so
+calls alternate between two slots. When a peer uses a slot again, two calls later, it has waited
+for this rank's rows of the call in between. This rank had then finished the first call.
 
 Flags, epochs and slots follow ``common/exchange/protocol.py``. The call tag in a flag is a digest
 of the arguments that must be equal on all ranks.
@@ -61,7 +61,8 @@ INVALID = tl.constexpr(-2)
 """Replaces ids that are neither experts nor -1, and ids without an expert in the map."""
 FAULT_ID, FAULT_WEIGHT = tl.constexpr(1), tl.constexpr(2)
 FAULT_ROWS, FAULT_OUT = tl.constexpr(3), tl.constexpr(4)
-"""The y of a combine, or the ``out`` of ``expanded``, has fewer rows than positions in use."""
+"""FAULT_ROWS: argument y of ``ep_combine`` has fewer rows than positions in use. FAULT_OUT: the
+same for argument ``out`` of ``Received.expanded``."""
 _FP8_MAXIMUM = tl.constexpr(448.0)
 _COUNTS_PER_STEP = tl.constexpr(4096)
 """Number of counts that a layout program loads at once."""
@@ -145,8 +146,8 @@ def begin_ep_call(peers, call_tag, rank, continues: tl.constexpr, ep_plan: tl.co
         step = tl.where(tl.program_id(0) == 0, _PER_CALL - tl.num_programs(0) + 1, 1).to(tl.int64)
         counted = tl.atomic_add(peers.calls + 1, step, sem="relaxed", scope="gpu")
         epoch = counted // _PER_CALL + 1
-        # The host uses the first word to find late flags. The next call claims items by word
-        # 2 or 3 (``send_rows``).
+        # The host uses word 0 to find late flags. Word 2 or 3 counts the work items that programs
+        # have claimed in the next call (``send_rows``): reset it.
         if tl.program_id(0) == 0:
             tl.atomic_add(peers.calls, MAX_CTAS, sem="relaxed", scope="gpu")
             tl.store(peers.calls + claims_word(epoch + 1), 0)
@@ -445,8 +446,8 @@ def lay_out(
     """Write the positions, rows, local ids and weights of this program's blocks of routes.
 
     The sources have sent the number of routes of each block and expert. The first position of an
-    expert is the sum of the aligned numbers of routes of the experts before. The position of a
-    route follows the routes of its expert in earlier blocks, and earlier in its block.
+    expert is the sum of the aligned numbers of routes of the experts before. A route comes
+    after the routes of the same expert in earlier blocks and after the earlier ones in its block.
     """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     EXPERTS: tl.constexpr = ep_plan.EXPERTS

@@ -40,7 +40,7 @@ MAX_EXCHANGED_BYTES = 64 << 20
 """Maximum bytes of the sums of a rank for our reduce-scatter in one launch. For more bytes, copy
 engines are faster."""
 _MIN_LARGE_BYTES = 1 << 20
-"""Bytes of a shard from which large launch parameters are used, for many bytes in flight."""
+"""Minimum bytes of a shard for ``_LARGE_…_PARAMS``, which keep more bytes in flight."""
 _LARGE_SCATTER_PARAMS, _LARGE_GATHER_PARAMS = LaunchParams(128, 16384), LaunchParams(64, 16384)
 
 
@@ -144,7 +144,8 @@ class MoEReduceARContext(MoESumContext):
 
         The output has whole shards, so the last shard may end after row M.
         """
-        # Round up, so that ranks with different M usually launch the same kernel, which detects it.
+        # Round M up, so that ranks with different M usually launch the same kernel. The kernel
+        # detects that M differs.
         max_M = triton.next_power_of_2(M)
         is_large = max_M * rows.shape[1] * rows.element_size() >= _MIN_LARGE_BYTES * self.num_ranks
         params = _LARGE_GATHER_PARAMS if is_large else params_for_device()
