@@ -154,7 +154,7 @@ def refuse(number: int) -> Callable[..., Any]:
 
 @scenario(1)
 def disk_full(me: Me) -> int:
-    journal._write = file._replace = refuse(errno.ENOSPC)
+    journal._write = file.make_folder = refuse(errno.ENOSPC)
     return chosen()
 
 
@@ -162,7 +162,7 @@ def disk_full(me: Me) -> int:
 def disk_full_during_the_tuning(me: Me) -> int:
     def run(n: int) -> None:
         if n == 2 and is_armed():
-            journal._write = file._replace = refuse(errno.ENOSPC)
+            journal._write = file.make_folder = refuse(errno.ENOSPC)
 
     return chosen(run)
 

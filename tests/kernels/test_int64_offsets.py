@@ -101,7 +101,7 @@ def test_kernels_use_64_bits_only_where_they_must():
     slot = SimpleNamespace(epoch=None)
     for columns in (far - 1, far):
         to = SimpleNamespace(
-            num_ranks=2, rank=0, scatter="all", slot=slot, rows=lambda M: M // 2,
+            num_ranks=2, rank=0, mode="all", slot=slot, rows=lambda M: M // 2,
             regions=lambda C, bias: (None, None),
         )  # fmt: skip
         C = torch.empty(128, columns, dtype=torch.float16, device="meta")

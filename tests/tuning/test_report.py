@@ -256,7 +256,7 @@ class SlowSearch(Exhaustive):
 
 def test_events_of_a_tuning(tmp_path, monkeypatch):
     prepare = Hooks(prepare=lambda x, n: time.sleep(0.02))
-    monkeypatch.setattr(Progress, "learn", slowly(Progress.learn))
+    monkeypatch.setattr(Progress, "store_outcome", slowly(Progress.store_outcome))
     tuned_ranks(tmp_path, size=2, hooks=prepare, search=SlowSearch)
     begin, *outcomes, winner = events(tmp_path)
     assert begin["event"] == "begin"
