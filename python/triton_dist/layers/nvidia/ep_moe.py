@@ -87,9 +87,9 @@ class EP_MoE(TP_MoE):
 
     def _shard_sizes(self, num_experts: int, columns: int) -> tuple[int, int]:
         shards = self.num_column_shards
-        num_blocks = self.world_size // shards
-        if num_experts % num_blocks:
-            expected = f"a multiple of {num_blocks}, ranks / expert_tensor_parallel_size"
+        num_expert_sets = self.world_size // shards
+        if num_experts % num_expert_sets:
+            expected = f"a multiple of {num_expert_sets}, ranks / expert_tensor_parallel_size"
             raise self._invalid("number of experts", num_experts, expected)
         multiple = shards
         if self.scales is not None and self.scales.is_block:
@@ -100,7 +100,7 @@ class EP_MoE(TP_MoE):
                 columns = scale_blocks(columns) * BLOCK_ELEMENTS
         if columns % multiple:
             raise self._invalid("columns of an expert", columns, f"a multiple of {multiple}")
-        return num_experts // num_blocks, columns // shards
+        return num_experts // num_expert_sets, columns // shards
 
     def _stacked_weight(self, name: str, stacked: torch.Tensor) -> StockWeight:
         shards = self.num_column_shards
@@ -113,12 +113,14 @@ class EP_MoE(TP_MoE):
         self, name: str, stacked: torch.Tensor, number: int
     ) -> Iterator[StockWeight]:
         shards = self.num_column_shards
-        block, local = divmod(number, self._experts_per_block())
+        expert_set, local = divmod(number, self._experts_per_rank())
         expert = stacked[local]
-        if block != self.rank // shards:
+        if expert_set != self.rank // shards:
             expert = torch.empty(expert.shape, dtype=expert.dtype, device="meta")
         for weight in self._split_expert(name, expert, number, replicas=self.world_size):
-            yield replace(weight, owner=block * shards, column_shards=shards, column_dim=weight.dim)
+            yield replace(
+                weight, owner=expert_set * shards, column_shards=shards, column_dim=weight.dim
+            )
 
     def _init_shared(self, source: Any) -> None:
         for name in (*SHARED_EXPERT_NAMES, "shared_expert_gate"):
@@ -202,25 +204,25 @@ class EP_MoE(TP_MoE):
             self.exact_sizes and not torch.compiler.is_compiling(),
         )  # fmt: skip
 
-    def _experts_per_block(self) -> int:
-        """Return the number of experts of a block: of the ranks that share experts."""
+    def _experts_per_rank(self) -> int:
+        """Return the number of experts of a rank, whole or as column shards."""
         return self.num_experts * self.num_column_shards // self.world_size
 
     def _local_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        return ids - self.rank // self.num_column_shards * self._experts_per_block()
+        return ids - self.rank // self.num_column_shards * self._experts_per_rank()
 
     def _routes_of_shards(
         self, ids: torch.Tensor, scales: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Replace each expert by its column shards, which ``ep_dispatch`` takes for experts.
 
-        Rank r has the shards ``r * experts_per_block`` and following. Shapes: [rows, topk] to
+        Rank r has the shards ``r * experts_per_rank`` and following. Shapes: [rows, topk] to
         [rows, topk * column shards].
         """
         shards = self.num_column_shards
         if shards == 1:
             return ids, scales
-        size = self._experts_per_block()
+        size = self._experts_per_rank()
         first = (ids // size) * shards * size + ids % size
         each = first[..., None] + torch.arange(shards, device=ids.device) * size
         return each.flatten(-2).to(ids.dtype), scales.repeat_interleave(shards, -1)
