@@ -4,10 +4,10 @@ Most configs of a space are much slower than the best, and one sample (the time 
 this. The race has four stages. In the table, *samples* counts all samples of a candidate up to the
 end of the stage, and *slower* means slower than the fastest candidate. Numbers are for GPUs.
 
-Stage 1 runs for so long that the clock of the GPU may drift. Therefore stage 2 first samples the
-three fastest of each 16 candidates that stage 1 sampled in sequence. Then it samples the others,
-fastest first, until it has taken 1/6 of the time of stage 1 and the next candidate is slower by
-more than clock drift and noise explain.
+The clock of the GPU may drift during stage 1. Therefore stage 2 divides the candidates, in the
+order of stage 1, into runs of 16, and first samples the three fastest of each run. Then it samples
+the others, fastest first, until it has taken 1/6 of the time of stage 1 and the next candidate is
+slower by more than clock drift and noise explain.
 
 =====  =======  ==================================================================================
 stage  samples  candidates dropped

@@ -214,10 +214,10 @@ class EP_MoE(TP_MoE):
     def _routes_of_shards(
         self, ids: torch.Tensor, scales: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Replace each expert by its column shards, which ``ep_dispatch`` takes for experts.
+        """Replace the id of each expert by the ids of its column shards.
 
-        Rank r has the shards ``r * experts_per_rank`` and following. Shapes: [rows, topk] to
-        [rows, topk * column shards].
+        To ``ep_dispatch`` each shard is an expert. With n = ``_experts_per_rank()``, rank r has the
+        shards r * n to (r + 1) * n - 1. Shapes: [rows, topk] to [rows, topk * column shards].
         """
         shards = self.num_column_shards
         if shards == 1:

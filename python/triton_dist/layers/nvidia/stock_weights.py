@@ -30,17 +30,18 @@ class StockWeight:
         name: name in the stock module, such as ``q_proj.weight``.
         shard: view of the parameter, or of a tensor with its shape.
         dim: dimension in which the weight is sharded; ``None``: the weight is equal on all ranks.
-        replicas: number of consecutive ranks that have the same shard.
+        replicas: number of consecutive ranks that have the same part of ``dim``: the same shard, or
+            different parts of ``column_dim``.
         is_pair: dimension ``dim - 1`` of ``shard`` has length 2. The stock weight has one dimension
             for ``dim - 1`` and ``dim``: gate, then up of stacked experts.
         unpadded_size: length of ``dim`` in the stock weight if the last shards are padded with
             zeros, else ``None``.
         scalar_shape: shape of a stock weight with one element, else ``None``. All elements of
             ``shard`` are equal to this element.
-        owner: the first of the ``column_shards`` ranks that have the weight; ``None``: all ranks
-            have a shard. On other ranks, ``shard`` is on the meta device.
-        column_shards: number of consecutive ranks that have consecutive parts of ``column_dim``.
-        column_dim: dimension in which these ranks shard the weight further.
+        owner: the only rank that has the weight, or the first of ``column_shards`` ranks; ``None``:
+            all ranks have a shard. On other ranks, ``shard`` is on the meta device.
+        column_shards: number of consecutive ranks over which ``column_dim`` is sharded.
+        column_dim: second dimension in which the weight is sharded, or ``None``.
     """
 
     name: str

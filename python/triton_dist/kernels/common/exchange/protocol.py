@@ -204,11 +204,10 @@ def notify_ranks(call, phase, value, plan: tl.constexpr):
 def await_programs(
     peers, phase, program, value, plan: tl.constexpr, PROGRAMS: tl.constexpr = 1
 ):  # fmt: skip
-    """Wait until the flags of PROGRAMS programs of every rank have reached ``value`` (acquire).
+    """Wait (acquire) until the flags of programs ``program`` to ``program + PROGRAMS - 1`` of every
+    rank have reached ``value``. Return a token.
 
-    ``program`` is the first of them. Return a token. All flags are polled together, which takes as
-    long as polling one flag.
-    """
+    All flags are polled together, which takes as long as polling one flag."""
     FLAGS: tl.constexpr = plan.NUM_RANKS * PROGRAMS
     first = peers.arrivals + flag_offset(phase, value, plan.NUM_RANKS)
     flag = tl.arange(0, triton.next_power_of_2(FLAGS))

@@ -94,7 +94,7 @@ def scaled_dot(
     """Return ``accumulator + a @ b`` for a step along K; apply BLOCK scales, if there are any.
 
     Args:
-        accumulator: [M, N], or transposed, see ``add_product``.
+        accumulator: [M, N], or [N, M] to compute the transposed product.
         k, column: first element of the step along K, and first column of the tile.
         a_scale_ptr: result of ``scales_of_shard``.
         row, rows: first row of the tile in its shard, and number of rows of the shard.
@@ -121,7 +121,7 @@ def add_product(
     """Return ``accumulator + a @ b`` for a step along K; apply BLOCK scales, if there are any.
 
     Args:
-        accumulator: [M, N]; if it is [N, M], it is transposed, and so is the result.
+        accumulator: [M, N], or [N, M] to compute the transposed product. The result has its shape.
         k, column: first element of the step along K, and first column of the tile.
         a_scale: scales of the tile's rows for this step. Only used with BLOCK scales.
         b_scale_ptr: address of the scales of B. Only used with BLOCK scales.

@@ -21,8 +21,8 @@ from triton_dist.runtime.triton_compat import compiles_for_hopper, has_gluon_for
 LOWEST_TILE_ROWS = 16
 """BLOCK_SIZE_M of the smallest tiles, for few rows."""
 FEW_ROWS = 64
-"""Largest number of rows for which tiles of 16 rows, which read B once per 16 rows, and tiles that
-are split along K are tried."""
+"""Up to this number of rows, tiles of 16 rows (which read B once per 16 rows) and tiles split along
+K are candidates too."""
 MAX_SPLIT_K = 8
 # Maximum registers per thread for the accumulator and partial sum of an fp8 tile. More would spill.
 _MAX_PROMOTED_REGISTERS = 192
@@ -247,7 +247,8 @@ def fits_rows(tiles: triton.Config, rows: int) -> bool:
 
 
 def fits_split(tiles: triton.Config, M: int, N: int) -> bool:
-    """Return whether a config's parts of tiles occupy most SMs in one wave, if K is split."""
+    """Return whether K is not split, or M is small and the parts of all tiles fit in one wave that
+    occupies more than half of the SMs."""
     splits, sizes = tiles.kwargs.get("SPLIT_K", 1), tiles.kwargs
     num_tiles = -(-M // sizes["BLOCK_SIZE_M"]) * -(-N // sizes["BLOCK_SIZE_N"])
     num_sms = current_device().num_sms

@@ -489,7 +489,8 @@ class OneLaunchAlgorithm(SummingAlgorithm[C], Generic[C]):
         nbytes = splits * ranks * shard_elements(rows * call.ctx.N) * item_bytes
         is_valid = splits in range(1, MAX_SPLIT_K + 1) and not self.broadcasts_sums
         if not is_valid or nbytes > buffer.slot_bytes:
-            expected = f"1 to {MAX_SPLIT_K} (two-shot: 1), for which M = {M} rows fit in a slot"
+            expected = f"1 to {MAX_SPLIT_K}, so that the partials of M = {M} rows fit in a slot"
+            expected = "1" if self.broadcasts_sums else expected
             raise InvalidArgument(call.ctx_type.function, "SPLIT_K", splits, expected)
 
     def compile(self, call: C) -> None:

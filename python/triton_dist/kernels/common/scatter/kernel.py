@@ -31,13 +31,14 @@ It adds all partials in fp32 in the order of ranks. Results are therefore determ
 A rank multiplies the first chunk of every row block (its own row block last), then the second
 chunks, and so on. Sums of a chunk are therefore sent while later chunks are multiplied.
 
-*No deadlock.* ``tile_in_scatter_order`` defines the order of tiles. A program waits only for tiles
-that are at earlier positions in the orders of peers. Before it waits, it announces its own tiles of
-earlier positions (sets their flags). Consider the waiting program at the earliest position. The
-program that computes the awaited tile is not waiting. It is either multiplying, and will announce
-the tile, or has not begun. If each program has one tile, programs begin in the order of positions,
-so it will begin. A persistent program waits only if all programs of its launch have begun;
-otherwise it leaves its tiles of the own row block to a later kernel (``scatter/tiles.py``).
+*No deadlock.* ``tile_in_scatter_order`` defines the order of tiles. A program waits only for a tile
+whose position in the peer's order is earlier than the position of its own tile. Before it waits, it
+announces its own tiles of earlier positions (sets their flags). Of all waiting programs, consider
+the one at the earliest position. The program that computes the awaited tile is not waiting. It is
+either multiplying, and will announce the tile, or has not begun. If each program has one tile,
+programs begin in the order of positions, so it will begin. A persistent program waits only if all
+programs of its launch have begun; otherwise it leaves its tiles of the own row block to a later
+kernel (``scatter/tiles.py``).
 
 Kernel arguments; the rules of tuples are in ``docs/how-to/wait-for-a-peer.md``:
 

@@ -41,8 +41,9 @@ program that multiplied it. For a wave's last column, fewer than ``tiles_m`` pro
 they share its sub-tiles.
 
 *Split-K.* If there are fewer tiles than SMs, a group of SPLIT_K programs with successive numbers
-multiplies a tile, each program a part of K. Each part is a partial of its own, so a slot has
-SPLIT_K partials per source rank. Only the last program of a group adds. ``BROADCASTS_SUMS``
+multiplies a tile, each program a part of K. The numbers of programs above are then numbers of
+groups, of which there are GROUPS = NUM_SMS // SPLIT_K. Each part is a partial of its own, so a slot
+is [source rank * SPLIT_K, rows, N]. Only the last program of a group adds. ``BROADCASTS_SUMS``
 excludes split-K.
 
 *No deadlock*, even if a launch gets few SMs. All programs send before they wait, and wait only for

@@ -179,7 +179,7 @@ class TwoShotInOneLaunch(OneShot):
 
     def check(self, call: Call) -> None:
         call.check_rows(call.ctx.exchanged_rows)
-        OneLaunchAlgorithm.check(self, call)
+        OneLaunchAlgorithm.check(self, call)  # OneShot.check requires fewer rows
 
 
 class TwoShot(OverlappedAlgorithm[Call]):

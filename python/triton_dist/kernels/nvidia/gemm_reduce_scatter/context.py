@@ -280,9 +280,10 @@ def create_gemm_rs_context(
 ) -> GEMMReduceScatterTensorParallelContext:
     """Create the context of ``gemm_rs``. Collective over ``tp_group``.
 
-    Allocates per rank about 2 * ``max_M`` * N elements. Products that one launch exchanges need up
-    to another 2 * max(``max_M``, 512) * N elements (at most 128 MB). The first call of
-    ``"copy_engine"`` allocates another ``max_M`` * N elements.
+    Allocates per rank about 2 * ``max_M`` * N elements. Products that one launch exchanges need
+    another 2 * ``max_M`` * N elements (at most 128 MB), and at least the 2 * 8 * min(``max_M``, 64)
+    * N elements of split tiles. The first call of ``"copy_engine"`` allocates another ``max_M`` * N
+    elements.
 
     Args:
         max_M: maximum number of rows of A, a multiple of ``world_size``.
