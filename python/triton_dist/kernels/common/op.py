@@ -140,7 +140,7 @@ def check_tiles(function: str, config: Any, algorithm: str | None = None) -> Non
 class OpCall:
     """Checked arguments of one call of an op: a dataclass whose fields are the op's parameters.
 
-    If the op's last parameter is ``accepted_key``, the tuner passes the call's key there.
+    If the op's last parameter is ``validated_key``, the tuner passes the call's key there.
     ``key_fn`` has then already checked the operands, and the call need not check them again.
     """
 
@@ -163,7 +163,7 @@ class GEMMCall(OpCall):
     A_scale: torch.Tensor | None
     B_scale: torch.Tensor | None
     use_fast_accum: bool
-    accepted_key: Any
+    validated_key: Any
 
 
 def op(
@@ -256,7 +256,7 @@ def op(
         tuner.overwritten = ("output", "gathered")
         # Without tuning, omit ``algorithm``: the context's algorithm or the op's default then runs.
         tuner.omitted_if_untuned = ("algorithm",)
-        tuner.key_parameter = "accepted_key" if "accepted_key" in signature.parameters else ""
+        tuner.key_parameter = "validated_key" if "validated_key" in signature.parameters else ""
         return tuner
 
     return decorate

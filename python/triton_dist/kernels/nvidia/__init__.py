@@ -11,7 +11,7 @@ Rules for every op that runs across ranks:
   tuner unless the caller passes it. docs/reference/autotune.md lists the tuner's errors.
 
 TMA requires a contiguous A, and a B with unit stride in one dimension and a multiple of 16 bytes in
-the other. Other operands are read through pointers. The argument ``accepted_key`` of an op is
+the other. Other operands are read through pointers. The argument ``validated_key`` of an op is
 reserved for the tuner, which passes the key of operands that it has already checked.
 
 Creating a context is collective over its group, and the group must lie on one host. The default

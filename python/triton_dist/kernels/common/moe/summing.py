@@ -288,7 +288,7 @@ class SumCall(GEMMCall):
     algorithms: ClassVar[Algorithms[Any, Any]]
 
     def __post_init__(self) -> None:
-        key = self.accepted_key  # includes the options that the caller fixes
+        key = self.validated_key  # includes the options that the caller fixes
         scaling = scaling_of(self.A_scale, self.B_scale, None, None, self.use_fast_accum)
         if key is None:
             key = self.key_fn(

@@ -102,10 +102,10 @@ class SummingCall(GEMMCall):
     def __post_init__(self) -> None:
         self.scaling = self.scaling_of(self.ctx, self.A_scale, self.B_scale, self.use_fast_accum)
         # If the tuner has already checked the operands, it passes their key.
-        if self.accepted_key is None:
+        if self.validated_key is None:
             self.gemm_key = self.check_operands(self.A, self.B, self.bias, self.ctx, self.scaling)
         else:
-            self.gemm_key = self.accepted_key[0]
+            self.gemm_key = self.validated_key[0]
         if self.straggler_option is not None:
             check_straggler(self.ctx_type.function, self.straggler_option)
         if self.num_chunks not in _VALID_NUM_CHUNKS:  # a slot has a flag per chunk
@@ -137,7 +137,7 @@ class SummingCall(GEMMCall):
 
     @staticmethod
     @abstractmethod
-    def options_in_key(ctx: Any) -> bool:
+    def key_option(ctx: Any) -> bool:
         """Return the option that is part of the tuning key.
 
         It is ``reduce_st`` for gemm_rs and ``copy_to_local`` for gemm_ar.
@@ -160,7 +160,7 @@ class SummingCall(GEMMCall):
     ) -> Any:
         """Return the tuning key, which includes the algorithm that a deprecated keyword selects."""
         scaling = cls.scaling_of(ctx, **options)
-        key = (cls.check_operands(A, B, bias, ctx, scaling), cls.options_in_key(ctx, **options))
+        key = (cls.check_operands(A, B, bias, ctx, scaling), cls.key_option(ctx, **options))
         requested = cls.requested(**options) if options else None
         return key if requested is None else (*key, requested)
 

@@ -94,7 +94,7 @@ class Call(GEMMCall):
     def __post_init__(self) -> None:
         scaling = scaling_of(self.A_scale, self.B_scale, None, self.out_dtype, self.use_fast_accum)
         self.scaling = scaling
-        self.gemm_key = self.accepted_key[0] if self.accepted_key is not None else check_operands(
+        self.gemm_key = self.validated_key[0] if self.validated_key is not None else check_operands(
             self.A, self.B, self.ctx, self.local_copy, self.gathered, scaling
         )  # fmt: skip
         self.call_tag = call_tag(self.gemm_key, len(self.A))

@@ -93,7 +93,7 @@ def ag_gemm(
     B_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-    accepted_key: tuple[Any, ...] | None = None,
+    validated_key: tuple[Any, ...] | None = None,
 ) -> torch.Tensor:
     """Return ``all_gather(A) @ B``, [M, N_per_rank], over the ranks of ``ctx``. Tuned over all
     ranks.
@@ -125,14 +125,14 @@ def ag_gemm(
         A_scale, B_scale: fp32 scales of this rank's fp8 A and B, as in ``matmul``. All ranks must
             use equal granularity. Scales of A are gathered with A.
         out_dtype, use_fast_accum: as in ``matmul``; equal on all ranks.
-        accepted_key: reserved for the tuner.
+        validated_key: reserved for the tuner.
 
     Raises:
         InvalidArgument: an argument does not fit the context or the algorithm.
         ContextFinalized: ``ctx`` was finalized.
     """
     return Call(
-        gemm_config, algorithm, A_scale, B_scale, use_fast_accum, accepted_key, A, B, ctx,
+        gemm_config, algorithm, A_scale, B_scale, use_fast_accum, validated_key, A, B, ctx,
         persistent, method, num_streams, num_chunks, local_copy, straggler_option, num_comm_sms,
         gathered, out_dtype,
     ).run()  # fmt: skip

@@ -77,7 +77,7 @@ class Call(GEMMCall):
 
     def __post_init__(self) -> None:
         scaling = scaling_of(self.A_scale, self.B_scale, None, self.out_dtype, self.use_fast_accum)
-        skewed_key = self.accepted_key
+        skewed_key = self.validated_key
         if skewed_key is None:
             key = check_operands(self.a, self.b, self.ctx, self.full_topk_ids, scaling)
             skewed_key = SkewedKey.of("ag_group_gemm", key, self.routing_skew)

@@ -99,7 +99,7 @@ def ag_group_gemm(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
     routing_skew: str | None = None,
-    accepted_key: Any = None,
+    validated_key: Any = None,
 ) -> torch.Tensor:
     """Return the products of the tokens of all ranks with the weights of their experts.
 
@@ -127,7 +127,7 @@ def ag_group_gemm(
             context of ``torch.float8_e4m3fn``. ``A_scale`` has the scales of this rank's tokens,
             which are sent with the tokens.
         routing_skew: see ``grouped_gemm``. Equal on all ranks.
-        accepted_key: reserved for the tuner.
+        validated_key: reserved for the tuner.
 
     Returns:
         [M * topk, N_per_rank]; row ``t * topk + j`` is choice j of token t.
@@ -139,7 +139,7 @@ def ag_group_gemm(
             or at every call with ``TRITON_DIST_DEBUG=agree``.
     """
     return Call(
-        gemm_config, algorithm, A_scale, B_scale, use_fast_accum, accepted_key, a, b, ctx,
+        gemm_config, algorithm, A_scale, B_scale, use_fast_accum, validated_key, a, b, ctx,
         full_topk_ids, num_groups, gather, straggler_option, out_dtype, routing_skew,
     ).run()  # fmt: skip
 

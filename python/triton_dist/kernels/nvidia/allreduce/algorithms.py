@@ -60,7 +60,7 @@ PACKET_CANDIDATES = (
 @dataclass(eq=False, repr=False)  # not frozen, because that would take 1 us more per call
 class Call(OpCall):
     """One call: the arguments of ``all_reduce``. If the tuner has already checked the tensors, it
-    passes the call's key as ``accepted_key``."""
+    passes the call's key as ``validated_key``."""
 
     x: torch.Tensor
     ctx: AllReduceContext
@@ -72,10 +72,10 @@ class Call(OpCall):
     num_chunks: int | None = None
     packets: bool | None = None
     algorithm: str | None = None
-    accepted_key: object = None
+    validated_key: object = None
 
     def __post_init__(self) -> None:
-        if self.accepted_key is None:
+        if self.validated_key is None:
             check_tensors(self.x, self.ctx, self.output)
         if self.straggler_option is not None:
             check_straggler("all_reduce", self.straggler_option)

@@ -77,7 +77,7 @@ def all_reduce(
     num_chunks: int | None = None,
     packets: bool | None = None,
     algorithm: str | None = None,
-    accepted_key: object = None,
+    validated_key: object = None,
 ) -> torch.Tensor:
     """Return the sum of x over all ranks. Tuned over all ranks.
 
@@ -101,7 +101,7 @@ def all_reduce(
             ``None``: by size (tuned).
         algorithm: ``"one_shot"``, ``"two_shot"``, ``"collective"`` or ``"by_size"`` (tuned).
             Default without tuning: ``"by_size"``.
-        accepted_key: reserved for the tuner.
+        validated_key: reserved for the tuner.
 
     Returns:
         ``output``, or a new tensor with the shape of x.
@@ -112,5 +112,5 @@ def all_reduce(
     """
     return Call(
         x, ctx, output, method, straggler_option, num_ctas, block_bytes, num_chunks, packets,
-        algorithm, accepted_key,
+        algorithm, validated_key,
     ).run()  # fmt: skip

@@ -130,11 +130,11 @@ class Call(OpCall):
     num_warps: int | None = None
     backend: str | None = None
     algorithm: str | None = None
-    accepted_key: Any = None
+    validated_key: Any = None
     chosen: Algorithm[Call, DecodeKey] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.key = checked_key(self) if self.accepted_key is None else self.accepted_key
+        self.key = checked_key(self) if self.validated_key is None else self.validated_key
         default = Packets.name if self.ctx.num_ranks > 1 else AllToAll.name
         self.chosen = ALGORITHMS[self.algorithm or default]
         self.chosen.check(self)

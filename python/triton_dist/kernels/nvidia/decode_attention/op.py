@@ -63,7 +63,7 @@ def sp_decode_attn(
     num_warps: int | None = None,
     backend: str | None = None,
     algorithm: str | None = None,
-    accepted_key: Any = None,
+    validated_key: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention of new tokens over the keys of all ranks. Tuned over all ranks.
 
@@ -102,7 +102,7 @@ def sp_decode_attn(
         backend: library of the algorithms ``"library…"``: ``"torch"`` (default),
             ``"flash_attn_3"`` or ``"flashinfer"`` (tuned).
         algorithm: see the module docstring (tuned).
-        accepted_key: reserved for the tuner.
+        validated_key: reserved for the tuner.
 
     Returns:
         The output and the LSE. The output has q's shape, with the number of returned heads, and
@@ -117,5 +117,5 @@ def sp_decode_attn(
     return Call(
         q, k_cache, v_cache, kv_lens, ctx, block_table, scale, soft_cap, window, sinks, k_scale,
         v_scale, interleave, shard_output, lse_base, max_kv_len, ctas_per_sm, block_n, num_stages,
-        num_warps, backend, algorithm, accepted_key,
+        num_warps, backend, algorithm, validated_key,
     ).run()  # type: ignore[return-value]  # fmt: skip

@@ -101,10 +101,10 @@ class Call(OpCall):
     num_ctas: int | None = None
     own_first: float | None = None
     algorithm: str | None = None
-    accepted_key: Any = None
+    validated_key: Any = None
 
     def __post_init__(self) -> None:
-        key, B = self.accepted_key, self.B
+        key, B = self.validated_key, self.B
         sent = None
         if key is not None:
             sent = DispatchKey(
@@ -114,7 +114,7 @@ class Call(OpCall):
             )  # fmt: skip
         self.dispatch = Dispatch(
             self.x, self.topk_ids, self.ctx, self.topk_weights, max_tokens=self.max_tokens,
-            expert_map=self.expert_map, routing_skew=self.routing_skew, accepted_key=sent,
+            expert_map=self.expert_map, routing_skew=self.routing_skew, validated_key=sent,
         )  # fmt: skip
         if key is None:
             raise_first_error(self.function, self._checks())
@@ -160,7 +160,7 @@ class Call(OpCall):
             A=received.rows, B=self.B, topk_ids=received.positions, order="route",
             activation=self.activation, gemm_config=self.gemm_config, algorithm=algorithm,
             A_scale=None, B_scale=None, use_fast_accum=False, out_dtype=None, routing_skew=None,
-            accepted_key=None,
+            validated_key=None,
         )  # fmt: skip
 
     def run_dispatch(self) -> Received:

@@ -65,7 +65,7 @@ def ep_dispatch_group_gemm(
     num_ctas: int | None = None,
     own_first: float | None = None,
     algorithm: str | None = None,
-    accepted_key: Any = None,
+    validated_key: Any = None,
 ) -> tuple[torch.Tensor, Received]:
     """Send tokens to the ranks of their experts, and multiply them by the experts' weights.
 
@@ -88,7 +88,7 @@ def ep_dispatch_group_gemm(
             other tiles in ``"fused"`` (tuned).
         algorithm: ``"fused"``, ``"serial"`` or ``"library"`` (tuned; ``"serial"`` if untuned).
             ``"fused"`` requires a capacity of ``max_tokens``.
-        accepted_key: reserved for the tuner.
+        validated_key: reserved for the tuner.
 
     Returns:
         The products [positions, N], or [positions, N / 2] with an activation, and the result of the
@@ -101,5 +101,5 @@ def ep_dispatch_group_gemm(
     """
     return Call(
         x, topk_ids, B, ctx, topk_weights, activation, max_tokens, expert_map, routing_skew,
-        gemm_config, num_ctas, own_first, algorithm, accepted_key,
+        gemm_config, num_ctas, own_first, algorithm, validated_key,
     ).run()  # type: ignore[return-value]  # fmt: skip

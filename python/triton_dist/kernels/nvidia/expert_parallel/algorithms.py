@@ -162,11 +162,11 @@ class DispatchCall(OpCall):
     num_ctas: int | None = None
     block_bytes: int | None = None
     algorithm: str | None = None
-    accepted_key: Any = None
+    validated_key: Any = None
     chosen: Push = field(init=False)
 
     def __post_init__(self) -> None:
-        self.key = self.checked_key() if self.accepted_key is None else self.accepted_key
+        self.key = self.checked_key() if self.validated_key is None else self.validated_key
         self.chosen = DISPATCH[self.algorithm or Push.name]  # type: ignore[assignment]
         self.params = checked_params(
             "ep_dispatch", self.num_ctas, self.block_bytes, None, DEFAULT_PARAMS

@@ -304,10 +304,10 @@ class CombineCall(OpCall):
     block_bytes: int | None = None
     num_chunks: int | None = None
     algorithm: str | None = None
-    accepted_key: Any = None
+    validated_key: Any = None
 
     def __post_init__(self) -> None:
-        self.key = self.checked_key() if self.accepted_key is None else self.accepted_key
+        self.key = self.checked_key() if self.validated_key is None else self.validated_key
         self.chosen = COMBINE[self.algorithm or CombinePush.name]
         params = checked_params(
             "ep_combine", self.num_ctas, self.block_bytes, self.num_chunks, DEFAULT_PARAMS,

@@ -100,7 +100,7 @@ def ep_dispatch(
     num_ctas: int | None = None,
     block_bytes: int | None = None,
     algorithm: str | None = None,
-    accepted_key: Any = None,
+    validated_key: Any = None,
 ) -> Received:
     """Send tokens to the ranks of their experts. Tuned over all ranks.
 
@@ -127,7 +127,7 @@ def ep_dispatch(
         num_ctas, block_bytes: number of programs that send rows, and bytes that a program copies at
             once (tuned).
         algorithm: ``"push"``, ``"packets"`` or ``"collective"`` (tuned; ``"push"`` if untuned).
-        accepted_key: reserved for the tuner.
+        validated_key: reserved for the tuner.
 
     Returns:
         The received rows, and the position of each route to an expert of this rank.
@@ -140,7 +140,7 @@ def ep_dispatch(
     """
     return DispatchCall(
         x, topk_ids, ctx, topk_weights, x_scale, quantise, max_tokens, expert_map, alignment,
-        num_sms, routing_skew, num_ctas, block_bytes, algorithm, accepted_key,
+        num_sms, routing_skew, num_ctas, block_bytes, algorithm, validated_key,
     ).start(receive=True)  # fmt: skip
 
 
@@ -178,7 +178,7 @@ def ep_combine(
     block_bytes: int | None = None,
     num_chunks: int | None = None,
     algorithm: str | None = None,
-    accepted_key: Any = None,
+    validated_key: Any = None,
 ) -> torch.Tensor:
     """Return the weighted sum of each token's products over its experts. Tuned over all ranks.
 
@@ -197,7 +197,7 @@ def ep_combine(
             copies at once, and number of chunks of a program's blocks. A program adds a received
             block after it has sent one more chunk (tuned).
         algorithm: ``"push"`` or ``"collective"`` (tuned; ``"push"`` if untuned).
-        accepted_key: reserved for the tuner.
+        validated_key: reserved for the tuner.
 
     Returns:
         [tokens, hidden], dtype of the context.
@@ -210,5 +210,5 @@ def ep_combine(
     """
     return CombineCall(
         y, received, ctx, apply_weights, num_sms, num_ctas, block_bytes, num_chunks, algorithm,
-        accepted_key,
+        validated_key,
     ).run()  # fmt: skip

@@ -88,7 +88,7 @@ class Call(SummingCall):
         return ALGORITHMS.requested(method)
 
     @staticmethod
-    def options_in_key(ctx: Any, copy_to_local: bool = True, **_: Any) -> bool:
+    def key_option(ctx: Any, copy_to_local: bool = True, **_: Any) -> bool:
         return bool(copy_to_local)
 
 

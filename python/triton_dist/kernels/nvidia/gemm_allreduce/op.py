@@ -69,7 +69,7 @@ def gemm_ar(
     A_scale: torch.Tensor | None = None,
     B_scale: torch.Tensor | None = None,
     use_fast_accum: bool = False,
-    accepted_key: tuple[Any, ...] | None = None,
+    validated_key: tuple[Any, ...] | None = None,
 ) -> torch.Tensor:
     """Return the sum over ranks of ``A @ B``, plus ``bias``, on every rank. Tuned over all ranks.
 
@@ -99,7 +99,7 @@ def gemm_ar(
             (tuned). Default without tuning: ``"by_size"``, one-shot or two-shot.
         A_scale, B_scale, use_fast_accum: as in ``matmul``, for fp8 operands. The output has the
             context's dtype. All ranks must use scales of equal granularity.
-        accepted_key: reserved for the tuner.
+        validated_key: reserved for the tuner.
 
     Returns:
         [M, N], contiguous, dtype of the context.
@@ -109,7 +109,7 @@ def gemm_ar(
         ContextFinalized: ``ctx`` was finalized.
     """
     return Call(
-        gemm_config, algorithm, A_scale, B_scale, use_fast_accum, accepted_key, A, B, ctx,
+        gemm_config, algorithm, A_scale, B_scale, use_fast_accum, validated_key, A, B, ctx,
         persistent, num_chunks, bias, straggler_option, method, num_ctas, block_bytes,
         copy_to_local, reduction,
     ).run()  # fmt: skip

@@ -98,7 +98,7 @@ class Call(SummingCall):
             raise InvalidArgument("gemm_rs", "reduce_st", reduce_st, expected)
         return bool(ctx.reduce_st if reduce_st is None else reduce_st)
 
-    options_in_key = sums_on_arrival
+    key_option = sums_on_arrival
 
     def check_not_added_on_arrival(self) -> None:
         """Raise if the call sets ``reduce_st``, because only ``"fused"`` adds tiles on arrival."""

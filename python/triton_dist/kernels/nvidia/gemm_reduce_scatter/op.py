@@ -68,7 +68,7 @@ def gemm_rs(
     A_scale: torch.Tensor | None = None,
     B_scale: torch.Tensor | None = None,
     use_fast_accum: bool = False,
-    accepted_key: tuple[Any, ...] | None = None,
+    validated_key: tuple[Any, ...] | None = None,
 ) -> torch.Tensor:
     """Return this rank's rows of the sum of ``A @ B`` over all ranks, plus ``bias``. Tuned.
 
@@ -98,7 +98,7 @@ def gemm_rs(
             ``"async_tp"`` (tuned).
         A_scale, B_scale, use_fast_accum: as in ``matmul``, for fp8 operands. The output has the
             context's dtype. All ranks must use scales of equal granularity.
-        accepted_key: reserved for the tuner.
+        validated_key: reserved for the tuner.
 
     Returns:
         [M_per_rank, N], contiguous: rows ``[r * M_per_rank, (r + 1) * M_per_rank)`` on rank r.
@@ -108,7 +108,7 @@ def gemm_rs(
         ContextFinalized: ``ctx`` was finalized.
     """
     return Call(
-        gemm_config, algorithm, A_scale, B_scale, use_fast_accum, accepted_key, A, B, ctx,
+        gemm_config, algorithm, A_scale, B_scale, use_fast_accum, validated_key, A, B, ctx,
         persistent, num_chunks, bias, straggler_option, method, num_ctas, block_bytes, reduce_st,
         fuse_scatter,
     ).run()  # fmt: skip

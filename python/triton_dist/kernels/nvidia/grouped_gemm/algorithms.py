@@ -166,7 +166,7 @@ class Call(GEMMCall):
 
     def __post_init__(self) -> None:
         scaling = scaling_of(self.A_scale, self.B_scale, None, self.out_dtype, self.use_fast_accum)
-        skewed_key = self.accepted_key
+        skewed_key = self.validated_key
         if skewed_key is None:
             key = GroupedKey.of(
                 self.A, self.B, self.topk_ids, order=self.order, activation=self.activation,

@@ -76,7 +76,7 @@ def grouped_gemm(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
     routing_skew: str | None = None,
-    accepted_key: Any = None,
+    validated_key: Any = None,
 ) -> torch.Tensor:
     """Multiply, for each route, its row of A by the weights of its expert. Each rank tunes alone.
 
@@ -110,7 +110,7 @@ def grouped_gemm(
             probabilities (``"even"``), random by Zipf's law with exponent 1.2 (``"zipf"``), or
             equal for all tokens (``"same_experts"``). By default, these ids are drawn from the
             call's tokens with replacement.
-        accepted_key: reserved for the tuner.
+        validated_key: reserved for the tuner.
 
     Returns:
         [M * topk, N], or one row per position; N / 2 columns with an activation; ``out_dtype``.
@@ -119,6 +119,6 @@ def grouped_gemm(
         InvalidArgument: an argument is out of range, or shapes, dtypes or devices do not match.
     """
     return Call(
-        gemm_config, algorithm, A_scale, B_scale, use_fast_accum, accepted_key, A, B, topk_ids,
+        gemm_config, algorithm, A_scale, B_scale, use_fast_accum, validated_key, A, B, topk_ids,
         order, activation, out_dtype, routing_skew,
     ).run()  # fmt: skip

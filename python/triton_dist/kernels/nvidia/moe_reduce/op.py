@@ -76,7 +76,7 @@ def run_moe_reduce_rs(
     B_scale: torch.Tensor | None = None,
     use_fast_accum: bool = False,
     routing_skew: str | None = None,
-    accepted_key: Any = None,
+    validated_key: Any = None,
 ) -> torch.Tensor:
     """Return this rank's tokens of the weighted sum over ranks and choices. Tuned over all ranks.
 
@@ -106,7 +106,7 @@ def run_moe_reduce_rs(
         A_scale, B_scale, use_fast_accum: scales of fp8 operands x and weights, see
             ``grouped_gemm``. The result has the dtype of the context.
         routing_skew: see ``grouped_gemm``. Equal on all ranks.
-        accepted_key: reserved for the tuner.
+        validated_key: reserved for the tuner.
 
     Returns:
         [M / W, N], contiguous, dtype of the context, for W ranks.
@@ -118,7 +118,7 @@ def run_moe_reduce_rs(
             call with ``TRITON_DIST_DEBUG=agree``.
     """
     return ReduceScatterCall(
-        gemm_config, algorithm, A_scale, B_scale, use_fast_accum, accepted_key, x, weights,
+        gemm_config, algorithm, A_scale, B_scale, use_fast_accum, validated_key, x, weights,
         chosen_experts, expert_weight, ctx, n_chunks, persistent, config, num_chunks, reduction,
         routing_skew,
     ).run()  # fmt: skip
@@ -180,7 +180,7 @@ def run_moe_reduce_ar(
     B_scale: torch.Tensor | None = None,
     use_fast_accum: bool = False,
     routing_skew: str | None = None,
-    accepted_key: Any = None,
+    validated_key: Any = None,
 ) -> torch.Tensor:
     """Return the weighted sum over ranks and choices on every rank. Tuned over all ranks.
 
@@ -195,7 +195,7 @@ def run_moe_reduce_ar(
         reduction: all-reduce of ``"serial"`` and ``"library"``: ``"two_shot"``, ``"one_shot"`` or
             ``"topk_exchange"`` (for sums of up to 4 MB each), or ``"collective"`` (tuned).
         weights, chosen_experts, expert_weight, n_chunks, persistent: see ``run_moe_reduce_rs``.
-        config, gemm_config, num_chunks, algorithm, accepted_key: see ``run_moe_reduce_rs``.
+        config, gemm_config, num_chunks, algorithm, validated_key: see ``run_moe_reduce_rs``.
         A_scale, B_scale, use_fast_accum, routing_skew: see ``run_moe_reduce_rs``.
 
     Returns:
@@ -205,7 +205,7 @@ def run_moe_reduce_ar(
         InvalidArgument, ContextFinalized, RankDisagreement: see ``run_moe_reduce_rs``.
     """
     return AllReduceCall(
-        gemm_config, algorithm, A_scale, B_scale, use_fast_accum, accepted_key, x, weights,
+        gemm_config, algorithm, A_scale, B_scale, use_fast_accum, validated_key, x, weights,
         chosen_experts, expert_weight, ctx, n_chunks, persistent, config, num_chunks, reduction,
         routing_skew,
     ).run()  # fmt: skip

@@ -101,7 +101,7 @@ class ShardsCall(OpCall):
     num_chunks: int | None
     straggler_option: tuple[int, int] | None
     algorithm: str | None
-    accepted_key: object = None
+    validated_key: object = None
 
     algorithms: ClassVar[Algorithms[Any, Any]]
     ctx_type: ClassVar[type[ShardContext]]
@@ -113,7 +113,7 @@ class ShardsCall(OpCall):
     """Kernel that copies or adds the shards that copy engines push."""
 
     def __post_init__(self) -> None:
-        if self.accepted_key is None:
+        if self.validated_key is None:
             self.check(self.x, self.ctx, self.output)
         if self.straggler_option is not None:
             check_straggler(self.algorithms.function, self.straggler_option)

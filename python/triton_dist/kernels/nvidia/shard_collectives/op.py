@@ -52,7 +52,7 @@ def all_gather(
     num_chunks: int | None = None,
     straggler_option: tuple[int, int] | None = None,
     algorithm: str | None = None,
-    accepted_key: object = None,
+    validated_key: object = None,
 ) -> torch.Tensor:
     """Return x of all ranks, concatenated in the order of ranks. Tuned over all ranks.
 
@@ -70,7 +70,7 @@ def all_gather(
         num_chunks: number of chunks into which each program divides its elements (tuned).
         straggler_option: ``(rank, cycles)``: delay ``rank`` by ``cycles`` clock cycles, for tests.
         algorithm: ``"push"``, ``"copy_engine"`` or ``"collective"`` (tuned; ``"push"`` if untuned).
-        accepted_key: reserved for the tuner.
+        validated_key: reserved for the tuner.
 
     Returns:
         ``output``, or a new tensor [W * M, …].
@@ -81,7 +81,7 @@ def all_gather(
     """
     return AllGatherCall(
         x, ctx, output, method, num_ctas, block_bytes, num_chunks, straggler_option, algorithm,
-        accepted_key,
+        validated_key,
     ).run()  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def reduce_scatter(
     num_chunks: int | None = None,
     straggler_option: tuple[int, int] | None = None,
     algorithm: str | None = None,
-    accepted_key: object = None,
+    validated_key: object = None,
 ) -> torch.Tensor:
     """Return this rank's shard of the sum of x over all ranks. Tuned over all ranks.
 
@@ -118,7 +118,7 @@ def reduce_scatter(
         ctx: context of ``create_reduce_scatter_ctx``.
         output: optional output [M / W, …], contiguous; memory separate from x.
         method: ``algorithm`` as a ``ReduceScatterMethod``. Tuning then tries only this algorithm.
-        num_ctas, block_bytes, num_chunks, straggler_option, algorithm, accepted_key: see
+        num_ctas, block_bytes, num_chunks, straggler_option, algorithm, validated_key: see
             ``all_gather``.
 
     Returns:
@@ -130,5 +130,5 @@ def reduce_scatter(
     """
     return ReduceScatterCall(
         x, ctx, output, method, num_ctas, block_bytes, num_chunks, straggler_option, algorithm,
-        accepted_key,
+        validated_key,
     ).run()  # fmt: skip

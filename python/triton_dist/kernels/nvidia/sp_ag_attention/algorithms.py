@@ -80,17 +80,17 @@ class AttentionCall(OpCall):
     scale: float | None = None
     backend: str | None = None
     algorithm: str | None = None
-    accepted_key: Any = None
+    validated_key: Any = None
 
     def __post_init__(self) -> None:
-        if self.accepted_key is None:
+        if self.validated_key is None:
             checked_buffer(
                 self.ctx, SPAttentionContext, "sp_ag_attention", "create_sp_ag_attention_context"
             )
             raise_first_error("sp_ag_attention", self.checks())
         batch, tokens, heads, dim = self.q.shape
         self.lengths = (tokens,) if self.seq_lens is None else tuple(map(int, self.seq_lens))
-        self.key = self.accepted_key or AttentionKey(
+        self.key = self.validated_key or AttentionKey(
             batch * tokens, batch, heads, self.k.shape[2], dim, self.q.dtype, self.is_causal,
             self.is_causal and self.zigzag, len(self.lengths), self.ctx.num_ranks,
         )  # fmt: skip

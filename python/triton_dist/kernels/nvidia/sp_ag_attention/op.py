@@ -51,7 +51,7 @@ def sp_ag_attention(
     scale: float | None = None,
     backend: str | None = None,
     algorithm: str | None = None,
-    accepted_key: Any = None,
+    validated_key: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention of q over k and v of all ranks, and its log-sum-exp. Tuned over all
     ranks.
@@ -72,7 +72,7 @@ def sp_ag_attention(
         scale: factor of the products of q and k; default: 1 / sqrt(head_dim).
         backend: library: ``"cudnn"`` or ``"flash"`` on GPUs, ``"cpu"`` on CPU ranks (tuned).
         algorithm: ``"copy_engine"`` or ``"collective"`` (tuned; ``"copy_engine"`` if untuned).
-        accepted_key: reserved for the tuner.
+        validated_key: reserved for the tuner.
 
     Returns:
         The attention, with the shape and dtype of q, and the log-sum-exp, fp32 [batch, q_heads,
@@ -84,7 +84,7 @@ def sp_ag_attention(
         RankDisagreement: ranks pass different shapes or options (see ``ctx.check``).
     """
     return AttentionCall(
-        q, k, v, ctx, is_causal, zigzag, seq_lens, scale, backend, algorithm, accepted_key
+        q, k, v, ctx, is_causal, zigzag, seq_lens, scale, backend, algorithm, validated_key
     ).run()  # type: ignore[return-value]
 
 

@@ -90,14 +90,14 @@ class HeadsCall(OpCall):
     block_bytes: int | None = None
     num_chunks: int | None = None
     algorithm: str | None = None
-    accepted_key: Any = None
+    validated_key: Any = None
     function: str | None = None
     """Name of the op in errors, if another op contains this call."""
 
     def __post_init__(self) -> None:
         algorithms = PRE_ATTN if self.to_heads else POST_ATTN
         function = self.function or algorithms.function
-        if self.accepted_key is None:
+        if self.validated_key is None:
             checked_buffer(self.ctx, UlyssesContext, function, "create_ulysses_context")
             raise_first_error(function, self.checks())
         self.x = list(self.tensors.values())
@@ -112,7 +112,7 @@ class HeadsCall(OpCall):
             0 if x is None else x.shape[2] * x.shape[3] // (number if self.to_heads else 1)
             for x, number in zip(self.x, shards, strict=True)
         )
-        self.key: HeadsKey = self.accepted_key or HeadsKey(
+        self.key: HeadsKey = self.validated_key or HeadsKey(
             self.batch * self.total, self.widths, first.dtype, ctx.replicas, self.batch > 1,
             lengths is not None, ctx.num_ranks,
         )  # fmt: skip

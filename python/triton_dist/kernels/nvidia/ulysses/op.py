@@ -60,7 +60,7 @@ def ulysses_pre_attn(
     block_bytes: int | None = None,
     num_chunks: int | None = None,
     algorithm: str | None = None,
-    accepted_key: Any = None,
+    validated_key: Any = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return q, k and v of the whole sequence for this rank's heads. Tuned over all ranks.
 
@@ -80,7 +80,7 @@ def ulysses_pre_attn(
         num_ctas, block_bytes, num_chunks: number of workers (programs that share a chunk), bytes
             that a program copies at once, and number of chunks of each block (tuned).
         algorithm: ``"push"`` or ``"collective"`` (tuned; ``"push"`` if untuned).
-        accepted_key: reserved for the tuner.
+        validated_key: reserved for the tuner.
 
     Returns:
         New tensors [batch, tokens of all ranks, heads of this rank, dim], one for each of q, k and
@@ -92,7 +92,7 @@ def ulysses_pre_attn(
         RankDisagreement: ranks pass different shapes or ``seq_lens`` (see ``ctx.check``).
     """
     return pre_attn_call(
-        q, k, v, ctx, seq_lens, num_ctas, block_bytes, num_chunks, algorithm, accepted_key
+        q, k, v, ctx, seq_lens, num_ctas, block_bytes, num_chunks, algorithm, validated_key
     ).run()  # type: ignore[return-value]
 
 
@@ -113,7 +113,7 @@ def ulysses_post_attn(
     block_bytes: int | None = None,
     num_chunks: int | None = None,
     algorithm: str | None = None,
-    accepted_key: Any = None,
+    validated_key: Any = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return this rank's part of the sequence with all heads. Tuned over all ranks.
 
@@ -124,7 +124,7 @@ def ulysses_post_attn(
         k, v: gradients of k and v, [batch, tokens of all ranks, KV heads of this rank, dim], for
             the backward of ``ulysses_pre_attn``. Gradients of a KV head that several ranks use are
             added in fp32 and rounded once.
-        seq_lens, num_ctas, block_bytes, num_chunks, algorithm, accepted_key: see
+        seq_lens, num_ctas, block_bytes, num_chunks, algorithm, validated_key: see
             ``ulysses_pre_attn``. By default, all ranks have equally many tokens.
 
     Returns:
@@ -135,5 +135,5 @@ def ulysses_post_attn(
         InvalidArgument, ContextFinalized, RankDisagreement: see ``ulysses_pre_attn``.
     """
     return post_attn_call(
-        o, ctx, k, v, seq_lens, num_ctas, block_bytes, num_chunks, algorithm, accepted_key
+        o, ctx, k, v, seq_lens, num_ctas, block_bytes, num_chunks, algorithm, validated_key
     ).run()  # type: ignore[return-value]

@@ -99,17 +99,17 @@ class ProductCall(OpCall):
     block_bytes: int | None = None
     num_chunks: int | None = None
     algorithm: str | None = None
-    accepted_key: Any = None
+    validated_key: Any = None
 
     def __post_init__(self) -> None:
         algorithms = GEMM_PRE_ATTN if self.to_heads else POST_ATTN_GEMM
         self.function = function = algorithms.function
-        is_new = self.accepted_key is None
+        is_new = self.validated_key is None
         self.chosen: _Algorithm = algorithms[self.algorithm or Fused.name]  # type: ignore[assignment]
         options = (
             self.seq_lens, self.num_ctas, self.block_bytes, self.num_chunks, self.chosen.exchange,
         )  # fmt: skip
-        # An ``accepted_key`` of () skips the checks of the exchange, which then makes the key.
+        # An ``validated_key`` of () skips the checks of the exchange, which then makes the key.
         if self.to_heads:
             if is_new:
                 checked_buffer(self.ctx, UlyssesContext, function, "create_ulysses_context")
@@ -125,7 +125,7 @@ class ProductCall(OpCall):
         if is_new:
             raise_first_error(function, self.operand_checks())
         hidden = self.x.shape[2] if self.to_heads else self.B.shape[1]
-        self.key = self.accepted_key or HeadsProductKey(
+        self.key = self.validated_key or HeadsProductKey(
             *self.exchange.key, hidden, layout_of(self.B), self.bias is not None
         )
         self.chosen.check(self)

@@ -60,7 +60,7 @@ def ulysses_gemm_pre_attn(
     block_bytes: int | None = None,
     num_chunks: int | None = None,
     algorithm: str | None = None,
-    accepted_key: Any = None,
+    validated_key: Any = None,
 ) -> tuple[torch.Tensor, ...]:
     """Project tokens to q, k and v; return them for the whole sequence and this rank's heads.
 
@@ -80,7 +80,7 @@ def ulysses_gemm_pre_attn(
         num_ctas, block_bytes, num_chunks: tunables of the exchange after a separate GEMM; see
             ``ulysses_pre_attn`` (tuned).
         algorithm: ``"fused"``, ``"serial"`` or ``"collective"`` (tuned; ``"fused"`` if untuned).
-        accepted_key: reserved for the tuner.
+        validated_key: reserved for the tuner.
 
     Returns:
         q, k and v: new tensors [batch, tokens of all ranks, heads of this rank, dim].
@@ -92,7 +92,7 @@ def ulysses_gemm_pre_attn(
     """
     return gemm_pre_attn_call(
         x, B, ctx, bias, seq_lens, gemm_config, persistent, num_ctas, block_bytes, num_chunks,
-        algorithm, accepted_key,
+        algorithm, validated_key,
     ).run()  # type: ignore[return-value]  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def ulysses_post_attn_gemm(
     block_bytes: int | None = None,
     num_chunks: int | None = None,
     algorithm: str | None = None,
-    accepted_key: Any = None,
+    validated_key: Any = None,
 ) -> torch.Tensor:
     """Return ``ulysses_post_attn`` of o, multiplied by B. Tuned over all ranks.
 
@@ -128,7 +128,7 @@ def ulysses_post_attn_gemm(
         ctx: context of ``create_ulysses_context``.
         bias: [features], contiguous, dtype of the context.
         seq_lens: see ``ulysses_post_attn``.
-        gemm_config, persistent, num_ctas, block_bytes, algorithm, accepted_key: see
+        gemm_config, persistent, num_ctas, block_bytes, algorithm, validated_key: see
             ``ulysses_gemm_pre_attn``.
         num_chunks: number of chunks of each block; ``"fused"`` waits for chunks (tuned).
 
@@ -140,5 +140,5 @@ def ulysses_post_attn_gemm(
     """
     return post_attn_gemm_call(
         o, B, ctx, bias, seq_lens, gemm_config, persistent, num_ctas, block_bytes, num_chunks,
-        algorithm, accepted_key,
+        algorithm, validated_key,
     ).run()  # fmt: skip
