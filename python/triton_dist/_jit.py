@@ -59,10 +59,10 @@ def jit(fn: Any = None, **options: Any) -> Any:
         triton_compat.pin_defaults()
         triton_compat.explain_missing_driver()
         shipped.install()
-    return describe(triton.jit(fn, **options))
+    return with_signature_and_doc(triton.jit(fn, **options))
 
 
-def describe(kernel: Any) -> Any:
+def with_signature_and_doc(kernel: Any) -> Any:
     """Set the signature and the names of the kernel's function on ``kernel``, for ``help`` and
     IDEs. Return ``kernel``."""
     fn = kernel.fn

@@ -370,12 +370,12 @@ class InvalidArtefact(TritonDistError, ValueError):
     It is missing, damaged, of a later version, or rejected by Triton's compiler.
 
     Attributes:
-        why: the reason.
+        location: path of the file, or another description of the artefact.
     """
 
-    def __init__(self, where: str, why: str) -> None:
-        self.where, self.why = where, why
-        super().__init__(f"{where}: {why}")
+    def __init__(self, location: str, reason: str) -> None:
+        self.location, self.reason = location, reason
+        super().__init__(f"{location}: {reason}")
 
 
 class ArtefactRefused(TritonDistError, ValueError):
@@ -385,12 +385,12 @@ class ArtefactRefused(TritonDistError, ValueError):
     Nothing was launched.
 
     Attributes:
-        why: what the artefact requires and what the call passed.
+        reason: what the artefact requires and what the call passed.
     """
 
-    def __init__(self, kernel: str, where: str, why: str) -> None:
-        self.kernel, self.where, self.why = kernel, where, why
-        super().__init__(f"{kernel}: {where} cannot be launched with these arguments: {why}")
+    def __init__(self, kernel: str, location: str, reason: str) -> None:
+        self.kernel, self.location, self.reason = kernel, location, reason
+        super().__init__(f"{kernel}: {location} cannot be launched with these arguments: {reason}")
 
 
 class CompileTimeout(TritonDistError, TimeoutError):

@@ -27,7 +27,7 @@ from tests.tuning import ops
 from triton_dist._tuning.store import packs
 from triton_dist._tuning.store.layout import with_checksum
 from triton_dist.cli import text, validator
-from triton_dist.cli.main import SUBCOMMANDS, main, parser_of_all
+from triton_dist.cli.main import SUBCOMMANDS, full_parser, main
 from triton_dist.errors import NoSuchFunction, TuningWarning
 from triton_dist.tune import autotune
 
@@ -487,7 +487,7 @@ def test_a_shell_completes_subcommands_options_and_functions(package_records, li
     argcomplete = pytest.importorskip("argcomplete", reason="completion needs it, extra cli")
     ops.matmul(A, B)
     *words, last = line.split()
-    finder = argcomplete.CompletionFinder(parser_of_all())
+    finder = argcomplete.CompletionFinder(full_parser())
     found = finder._get_completions(["triton-dist", *words], last, "", None)
     assert set(found) == COMPLETIONS[line]
 

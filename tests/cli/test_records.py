@@ -91,7 +91,7 @@ def test_a_space_is_analysed():
     assert [each.ms for each in found.timed] == [1.0, 1.1, 2.0, 2.2]
     assert found.varying == ("block", "warps")
     assert [found.count_within(share) for share in (0.01, 0.1001, 5)] == [1, 2, 4]
-    assert found.ranked() == [("block", 1.0), ("warps", 0.0)]
+    assert found.parameters_by_importance() == [("block", 1.0), ("warps", 0.0)]
     assert found.slowdown_by_value("warps") == pytest.approx({"4": 0, "8": 0.1})
     assert found.always_failed() == [("block", "256", 2)]
     assert [(each.kind, each.count) for each in found.failed] == [("resources", 2)]
@@ -117,8 +117,8 @@ def test_changes_of_two_records():
     slower = [(values, timed(3.0, 3.0)) for values, _ in SPACE[:1]] + SPACE[1:3]
     changes = Changes.of(record(), record(slower, source={"gemm": "2"}))
     assert changes.changed_dependencies == ["source: gemm changed"]
-    assert not changes.same_winner
-    assert changes.older_winner_now == pytest.approx(3 / 1.1)
+    assert not changes.has_same_winner
+    assert changes.older_winner_ratio == pytest.approx(3 / 1.1)
     assert (len(changes.common), len(changes.only_before), changes.only_after) == (3, 3, [])
     assert changes.correlation == pytest.approx(-0.5)
 

@@ -352,7 +352,7 @@ def test_types_that_an_ir_does_not_tell_apart():
     artefact = runner.Artefact("ttir", head, foreign.metadata_from_ir("f", "tt.func", ""))
     with pytest.warns(ArtefactWarning):
         found = foreign.with_specialisation(artefact, Specialisation(types, {}, {}))
-    assert found.about.specialisation.types == types | {"d": "i64"}
+    assert found.metadata.specialisation.types == types | {"d": "i64"}
 
 
 @pytest.mark.parametrize("level", ["llir", "ptx"])
@@ -401,7 +401,7 @@ def test_artefacts_of_another_triton(level):
     than ptxas of 3.6 knows."""
     x = torch.zeros(1024)
     kernel = add_one[(16,)](x, x, 1024, **{f"{level}_dir": DATA})
-    assert runner.load(DATA, "add_one", level).about.compiler == "triton 3.9.0"
+    assert runner.load(DATA, "add_one", level).metadata.compiler == "triton 3.9.0"
     assert kernel.metadata.num_warps == 4
     assert b"add_one" in kernel.asm["cubin"]
     with pytest.raises(ArtefactRefused, match="n to be divisible by 16"):
@@ -569,7 +569,7 @@ def toolchain(monkeypatch):
     def answer(kernel, folder, request):
         requests.append(kernel)
         driver = triton.runtime.driver._active
-        toolchains.compile_here(json.loads(json.dumps(request)))
+        toolchains.compile_request(json.loads(json.dumps(request)))
         triton.runtime.driver._active = driver
 
     monkeypatch.setattr(toolchains, "_compile_in_subprocess", answer)
@@ -637,8 +637,8 @@ def test_artefacts_are_compared_by_content(exported, tmp_path):
     two = runner.load(shutil.copytree(exported / "special", tmp_path / "copy"), "scale")
     assert (one, hash(one), repr(one)) == (two, hash(two), repr(two))
     assert repr(one).endswith("stride=1, BLOCK=64, DTYPE=fp16, num_warps=2, num_stages=3)")
-    about = dataclasses.replace(two.about, options={**two.about.options, "num_warps": 4})
-    assert runner.Artefact(two.level, two.data, about) != one
+    metadata = dataclasses.replace(two.metadata, options={**two.metadata.options, "num_warps": 4})
+    assert runner.Artefact(two.level, two.data, metadata) != one
 
 
 def test_names_of_scripts(exported):
@@ -717,7 +717,7 @@ def test_dump(tmp_path, capfd, monkeypatch):
     command = ["dump", "--to", str(folder), "--levels", "ptx,sass"]
     assert main([*command, "--", sys.executable, str(program)]) == 3
     other, kernel = sorted(folder.iterdir())
-    assert runner.load(other, long).about.function == long
+    assert runner.load(other, long).metadata.function == long
     assert {p.name for p in kernel.iterdir()} == {
         "zero.cubin",
         "zero.json",

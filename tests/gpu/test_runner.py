@@ -138,8 +138,8 @@ def spoil(blocks: Path) -> None:
     with compile_only(80):
         x = torch.empty(N, device="cpu")
         other = kernel.warmup(x, x, N, BLOCK=256, grid=(1,))
-    about = dataclasses.replace(runner.load(second, "add_one").about)
-    files.write(second, about, {"cubin": other.asm["cubin"]})
+    metadata = dataclasses.replace(runner.load(second, "add_one").metadata)
+    files.write(second, metadata, {"cubin": other.asm["cubin"]})
 
 
 def tuned(folder: Path, kernel):

@@ -632,7 +632,7 @@ MUTANTS = (
     Mutant(
         "runner: what an artefact needs of an argument is looked for",
         _SPECIALISATION,
-        "if launched.attributes.get(path, {}).get(attribute) != needed:",
+        "if launch_specialisation.attributes.get(path, {}).get(attribute) != needed:",
         "if False:",
         RUNNER,
     ),
@@ -646,15 +646,15 @@ MUTANTS = (
     Mutant(
         "runner: members of tuples are compared, and how many there are",
         _SPECIALISATION,
-        "paths = [*self.leaves, *(path for path in launched.leaves if path not in self.leaves)]",
-        "paths = [*self.leaves]",
+        "*(path for path in launch_specialisation.leaves if path not in self.leaves),",
+        "",
         RUNNER,
     ),
     Mutant(
         "runner: the launcher passes what the artefact takes",
         _RUNNER,
-        "made_for = artefact.about.specialisation",
-        "made_for = launched",
+        "specialisation = artefact.metadata.specialisation",
+        "specialisation = launch_specialisation",
         RUNNER,
     ),
     Mutant(

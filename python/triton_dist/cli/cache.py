@@ -40,7 +40,7 @@ def folders_of_records() -> list[ReadOnlyStore]:
     return [user_store(), *map(ReadOnlyStore, knobs.autotune_readonly_dirs.get())]
 
 
-def with_packs() -> list[Store]:
+def searched_stores() -> list[Store]:
     """Return the stores that a tuner searches: :func:`folders_of_records`, then packs."""
     return [*folders_of_records(), *map(PackStore, pack_locations())]
 
@@ -54,7 +54,7 @@ def records_of(stores: Sequence[Store], function: str | None) -> Iterator[Stored
             yield stored
 
 
-def add_selection(parser: argparse.ArgumentParser, metavar: str = "", help: str = "") -> None:
+def add_record_options(parser: argparse.ArgumentParser, metavar: str = "", help: str = "") -> None:
     """Add ``--key`` and ``--on``, which select records (:func:`select`). With ``metavar``, also add
     the positional argument that names the function, with ``help``."""
     if metavar:
@@ -75,7 +75,9 @@ def _functions_with_records(**_: object) -> set[str]:
     the records would take seconds."""
     roots = (store.root for store in folders_of_records())
     names = {path.name for root in roots if root.is_dir() for path in root.iterdir()}
-    packs = (path for place in pack_locations() for path in files_in(place, (RECORDS_SUFFIX,)))
+    packs = (
+        path for location in pack_locations() for path in files_in(location, (RECORDS_SUFFIX,))
+    )
     return names | {path.name.partition(".")[0] for path in packs}
 
 
@@ -91,10 +93,12 @@ def select(function: str, arguments: argparse.Namespace) -> list[StoredRecord]:
     """
     if function.endswith(".json"):
         return [record_in_file(Path(function))]
-    return matching(records_of(with_packs(), function), arguments)
+    return matching_records(records_of(searched_stores(), function), arguments)
 
 
-def matching(records: Iterable[StoredRecord], arguments: argparse.Namespace) -> list[StoredRecord]:
+def matching_records(
+    records: Iterable[StoredRecord], arguments: argparse.Namespace
+) -> list[StoredRecord]:
     """Return the records that match ``--key`` and ``--on``; see :func:`select`."""
     found = [each for each in records if (arguments.on or "") in hardware_text(each.record)]
     found = [each for each in found if hardware_text(each.record) == arguments.on] or found

@@ -65,7 +65,7 @@ def _run(arguments: argparse.Namespace) -> int:
     known = record_stems(store.root) if arguments.all else found
     kept = {
         str(journal): "the tuning is running"
-        for journal in (place.with_suffix(".journal") for place in sorted(known))
+        for journal in (stem.with_suffix(".journal") for stem in sorted(known))
         if is_in_use(journal)
     }
     kinds = {"log"} if arguments.logs else set()
@@ -91,32 +91,32 @@ def _run(arguments: argparse.Namespace) -> int:
         }
         text.print_json(tree)
     else:
-        settings = {Path(where): record.fingerprint.settings for record, where in records}
+        settings = {Path(location): record.fingerprint.settings for record, location in records}
         _print(arguments, removed, kept, settings)
     return 0 if removed or arguments.all else 1
 
 
 def _stale(records: list[StoredRecord], imports: bool) -> tuple[set[Path], dict[str, str]]:
     """Return the paths of stale records, without suffix, and why records could not be compared."""
-    verdicts = [verdict(record, {}, any_settings=True) for record, _ in records]
+    verdicts = [verdict(record, {}, ignores_settings=True) for record, _ in records]
     modules: dict[str, list[int]] = {}
     for number, each in enumerate(verdicts):
         module = records[number].record.key.module
-        if each.by_import and (imports or is_own_package(module)):
+        if each.needs_import and (imports or is_own_package(module)):
             modules.setdefault(module, []).append(number)
     for module, numbers in modules.items():
         chosen = [records[number].record for number in numbers]
         pairs = [(record.key.function, record) for record in chosen]
-        by_import = verdicts_by_import(module, pairs, {}, any_settings=True)
+        by_import = verdicts_by_import(module, pairs, {}, ignores_settings=True)
         for number, each in zip(numbers, by_import, strict=True):
             verdicts[number] = each
     stale: set[Path] = set()
     unknown: dict[str, str] = {}
-    for (_, where), each in zip(records, verdicts, strict=True):
-        if each.used is None:
-            unknown[where] = f"not compared: {each.reasons[0]}"
-        elif not each.used:
-            stale.add(Path(where).with_suffix(""))
+    for (_, location), each in zip(records, verdicts, strict=True):
+        if each.is_used is None:
+            unknown[location] = f"not compared: {each.reasons[0]}"
+        elif not each.is_used:
+            stale.add(Path(location).with_suffix(""))
     return stale, unknown
 
 

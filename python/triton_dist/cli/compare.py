@@ -33,7 +33,7 @@ def add_to(subcommands: Any) -> None:
             "compare gemm_rs --ranks --key 7168",
         ],
     )
-    cache.add_selection(parser, "FUNCTION", "function name, optionally with its module")
+    cache.add_record_options(parser, "FUNCTION", "function name, optionally with its module")
     parser.add_argument(
         "--cache", type=folder, action="append", default=[], metavar="DIR",
         help="another folder of records to search; may be given several times",
@@ -58,7 +58,7 @@ def add_to(subcommands: Any) -> None:
     )
     parser.add_argument("old", metavar="OLD", help="a record's file, or a function")
     parser.add_argument("new", metavar="NEW", help="a record's file, or a function")
-    cache.add_selection(parser)
+    cache.add_record_options(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -67,7 +67,9 @@ def _run(arguments: argparse.Namespace) -> int:
     for path in arguments.cache:
         known = {stored.location for stored in found}
         more = cache.records_of([ReadOnlyStore(path)], arguments.function)
-        found += [each for each in cache.matching(more, arguments) if each.location not in known]
+        found += [
+            each for each in cache.matching_records(more, arguments) if each.location not in known
+        ]
     keys: dict[str, list[StoredRecord]] = {}
     for stored in found:
         keys.setdefault(_group_text(stored, arguments.ranks), []).append(stored)
@@ -86,11 +88,11 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0 if several else 1
 
 
-def _group_text(stored: StoredRecord, ignores_ranks: bool) -> str:
+def _group_text(stored: StoredRecord, ignores_num_ranks: bool) -> str:
     """Return a text that is equal for the records that are compared with each other."""
     key, ranks = stored.record.key, stored.record.fingerprint.topology.get("world_size", "")
     text = key.text
-    if ignores_ranks and (found := [*re.finditer(rf"\b{re.escape(ranks)}\b", text)]) and ranks:
+    if ignores_num_ranks and (found := [*re.finditer(rf"\b{re.escape(ranks)}\b", text)]) and ranks:
         text = f"{text[: found[-1].start()]}RANKS{text[found[-1].end() :]}"
     return f"{key.function} {text}"
 
@@ -163,12 +165,12 @@ def _diff(arguments: argparse.Namespace) -> int:
             "old": old.location,
             "new": new.location,
             "facts": changes.changed_dependencies,
-            "same_winner": changes.same_winner,
+            "same_winner": changes.has_same_winner,
             "winner_old": str(old.record.best),
             "winner_new": str(new.record.best),
             "ms_old": changes.before.winner.ms,
             "ms_new": changes.after.winner.ms,
-            "older_winner_now": changes.older_winner_now,
+            "older_winner_now": changes.older_winner_ratio,
             "rank_correlation": changes.correlation,
             "common": [
                 {"config": str(now.trial), "digest": now.trial.digest, "old": was.ms, "new": now.ms}
@@ -185,7 +187,7 @@ def _diff(arguments: argparse.Namespace) -> int:
         changes.changed_dependencies
         or changes.only_after
         or changes.only_before
-        or not changes.same_winner
+        or not changes.has_same_winner
     )
     return 1 if differ else 0
 
@@ -196,12 +198,12 @@ def lines_of_changes(changes: Changes) -> Iterator[str]:
     yield f"  time of the winner: {before.winner.ms:.4f} ms, now {after.winner.ms:.4f} ms, " + (
         f"{changes.ratio:.3f}x"
     )
-    if changes.same_winner:
+    if changes.has_same_winner:
         yield f"  winner: the same, {after.record.best}"
     else:
         yield f"  winner: it was {before.record.best}"
         yield f"          it is  {after.record.best}"
-        if (now := changes.older_winner_now) is not None:
+        if (now := changes.older_winner_ratio) is not None:
             yield f"          the old winner now takes {now:.3f}x the time of the new winner"
     order = changes.correlation
     alike = "" if order is None else f", rank correlation of their times {order:.2f}"

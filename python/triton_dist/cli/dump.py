@@ -96,10 +96,10 @@ def _row(description: Path, with_sass: bool) -> list[str]:
     artefact = files.load(description.parent, description.stem)
     if with_sass:
         _files.write(description.with_suffix(f".{_SASS}"), facts.sass(artefact.data).encode())
-    options, launch = artefact.about.options, artefact.about.launch
+    options, launch = artefact.metadata.options, artefact.metadata.launch_metadata
     launched = (options.get("num_warps"), options.get("num_stages"))
     used = (*facts.resource_usage(artefact.data), launch.get("shared"))
-    return [description.parent.name, f"sm_{artefact.about.arch}", *map(str, (*launched, *used))]
+    return [description.parent.name, f"sm_{artefact.metadata.arch}", *map(str, (*launched, *used))]
 
 
 _MAX_LINES = 12
@@ -165,15 +165,15 @@ def _facts(description: Path) -> dict[str, Any]:
     from triton_dist.runtime.compiling import facts
 
     artefact = files.load(description.parent, description.stem)
-    about = artefact.about
-    found: dict[str, Any] = {"kernel": about.function, "arch": f"sm_{about.arch}"}
+    metadata = artefact.metadata
+    found: dict[str, Any] = {"kernel": metadata.function, "arch": f"sm_{metadata.arch}"}
     found |= {name: str(value) for name, value in artefact.constants().items()}
-    found |= {name: about.options.get(name) for name in _COUNTED_OPTIONS}
+    found |= {name: metadata.options.get(name) for name in _COUNTED_OPTIONS}
     try:
         found["registers"], found["stack B"] = facts.resource_usage(artefact.data)
     except RuntimeError as failure:  # cuobjdump is not installed
         found["registers"] = found["stack B"] = f"not known: {failure}"
-    found["shared B"] = about.launch.get("shared")
+    found["shared B"] = metadata.launch_metadata.get("shared")
     return found
 
 

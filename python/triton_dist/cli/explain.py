@@ -44,7 +44,7 @@ def add_to(subcommands: Any) -> None:
             "explain matmul --json",
         ],
     )
-    cache.add_selection(
+    cache.add_record_options(
         parser, "FUNCTION", "package.module:function, the name as `list` prints it, or a bare name"
     )
     parser.add_argument("--used", action="store_true", help="only records that would be used")
@@ -77,22 +77,22 @@ def _run(arguments: argparse.Namespace) -> int:
     if module and not records and (arguments.imports or is_own_package(module)):
         # The function may have been tuned under a different name.
         records = _records("", None)
-    kept = {id(each) for each in cache.matching((each for _, each in records), arguments)}
+    kept = {id(each) for each in cache.matching_records((each for _, each in records), arguments)}
     records = [pair for pair in records if id(pair[1]) in kept]
     found = _explained(records, module, name, ranks, arguments.imports)
     found = [each for each in found if OTHER_FUNCTION_REASON not in each.verdict.reasons]
-    unknown = [each.verdict.reasons[0] for each in found if each.verdict.used is None]
+    unknown = [each.verdict.reasons[0] for each in found if each.verdict.is_used is None]
     why = "; ".join(dict.fromkeys(unknown))
     if module and arguments.imports and len(unknown) == len(found) > 0:
         raise NoSuchFunction(arguments.function, why, "Nothing was compared")
-    shown = [each for each in found if each.verdict.used] if arguments.used else found
+    shown = [each for each in found if each.verdict.is_used] if arguments.used else found
     if arguments.json:
         trees = [
             {
                 **listing.tree_of(each.stored),
-                "used": each.verdict.used,
+                "used": each.verdict.is_used,
                 "reasons": each.verdict.reasons,
-                "accepted": each.verdict.accepted,
+                "accepted": each.verdict.accepted_differences,
             }
             for each in shown
         ]
@@ -103,7 +103,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"No record of {name} would be used. Without --used, the reasons are printed.")
     else:
         _print(shown, ranks, arguments.all)
-    return 0 if any(each.verdict.used is not False for each in shown) else 1
+    return 0 if any(each.verdict.is_used is not False for each in shown) else 1
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _records(module: str, name: str | None) -> list[tuple[int, StoredRecord]]:
     """Return the records of function ``name`` (``None``: all records), each with the index of its
     store. A tuner searches the stores in this order."""
     found = []
-    for index, store in enumerate(cache.with_packs()):
+    for index, store in enumerate(cache.searched_stores()):
         if not (module and name):
             found += [(index, each) for each in cache.records_of([store], name)]
             continue
@@ -142,19 +142,19 @@ def _explained(
     for index, stored in found:
         groups.setdefault(module or stored.record.key.module, []).append((index, stored))
     explained: list[_Explained] = []
-    for where, group in groups.items():
+    for module_name, group in groups.items():
         records = [stored.record for _, stored in group]
-        if is_own_package(where) or (imports and where):
+        if is_own_package(module_name) or (imports and module_name):
             pairs = [(name if module else record.key.function, record) for record in records]
-            verdicts = verdicts_by_import(where, pairs, ranks)
+            verdicts = verdicts_by_import(module_name, pairs, ranks)
         else:
-            verdicts = [verdict(record, ranks, module=where) for record in records]
+            verdicts = [verdict(record, ranks, module=module_name) for record in records]
         keys: dict[Key, list[tuple[int, _Explained]]] = {}
         for (index, stored), each in zip(group, verdicts, strict=True):
             keys.setdefault(stored.record.key, []).append((index, _Explained(stored, each)))
-        for of_key in keys.values():
-            of_key.sort(key=lambda pair: (pair[0], not pair[1].verdict.is_own))
-            explained += _mark_first_used([each for _, each in of_key])
+        for explained_of_key in keys.values():
+            explained_of_key.sort(key=lambda pair: (pair[0], not pair[1].verdict.is_own_record))
+            explained += _mark_first_used([each for _, each in explained_of_key])
     return explained
 
 
@@ -162,37 +162,39 @@ def _mark_first_used(records: Sequence[_Explained]) -> Iterator[_Explained]:
     """Change the verdicts of one key's records: only the first usable record is used."""
     used_file = ""
     for each in records:
-        if each.verdict.used and used_file:
+        if each.verdict.is_used and used_file:
             each = replace(each, verdict=Verdict(False, (f"{_NOT_FIRST}: {used_file}",)))
-        elif each.verdict.used:
+        elif each.verdict.is_used:
             used_file = each.stored.location
         yield each
 
 
-def _print(found: Sequence[_Explained], ranks: Mapping[str, str], every: bool) -> None:
-    """Print one record of each group with equal verdicts, or every record if ``every``."""
+def _print(found: Sequence[_Explained], ranks: Mapping[str, str], prints_all: bool) -> None:
+    """Print one record of each group with equal verdicts, or every record if ``prints_all``."""
     groups: dict[object, list[_Explained]] = {}
     for number, each in enumerate(found):
-        groups.setdefault(number if every else _group_key(each), []).append(each)
+        groups.setdefault(number if prints_all else _group_key(each), []).append(each)
     order = list(groups.values())
-    if not every:
-        order.sort(key=lambda group: (not group[0].verdict.used, -len(group)))
+    if not prints_all:
+        order.sort(key=lambda group: (not group[0].verdict.is_used, -len(group)))
     for group in order:
         common = group[0].verdict
         if len(order) < len(found):
             text.print_lines(f"{len(group)} of {counted(len(found), 'record')}, for example:")
         text.print_lines(*_heading(*group[0].stored))
-        state = "not compared" if common.used is None else "not used"
+        state = "not compared" if common.is_used is None else "not used"
         text.print_lines(*(f"  {state}: {reason}" for reason in common.reasons))
-        if common.used:
+        if common.is_used:
             unless = ", unless prune_fn drops the winner" * common.may_be_dropped
             text.print_lines(f"  used{unless}")
-        text.print_lines(*(f"  accepted: {difference}" for difference in common.accepted))
+        text.print_lines(
+            *(f"  accepted: {difference}" for difference in common.accepted_differences)
+        )
     if knobs.autotune_always_tune.get():
         print(f"{knobs.autotune_always_tune.variable} is set: the next call tunes again anyway.")
     given = " ".join(f"{name} {value}" for name, value in ranks.items()) or "as many as recorded"
-    used = sum(each.verdict.used is True for each in found)
-    unknown = sum(each.verdict.used is None for each in found)
+    used = sum(each.verdict.is_used is True for each in found)
+    unknown = sum(each.verdict.is_used is None for each in found)
     text.print_lines(
         f"{counted(len(found), 'record')} of {found[0].stored.record.key.function}, {used} used"
         + f", {unknown} not compared" * bool(unknown)
@@ -206,10 +208,10 @@ def _group_key(each: _Explained) -> object:
     verdict = each.verdict
     reasons = tuple(_NOT_FIRST if r.startswith(_NOT_FIRST) else r for r in verdict.reasons)
     name = each.stored.record.key.full_name
-    return name, verdict.used, reasons, verdict.accepted, verdict.may_be_dropped
+    return name, verdict.is_used, reasons, verdict.accepted_differences, verdict.may_be_dropped
 
 
-def _heading(record: TuningRecord, where: str) -> list[str]:
+def _heading(record: TuningRecord, location: str) -> list[str]:
     tuned = f"{record.timestamp}, in {record.seconds:.1f} s"
     if record.shipped:
         versions = (f"{name} {text}" for name, text in record.fingerprint.software.items())
@@ -221,5 +223,5 @@ def _heading(record: TuningRecord, where: str) -> list[str]:
         f"  winner  {record.best}, {cache.best_ms(record):.4f} ms",
         f"  tuned   {tuned}",
         *([f"  how     {record.warm_started_from}"] if record.warm_started_from else []),
-        f"  file    {where}",
+        f"  file    {location}",
     ]

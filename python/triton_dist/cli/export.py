@@ -46,7 +46,7 @@ def add_to(subcommands: Any) -> None:
             "export matmul --key 8192 --format t4 --out matmul_T4.json",
         ],
     )
-    cache.add_selection(parser, "FUNCTION|FILE", "function name, or a record's file")
+    cache.add_record_options(parser, "FUNCTION|FILE", "function name, or a record's file")
     parser.add_argument(
         "--format", choices=sorted(_FORMATS), default="csv", help="output format; default: csv"
     )

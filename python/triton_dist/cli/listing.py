@@ -98,14 +98,14 @@ def _block(entry: StoredRecord | InterruptedTuning) -> list[str]:
     if isinstance(entry, InterruptedTuning):
         lines = [f"key     {entry.key or 'unknown'}", f"state   {_tried(entry)}"]
         return [*(f"    {line}" for line in lines), f"    file    {entry.path}", ""]
-    record, where = entry
+    record, location = entry
     failed = sum(isinstance(trial.outcome, Failure) for trial in record.trials)
     tried = f"best of {len(record.trials) - failed}" + f", {failed} failed or pruned" * bool(failed)
     return [
         f"    key     {record.key}",
         f"    winner  {record.best}",
         f"    time    {cache.best_ms(record):.4f} ms, {tried}, {text.age(record.timestamp)} ago",
-        f"    file    {where}",
+        f"    file    {location}",
         "",
     ]
 
@@ -117,7 +117,7 @@ def _tried(each: InterruptedTuning) -> str:
 
 def tree_of(stored: StoredRecord) -> dict[str, Any]:
     """Return the main facts of a record as a JSON tree."""
-    record, where = stored
+    record, location = stored
     return {
         "function": record.key.full_name,
         "key": str(record.key),
@@ -126,7 +126,7 @@ def tree_of(stored: StoredRecord) -> dict[str, Any]:
         "winner": str(record.best),
         "ms": cache.best_ms(record),
         "timestamp": record.timestamp,
-        "file": where,
+        "file": location,
     }
 
 

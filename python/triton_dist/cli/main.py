@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     required file cannot be read or written; standard error has the message. ``debug``, ``dump`` and
     ``profile`` return the exit status of their program, or 1 if there is nothing to report.
     """
-    parser = parser_of_all()
+    parser = full_parser()
     if "_ARGCOMPLETE" in knobs.environment():  # the shell asks for completions
         with suppress(ImportError):
             import argcomplete
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def parser_of_all() -> argparse.ArgumentParser:
+def full_parser() -> argparse.ArgumentParser:
     """Return the parser of ``triton-dist`` with all subcommands."""
     parser = Parser(
         prog="triton-dist",

@@ -182,12 +182,12 @@ def _tree(packed: Pack) -> dict[str, Any]:
 
 def _functions(packed: Pack) -> list[str]:
     """Return a line with the number of records for each function, version and GPU model."""
-    subjects = [
+    functions = [
         f"{r.key.full_name}, version {r.fingerprint.version}, on {r.fingerprint.hardware['gpu']}"
         for r in records_of(packed)
     ]
     return [
-        f"  {counted(subjects.count(each), 'record')} of {each}" for each in sorted(set(subjects))
+        f"  {counted(functions.count(each), 'record')} of {each}" for each in sorted(set(functions))
     ]
 
 

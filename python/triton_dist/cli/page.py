@@ -23,23 +23,23 @@ from triton_dist.cli.report_data import ReportedRecord
 PLOTLY = "plotly.min.js"
 
 
-def record_page(subject: ReportedRecord, plotly: str | None) -> str:
+def record_page(reported: ReportedRecord, plotly: str | None) -> str:
     """Return the page of one record. ``plotly`` is described at :func:`_page`."""
-    key = subject.stored.record.key
-    tables = [_configs(subject), _parameters(subject), _history(subject), _by_rank(subject)]
+    key = reported.stored.record.key
+    tables = [_configs(reported), _parameters(reported), _history(reported), _by_rank(reported)]
     return _page(
         f"{key.full_name}, key {key}",
         plotly,
-        cards=_cards(subject),
-        facts=[(name, text) for name, text in _facts(subject).items() if text],
-        figures=[each._asdict() for each in plots.figures(subject)],
-        tables=[table for table in (*tables, _failures(subject)) if table["rows"]],
-        changes=[] if subject.changes is None else [*compare.lines_of_changes(subject.changes)],
+        cards=_cards(reported),
+        facts=[(name, text) for name, text in _facts(reported).items() if text],
+        figures=[each._asdict() for each in plots.figures(reported)],
+        tables=[table for table in (*tables, _failures(reported)) if table["rows"]],
+        changes=[] if reported.changes is None else [*compare.lines_of_changes(reported.changes)],
     )
 
 
-def index_page(subjects: Sequence[ReportedRecord]) -> str:
-    """Return the index page, with a row and a link for each of ``subjects``."""
+def index_page(reported_records: Sequence[ReportedRecord]) -> str:
+    """Return the index page, with a row and a link for each of ``reported_records``."""
     columns = [
         _column("function", filter=True, sticky=True), _column("key"), _column("default ms", 4),
         _column("speed-up", 2), _column("winner ms", 4), _column("GPU", filter=True),
@@ -48,7 +48,7 @@ def index_page(subjects: Sequence[ReportedRecord]) -> str:
         _column("hardware"), _column("module"),
     ]  # fmt: skip
     rows = []
-    for each in subjects:
+    for each in reported_records:
         record, past, facts = each.stored.record, each.history, each.stored.record.fingerprint
         before, now = past[-2:] if len(past) > 1 else (past[0], past[0])
         rows.append([
@@ -60,9 +60,11 @@ def index_page(subjects: Sequence[ReportedRecord]) -> str:
             "yes" if now.winner != before.winner else "no", str(record.best),
             cache.hardware_text(record), record.key.module,
         ])  # fmt: skip
-    several = [each for each in subjects if len(each.history) > 1]
+    several = [each for each in reported_records if len(each.history) > 1]
     note = "to previous: the winner's time divided by the winner's time in the previous tuning"
-    table = _table("Records", columns, rows, note, links=[each.page_name for each in subjects])
+    table = _table(
+        "Records", columns, rows, note, links=[each.page_name for each in reported_records]
+    )
     figures = [plots.history(several)._asdict()] if several else []
     return _page("Tunings", None, figures=figures, tables=[table])
 
@@ -90,8 +92,8 @@ def _page(title: str, plotly: str | None, **parts: Any) -> str:
 """
 
 
-def _cards(subject: ReportedRecord) -> list[tuple[str, str, str]]:
-    analysis, default = subject.analysis, subject.default
+def _cards(reported: ReportedRecord) -> list[tuple[str, str, str]]:
+    analysis, default = reported.analysis, reported.default
     digits = _digits(analysis.winner.ms)
     winner = ("winner", f"{analysis.winner.ms:.{digits}f} ms", str(analysis.winner.trial))
     if default is None:
@@ -99,13 +101,13 @@ def _cards(subject: ReportedRecord) -> list[tuple[str, str, str]]:
         return [("default config", "not measured", note), winner]
     return [
         ("default config", f"{default.ms:.{digits}f} ms", str(default.trial)),
-        ("speed-up", f"{subject.speed_up:.2f}x", "default config's time / winner's time"),
+        ("speed-up", f"{reported.speed_up:.2f}x", "default config's time / winner's time"),
         winner,
     ]
 
 
-def _facts(subject: ReportedRecord) -> dict[str, str]:
-    (record, where), analysis = subject.stored, subject.analysis
+def _facts(reported: ReportedRecord) -> dict[str, str]:
+    (record, location), analysis = reported.stored, reported.analysis
     facts, samples = record.fingerprint, [len(each.samples) for each in analysis.timed]
     software = {name: text for name, text in facts.software.items() if name != "settings"}
     return {
@@ -120,29 +122,29 @@ def _facts(subject: ReportedRecord) -> dict[str, str]:
         "policy": ", ".join(f"{name} {value}" for name, value in facts.policy.items()),
         "warm start": record.warm_started_from,
         "all configs": show_parameters(analysis.fixed, analysis.fixed),
-        "file": where,
+        "file": location,
     }
 
 
-def _configs(subject: ReportedRecord) -> dict[str, Any]:
+def _configs(reported: ReportedRecord) -> dict[str, Any]:
     """Return the table of all configs: measured configs, fastest first, then all others."""
-    analysis, default, names = subject.analysis, subject.default, subject.analysis.varying
+    analysis, default, names = reported.analysis, reported.default, reported.analysis.varying
     columns = [
         _column("#", sticky=True), _column("ms", _digits(analysis.winner.ms), sticky=True),
         _column("to winner", 3), _column("speed-up", 3), _column("spread %", 1), _column("samples"),
         _column("status", filter=True), *(_column(name, filter=True) for name in names),
     ]  # fmt: skip
     rows: list[list[Any]] = []
-    for place, each in enumerate(analysis.timed, 1):
+    for position, each in enumerate(analysis.timed, 1):
         status = [n for n, of in (("default", default), ("winner", analysis.winner)) if of is each]
         rows.append([
-            place, round(each.ms, 6), round(analysis.ratio(each.ms), 5),
+            position, round(each.ms, 6), round(analysis.ratio(each.ms), 5),
             default and round(default.ms / max(each.ms, 1e-9), 5),
             None if (text := spread(each.samples)) == "-" else float(text[:-1]), len(each.samples),
             ", ".join(status) or "measured",
             *(_cell(each.parameters.get(name, ABSENT)) for name in names),
         ])  # fmt: skip
-    for trial in subject.stored.record.trials:
+    for trial in reported.stored.record.trials:
         if isinstance(trial.outcome, Failure):
             values = parameters(trial.config)
             cells = [_cell(values.get(name, ABSENT)) for name in names]
@@ -150,30 +152,30 @@ def _configs(subject: ReportedRecord) -> dict[str, Any]:
     return _table("Configs", columns, rows, marked=analysis.timed.index(analysis.winner))
 
 
-def _parameters(subject: ReportedRecord) -> dict[str, Any]:
+def _parameters(reported: ReportedRecord) -> dict[str, Any]:
     rows = [
         [name, 100 * share,
          ", ".join(
-             f"{value} {p:+.1%}" for value, p in subject.analysis.slowdown_by_value(name).items()
+             f"{value} {p:+.1%}" for value, p in reported.analysis.slowdown_by_value(name).items()
          )]
-        for name, share in subject.analysis.ranked()
+        for name, share in reported.analysis.parameters_by_importance()
     ]  # fmt: skip
     note = "cost: the time of the fastest config with the value, relative to the winner"
     columns = [_column("parameter"), _column("importance %", 1), _column("cost of each value")]
     return _table("Parameters", columns, rows, note)
 
 
-def _history(subject: ReportedRecord) -> dict[str, Any]:
-    columns = [_column("ended"), _column("ms", _digits(subject.analysis.winner.ms)),
+def _history(reported: ReportedRecord) -> dict[str, Any]:
+    columns = [_column("ended"), _column("ms", _digits(reported.analysis.winner.ms)),
                _column("seconds", 1), _column("reason"), _column("winner")]  # fmt: skip
-    return _table("Tunings of this key", columns, [[*each] for each in subject.history])
+    return _table("Tunings of this key", columns, [[*each] for each in reported.history])
 
 
-def _by_rank(subject: ReportedRecord) -> dict[str, Any]:
+def _by_rank(reported: ReportedRecord) -> dict[str, Any]:
     """Return the table of times by rank, for the configs whose times by rank are recorded."""
-    known, names = subject.analysis.record.by_rank, subject.analysis.varying
+    known, names = reported.analysis.record.by_rank, reported.analysis.varying
     rows = []
-    for each in subject.analysis.timed:
+    for each in reported.analysis.timed:
         if (own := known.get(each.trial.digest)) is not None:
             total = max(sum(own.slowest), 1)
             cells = (f"{ms:.4f}, {slow / total:.0%}" for ms, slow in zip(*own, strict=True))
@@ -184,8 +186,8 @@ def _by_rank(subject: ReportedRecord) -> dict[str, Any]:
     return _table("By rank", columns, rows, note)
 
 
-def _failures(subject: ReportedRecord) -> dict[str, Any]:
-    record, analysis = subject.stored.record, subject.analysis
+def _failures(reported: ReportedRecord) -> dict[str, Any]:
+    record, analysis = reported.stored.record, reported.analysis
     pruned = Counter(reason for _, reason in analysis.pruned) + Counter(record.dropped)
     rows = [[each.kind, each.count, each.first[:500]] for each in analysis.failed]
     rows += [["pruned", count, reason] for reason, count in pruned.most_common()]

@@ -37,33 +37,33 @@ class Figure(NamedTuple):
     layout: dict[str, Any]
 
 
-def figures(subject: ReportedRecord) -> Iterator[Figure]:
+def figures(reported: ReportedRecord) -> Iterator[Figure]:
     """Yield the figures that have data."""
-    analysis = subject.analysis
+    analysis = reported.analysis
     several = len(analysis.timed) > 1
     for draw, wanted in (
         (_sorted_times, several),
-        (_convergence, subject.measurements),
+        (_convergence, reported.measurements),
         (_fastest_configs, several),
         (_importance, analysis.varying),
         (_cost_of_values, analysis.varying),
-        (_phases, sum(subject.phases.values()) > 0),
-        (_changes_since_older, subject.changes and subject.changes.common),
+        (_phases, sum(reported.phases.values()) > 0),
+        (_changes_since_older, reported.changes and reported.changes.common),
     ):
         if wanted:
-            yield draw(subject)
-    if len(subject.history) > 1:
-        yield history([subject])
+            yield draw(reported)
+    if len(reported.history) > 1:
+        yield history([reported])
 
 
-def _sorted_times(subject: ReportedRecord) -> Figure:
-    analysis = subject.analysis
+def _sorted_times(reported: ReportedRecord) -> Figure:
+    analysis = reported.analysis
     ratios = [analysis.ratio(each.ms) for each in analysis.timed]
     data = []
     groups: list[tuple[str, str, str, int, Callable[[MeasuredTrial], bool]]] = [
         (f"{_FEW_SAMPLES} samples or fewer", _FAINT, "circle", 6, _has_few_samples),
         ("more samples", _MAIN, "circle", 6, lambda each: not _has_few_samples(each)),
-        ("default", _DEFAULT, "diamond", 12, lambda each: each is subject.default),
+        ("default", _DEFAULT, "diamond", 12, lambda each: each is reported.default),
         ("winner", _WINNER, "star", 14, lambda each: each is analysis.winner),
     ]
     for name, colour, symbol, size, wanted in groups:
@@ -78,9 +78,9 @@ def _sorted_times(subject: ReportedRecord) -> Figure:
     return Figure("All configs, sorted", text, data, layout)
 
 
-def _convergence(subject: ReportedRecord) -> Figure:
-    measurements = subject.measurements
-    row_of = {each.trial.digest: row for row, each in enumerate(subject.analysis.timed)}
+def _convergence(reported: ReportedRecord) -> Figure:
+    measurements = reported.measurements
+    row_of = {each.trial.digest: row for row, each in enumerate(reported.analysis.timed)}
     seconds, times = [each.seconds for each in measurements], [each.ms for each in measurements]
     rows = [row_of.get(each.config, -1) for each in measurements]
     lowest = list(accumulate(times, min))
@@ -95,15 +95,15 @@ def _convergence(subject: ReportedRecord) -> Figure:
     return Figure("Convergence", text, data, layout)
 
 
-def _fastest_configs(subject: ReportedRecord) -> Figure:
-    analysis = subject.analysis
+def _fastest_configs(reported: ReportedRecord) -> Figure:
+    analysis = reported.analysis
     near = [each for each in analysis.timed if analysis.ratio(each.ms) <= _MAX_PLOTTED_RATIO]
     best = (near if len(near) > 2 else list(analysis.timed[:3]))[:_MAX_FASTEST]
     data: list[dict[str, Any]] = []
-    for place, each in enumerate(best, 1):
+    for number, each in enumerate(best, 1):
         colour = _WINNER if each is analysis.winner else _FAINT if _has_few_samples(each) else _MAIN
         data.append({
-            "type": "box", "name": f"#{place} {_differences_from_winner(subject, each)}",
+            "type": "box", "name": f"#{number} {_differences_from_winner(reported, each)}",
             "x": [round(analysis.ratio(sample), 5) for sample in each.samples], "boxpoints": "all",
             "jitter": 0.5, "pointpos": 0, "orientation": "h", "line": {"width": 1},
             "marker": {"size": 5, "color": colour}, "hoverinfo": "x",
@@ -124,15 +124,15 @@ def _has_few_samples(each: MeasuredTrial) -> bool:
     return len(each.samples) <= _FEW_SAMPLES
 
 
-def _differences_from_winner(subject: ReportedRecord, each: MeasuredTrial) -> str:
+def _differences_from_winner(reported: ReportedRecord, each: MeasuredTrial) -> str:
     """Return the parameters in which a config differs from the winner."""
-    winner = subject.analysis.winner
+    winner = reported.analysis.winner
     differ = [n for n, value in each.parameters.items() if winner.parameters.get(n) != value]
     return "winner" if each is winner else _label(show_parameters(each.parameters, differ))
 
 
-def _importance(subject: ReportedRecord) -> Figure:
-    ranked = subject.analysis.ranked()[:_MAX_BARS]
+def _importance(reported: ReportedRecord) -> Figure:
+    ranked = reported.analysis.parameters_by_importance()[:_MAX_BARS]
     title = "% of the importance of all parameters"
     figure = _bars([name for name, _ in ranked], [100 * share for _, share in ranked], title)
     first = f"{ranked[0][0]} matters most." if ranked[0][1] else "No parameter stands out."
@@ -144,8 +144,8 @@ def _importance(subject: ReportedRecord) -> Figure:
     return Figure("Importance of parameters (PED-ANOVA)", text, *figure)
 
 
-def _cost_of_values(subject: ReportedRecord) -> Figure:
-    analysis = subject.analysis
+def _cost_of_values(reported: ReportedRecord) -> Figure:
+    analysis = reported.analysis
     costs = [
         (f"{name}={value}", 100 * cost)
         for name in analysis.varying
@@ -162,16 +162,16 @@ def _cost_of_values(subject: ReportedRecord) -> Figure:
     return Figure("Cost of fixing a value", text, *_bars(names, values, "% slower than the winner"))
 
 
-def _phases(subject: ReportedRecord) -> Figure:
-    spent = {name: subject.phases[name] for name in _PHASES if name in subject.phases}
+def _phases(reported: ReportedRecord) -> Figure:
+    spent = {name: reported.phases[name] for name in _PHASES if name in reported.phases}
     text = "Seconds: " + ", ".join(f"{name} {value:.3g}" for name, value in spent.items()) + "."
     return Figure("Time spent", text, *_bars([*spent], [*spent.values()], "seconds"))
 
 
-def _changes_since_older(subject: ReportedRecord) -> Figure:
-    changes = subject.changes
+def _changes_since_older(reported: ReportedRecord) -> Figure:
+    changes = reported.changes
     assert changes is not None
-    row_of = {each.trial.digest: row for row, each in enumerate(subject.analysis.timed)}
+    row_of = {each.trial.digest: row for row, each in enumerate(reported.analysis.timed)}
     old, new = ([pair[side].ms for pair in changes.common] for side in (0, 1))
     digests = [now.trial.digest for _, now in changes.common]
     rows = [row_of[digest] for digest in digests]
@@ -189,11 +189,11 @@ def _changes_since_older(subject: ReportedRecord) -> Figure:
     return Figure("Since the older record", text, data, layout)
 
 
-def history(subjects: Sequence[ReportedRecord]) -> Figure:
+def history(reported_records: Sequence[ReportedRecord]) -> Figure:
     """Return the figure of the winners' times over all tunings of each subject."""
     data = []
-    for subject in subjects:
-        past, key = subject.history, subject.stored.record.key
+    for reported in reported_records:
+        past, key = reported.history, reported.stored.record.key
         first = max(past[0].ms, 1e-9)
         data.append({
             "type": "scatter", "mode": "lines+markers",

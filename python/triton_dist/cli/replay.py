@@ -34,7 +34,9 @@ def add_to(subcommands: Any) -> None:
             "replay space_T4.json.gz --search racing,surrogate --json",
         ],
     )
-    cache.add_selection(parser, "FUNCTION|FILE", "function name, a record's file, or a T4 file")
+    cache.add_record_options(
+        parser, "FUNCTION|FILE", "function name, a record's file, or a T4 file"
+    )
     parser.add_argument(
         "--search",
         type=_searches,

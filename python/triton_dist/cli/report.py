@@ -33,7 +33,7 @@ def add_to(subcommands: Any) -> None:
         parser, metavar="FUNCTION|FILE", nargs="?",
         help="function name, or a record's file; default: all records except shipped records",
     )  # fmt: skip
-    cache.add_selection(parser)
+    cache.add_record_options(parser)
     parser.add_argument(
         "--against", type=Path, metavar="FILE", help="an older record's file, to compare with"
     )
@@ -54,7 +54,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
     function, out = arguments.function, arguments.out
     if function is None:
-        found = cache.matching(cache.records_of(cache.folders_of_records(), None), arguments)
+        found = cache.matching_records(
+            cache.records_of(cache.folders_of_records(), None), arguments
+        )
     else:
         found = cache.select(function, arguments)
     if not found:
@@ -63,34 +65,41 @@ def _run(arguments: argparse.Namespace) -> int:
     is_file = out.suffix == ".html"
     if is_file or older is not None:
         found = [cache.single_record(function or "any function", found)]
-    subjects = sorted((ReportedRecord(each, older) for each in found), key=_sort_key)
-    files = [out] if is_file else [out / each.page_name for each in subjects]
+    reported_records = sorted((ReportedRecord(each, older) for each in found), key=_sort_key)
+    files = [out] if is_file else [out / each.page_name for each in reported_records]
     pages = {
-        file: page.record_page(subject, get_plotlyjs() if is_file else None)
-        for file, subject in zip(files, subjects, strict=True)
+        file: page.record_page(reported, get_plotlyjs() if is_file else None)
+        for file, reported in zip(files, reported_records, strict=True)
     }
     if not is_file:
-        pages |= {out / page.PLOTLY: get_plotlyjs(), out / "index.html": page.index_page(subjects)}
+        pages |= {
+            out / page.PLOTLY: get_plotlyjs(),
+            out / "index.html": page.index_page(reported_records),
+        }
     for file, content in pages.items():
         _files.write(file, content.encode("utf-8", "backslashreplace"))
     if arguments.json:
-        trees = [_tree(subject, file) for subject, file in zip(subjects, files, strict=True)]
+        trees = [
+            _tree(reported, file) for reported, file in zip(reported_records, files, strict=True)
+        ]
         text.print_json({"pages": trees})
     else:
-        print(f"{out if is_file else out / 'index.html'}: {counted(len(subjects), 'tuning')}")
+        print(
+            f"{out if is_file else out / 'index.html'}: {counted(len(reported_records), 'tuning')}"
+        )
     return 0
 
 
-def _sort_key(subject: Any) -> str:
-    key = subject.stored.record.key
+def _sort_key(reported: Any) -> str:
+    key = reported.stored.record.key
     return text.natural_order(f"{key.full_name} {key}")
 
 
-def _tree(subject: Any, file: Path) -> dict[str, Any]:
-    key, default = subject.stored.record.key, subject.default
+def _tree(reported: Any, file: Path) -> dict[str, Any]:
+    key, default = reported.stored.record.key, reported.default
     return {
         "html": str(file), "function": key.full_name, "key": str(key), "hardware": key.hardware,
-        "ms": subject.analysis.winner.ms, "default_ms": default and default.ms,
-        "speed_up": subject.speed_up, "phases": subject.phases,
-        "history": [each._asdict() for each in subject.history],
+        "ms": reported.analysis.winner.ms, "default_ms": default and default.ms,
+        "speed_up": reported.speed_up, "phases": reported.phases,
+        "history": [each._asdict() for each in reported.history],
     }  # fmt: skip

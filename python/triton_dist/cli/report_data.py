@@ -104,13 +104,13 @@ class ReportedRecord:
                 reason = str(first["reason"]).replace(f" in {self.stored.location}", "")
                 times = _time(last).isoformat(), float(last["ms"]), float(last["seconds"])
                 found.append(PastTuning(*times, reason, str(last["shown"])))
-        one, ms = self.stored.record, self.analysis.winner.ms
-        return found or [PastTuning(one.timestamp, ms, one.seconds, "", str(one.best))]
+        record, ms = self.stored.record, self.analysis.winner.ms
+        return found or [PastTuning(record.timestamp, ms, record.seconds, "", str(record.best))]
 
     @cached_property
     def _tunings(self) -> Sequence[Sequence[Mapping[str, Any]]]:
-        record, where = self.stored
-        return [] if record.shipped else finished_tunings_in_log(Path(where))
+        record, location = self.stored
+        return [] if record.shipped else finished_tunings_in_log(Path(location))
 
     @cached_property
     def _events(self) -> Sequence[Mapping[str, Any]]:

@@ -32,7 +32,7 @@ def add_to(subcommands: Any) -> None:
             "show matmul --json | jq",
         ],
     )
-    cache.add_selection(parser, "FUNCTION|FILE", "function name, or a record's file")
+    cache.add_record_options(parser, "FUNCTION|FILE", "function name, or a record's file")
     parser.add_argument(
         "--top",
         type=int,
@@ -54,8 +54,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.code:
         # The printed argument gives ``tune.autotune`` a single config, which it does not measure.
         for record in (stored.record for stored in found):
-            where = f"{record.key.full_name}, key {record.key}, {cache.hardware_text(record)}"
-            text.print_lines(f"# {where}: {Analysis(record).winner.ms:.4f} ms")
+            title = f"{record.key.full_name}, key {record.key}, {cache.hardware_text(record)}"
+            text.print_lines(f"# {title}: {Analysis(record).winner.ms:.4f} ms")
             text.print_lines(f"config_space=[{record.best}],")
         return 0
     for index, stored in enumerate(found):
@@ -90,7 +90,7 @@ def tree(stored: StoredRecord) -> dict[str, Any]:
             for name, value, count in found.always_failed()
         ],
         "within_1_percent": found.count_within(0.01),
-        "importance": dict(found.ranked()),
+        "importance": dict(found.parameters_by_importance()),
         "price": {name: found.slowdown_by_value(name) for name in found.varying},
         "fixed": found.fixed,
         "by_rank": {digest: own.to_tree() for digest, own in record.by_rank.items()},
@@ -99,7 +99,7 @@ def tree(stored: StoredRecord) -> dict[str, Any]:
 
 
 def _lines(stored: StoredRecord, top: int) -> Iterator[str]:
-    record, where = stored
+    record, location = stored
     found = Analysis(record)
     age = f"{text.age(record.timestamp)} ago, in {record.seconds:.1f} s"
     yield f"{record.key.full_name}, key {record.key}"
@@ -107,7 +107,7 @@ def _lines(stored: StoredRecord, top: int) -> Iterator[str]:
     yield f"  tuned   {record.timestamp}, {'shipped' if record.shipped else age}"
     if record.warm_started_from:
         yield f"  how     {record.warm_started_from}"
-    yield f"  file    {where}"
+    yield f"  file    {location}"
     yield f"  winner  {record.best}, {found.winner.ms:.4f} ms"
     if found.varying and found.fixed:
         yield f"  all     {show_parameters(found.fixed, found.fixed)}"
@@ -133,7 +133,9 @@ def _lines(stored: StoredRecord, top: int) -> Iterator[str]:
     ranks = record.by_rank.get(record.best.digest)
     if ranks is not None:
         yield f"  the winner by rank: {ranks}"
-    important = [f"{name} {share:.0%}" for name, share in found.ranked() if share >= 0.005]
+    important = [
+        f"{name} {share:.0%}" for name, share in found.parameters_by_importance() if share >= 0.005
+    ]
     if important:
         yield f"  importance (PED-ANOVA): {', '.join(important)}"
     for config, reason in found.pruned[:top]:

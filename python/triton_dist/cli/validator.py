@@ -53,22 +53,22 @@ OWN_PACKAGES = {"triton_dist"}
 class Verdict(NamedTuple):
     """Whether a record would be used now, and why."""
 
-    used: bool | None
+    is_used: bool | None
     """``None``: unknown."""
     reasons: tuple[str, ...] = ()
     """Reasons why the record is not used, or why this is unknown."""
-    accepted: tuple[str, ...] = ()
+    accepted_differences: tuple[str, ...] = ()
     """Differences that do not invalidate the record."""
-    is_own: bool = True
+    is_own_record: bool = True
     """Whether the present function would write its record under the record's key and signature."""
     may_be_dropped: bool = False
     """Whether ``prune_fn`` may drop the winner, in which case the record is not used."""
-    by_import: bool = False
+    needs_import: bool = False
     """Whether a verdict that is unknown may be decided by importing the module."""
 
 
 def verdict(
-    record: TuningRecord, ranks: Mapping[str, str], any_settings: bool = False, module: str = ""
+    record: TuningRecord, ranks: Mapping[str, str], ignores_settings: bool = False, module: str = ""
 ) -> Verdict:
     """Compare the hardware, versions, ranks and source files of ``record`` with this environment.
     Runs no user code.
@@ -76,7 +76,7 @@ def verdict(
     Args:
         ranks: facts about the group that would call the function, such as ``world_size``. They
             replace the recorded facts.
-        any_settings: accept the settings of the record. For other hardware, the verdict is then
+        ignores_settings: accept the settings of the record. For other hardware, the verdict is then
             "unknown" instead of "not used".
         module: module that contains the function now; default: the recorded module.
     """
@@ -84,14 +84,16 @@ def verdict(
     from triton_dist.runtime.triton_compat import software_versions
 
     recorded, hardware = record.fingerprint, current_device().facts()
-    if any_settings and recorded.hardware.get("gpu") != hardware.get("gpu"):
+    if ignores_settings and recorded.hardware.get("gpu") != hardware.get("gpu"):
         return Verdict(None, (f"it was made on {record.key.hardware}",))
     topology = {**recorded.topology, **ranks}
     now = dataclasses.replace(
         recorded, hardware=hardware, software=software_versions(), topology=topology
     )
     strict = knobs.autotune_version_check.get()
-    found = list(differences(recorded, _with_settings_of(recorded, now) if any_settings else now))
+    found = list(
+        differences(recorded, _with_settings_of(recorded, now) if ignores_settings else now)
+    )
     reasons = tuple(d.sentence for d in found if strict or not d.is_patch_level)
     if reasons:
         return Verdict(False, reasons)
@@ -103,7 +105,7 @@ def verdict(
     is_same = recorded.source and not unknown
     code = "its code is the same" if is_same else "its code may have changed"
     why = f"{code}; its config space is compared with --import, which runs its module"
-    return Verdict(None, (why,), by_import=True)
+    return Verdict(None, (why,), needs_import=True)
 
 
 def _changes(record: TuningRecord, module: str) -> tuple[tuple[str, ...], list[str]]:
@@ -122,22 +124,27 @@ def is_own_package(module: str) -> bool:
 
 def verdicts_by_import(
     module: str,
-    pairs: Sequence[tuple[str, TuningRecord]],
+    named_records: Sequence[tuple[str, TuningRecord]],
     ranks: Mapping[str, str],
-    any_settings: bool = False,
+    ignores_settings: bool = False,
 ) -> list[Verdict]:
-    """Import ``module`` and return the verdict on each record. ``pairs`` are records, each with the
-    name of its function in the module. A user's module is imported in a new process, which is
-    killed after ``IMPORT_SECONDS``. The other arguments are described at :func:`verdict`."""
+    """Import ``module`` and return the verdict on each record.
+
+    A user's module is imported in a new process, which is killed after ``IMPORT_SECONDS``. The
+    other arguments are described at :func:`verdict`.
+
+    Args:
+        named_records: the records, each with the name of its function in the module.
+    """
     if is_own_package(module):
-        return _verdicts(module, pairs, ranks, any_settings)
+        return _verdicts(module, named_records, ranks, ignores_settings)
     with tempfile.TemporaryDirectory(prefix="triton_dist-import-") as folder:
-        request = pickle.dumps((sys.path, module, pairs, dict(ranks), any_settings))
+        request = pickle.dumps((sys.path, module, named_records, dict(ranks), ignores_settings))
         Path(folder, "request").write_bytes(request)
         with Path(folder, "output").open("wb") as output:
             paths = os.pathsep.join(map(os.path.abspath, sys.path))
             process = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import _serve; _serve({folder!r})"],
+                [sys.executable, "-c", f"import {__name__} as v; v._answer_request({folder!r})"],
                 env=knobs.environment() | {"PYTHONPATH": paths},
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
@@ -153,12 +160,12 @@ def verdicts_by_import(
             answer = json.loads(Path(folder, "answer").read_bytes())
         except (OSError, ValueError):
             last = Path(folder, "output").read_bytes().decode("utf-8", "replace").split("\n")[-2:-1]
-            return [Verdict(None, (f"{module}: {': '.join([why, *last])}",))] * len(pairs)
+            return [Verdict(None, (f"{module}: {': '.join([why, *last])}",))] * len(named_records)
     return [Verdict(used, tuple(why), tuple(accepted), *rest)
             for used, why, accepted, *rest in answer]  # fmt: skip
 
 
-def _serve(folder: str) -> None:
+def _answer_request(folder: str) -> None:
     """Write the verdicts for the request in ``folder``. Runs in a process of its own."""
     path, *request = pickle.loads(Path(folder, "request").read_bytes())
     sys.path[:] = path
@@ -168,24 +175,24 @@ def _serve(folder: str) -> None:
 
 def _verdicts(
     module: str,
-    pairs: Sequence[tuple[str, TuningRecord]],
+    named_records: Sequence[tuple[str, TuningRecord]],
     ranks: Mapping[str, str],
-    any_settings: bool,
+    ignores_settings: bool,
 ) -> list[Verdict]:
     try:
         loaded = load_module(module)
     except NoSuchFunction as error:
-        return [Verdict(None, (str(error),))] * len(pairs)
+        return [Verdict(None, (str(error),))] * len(named_records)
 
     @functools.cache
     def validator_of(function: str) -> Validator:
-        validator = Validator(function_in(loaded, function), ranks, any_settings)
+        validator = Validator(tuned_function_in(loaded, function), ranks, ignores_settings)
         if module.endswith(".py"):
             validator.origin = validator.origin._replace(module=os.path.abspath(module))
         return validator
 
     verdicts = []
-    for function, record in pairs:
+    for function, record in named_records:
         try:
             verdicts.append(validator_of(function).verdict(record))
         except NoSuchFunction as error:
@@ -208,9 +215,9 @@ class Validator:
     """
 
     def __init__(
-        self, tuned: AutoTuner[..., Any], ranks: Mapping[str, str], any_settings: bool
+        self, tuned: AutoTuner[..., Any], ranks: Mapping[str, str], ignores_settings: bool
     ) -> None:
-        self._tuned, self._ranks, self._any_settings = tuned, ranks, any_settings
+        self._tuned, self._ranks, self._ignores_settings = tuned, ranks, ignores_settings
         self._fingerprint, self.origin = tuned.fingerprint(), tuned.origin()
 
     def verdict(self, record: TuningRecord) -> Verdict:
@@ -219,14 +226,14 @@ class Validator:
             return Verdict(None, (OTHER_FUNCTION_REASON,))
         space = self._space(record.key)
         is_whole = space is self._tuned.config_space
-        live = self._fingerprint if is_whole else self._tuned.fingerprint(space)
-        topology = {**live.topology, **record.fingerprint.topology, **self._ranks}
-        now = dataclasses.replace(live, topology=topology)
-        if self._any_settings:
+        current = self._fingerprint if is_whole else self._tuned.fingerprint(space)
+        topology = {**current.topology, **record.fingerprint.topology, **self._ranks}
+        now = dataclasses.replace(current, topology=topology)
+        if self._ignores_settings:
             now = _with_settings_of(record.fingerprint, now)
         found = validity(record, now, space, knobs.autotune_version_check.get())
         text, hardware = record.key.text, record.key.hardware
-        own = Key(self.origin.function, text, hardware, *self.origin[1:]).with_signature_of(live)
+        own = Key(self.origin.function, text, hardware, *self.origin[1:]).with_signature_of(current)
         is_own = (own.module, own.signature) == (record.key.module, record.key.signature)
         if found.reasons:
             rest = tuple(each for each in found.reasons if not each.startswith("source: "))
@@ -274,7 +281,7 @@ def load_module(name: str) -> ModuleType:
         ) from error
 
 
-def function_in(module: ModuleType, function: str) -> AutoTuner[..., Any]:
+def tuned_function_in(module: ModuleType, function: str) -> AutoTuner[..., Any]:
     """Return the tuned ``function`` (``name`` or ``Class.name``) of ``module``.
 
     Raises:

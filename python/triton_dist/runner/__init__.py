@@ -14,7 +14,7 @@ An artefact is a kernel at one of these levels, with the metadata that a launch 
 """
 
 from triton_dist.runner import color_print, gluon_runner, language, testing, torch_utils, tuning
-from triton_dist.runner.artefact import LEVELS, About, Artefact
+from triton_dist.runner.artefact import LEVELS, Artefact, ArtefactMetadata
 from triton_dist.runner.files import export, load
 from triton_dist.runner.function import jit
 from triton_dist.runner.scripts import (
@@ -28,8 +28,8 @@ from triton_dist.runner.scripts import (
 
 __all__ = [
     "LEVELS",
-    "About",
     "Artefact",
+    "ArtefactMetadata",
     "autotune",
     "color_print",
     "configure_autotune_backend",

@@ -14,52 +14,63 @@ from typing import Any
 from triton_dist._tuning.values import codec
 from triton_dist._tuning.values.show import show
 from triton_dist.errors import InvalidArtefact
-from triton_dist.runner.specialisation import CONSTANT, Specialisation, is_restorable, restored
+from triton_dist.runner.specialisation import (
+    CONSTANT,
+    Specialisation,
+    is_restorable,
+    restore_constant,
+)
 
 LEVELS = ("ttir", "ttgir", "llir", "ptx", "cubin")
 """Compilation levels for NVIDIA GPUs, from source to machine code; Gluon starts at ttgir."""
 SCHEMA = 1
-UNKNOWN = 0
-_ENTRY = {"ptx": r"\.entry\s+([\w$]+)", "llir": r"define\s+[^@\n]*@\"?([\w$.]+)\"?\("}
+UNKNOWN_ARCH = 0
+_ENTRY_PATTERNS = {"ptx": r"\.entry\s+([\w$]+)", "llir": r"define\s+[^@\n]*@\"?([\w$.]+)\"?\("}
 _ELF_HEADER = struct.Struct("<4s28xQQ6xHHHH")
 """Magic, offsets of the program and section headers, size and number of each."""
 
 
 @dataclass(frozen=True)
-class About:
+class ArtefactMetadata:
     """The metadata of a compiled kernel, which ``<kernel>.json`` stores."""
 
     function: str
     """Name of the kernel function, and name of its files without ``.<level>``."""
     arch: int
-    """Compute capability times 10, such as 90; ``UNKNOWN`` if the IR has no target."""
+    """Compute capability times 10, such as 90; ``UNKNOWN_ARCH`` if the IR has no target."""
     specialisation: Specialisation | None
     """``None``: unknown, because another tool wrote the artefact."""
     options: Mapping[str, Any]
     """Compiler inputs: ``num_warps``, ``num_stages`` and others."""
-    launch: Mapping[str, Any]
+    launch_metadata: Mapping[str, Any]
     """Compiler results: entry point, shared memory and others."""
     compiler: str = ""
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for metadata that would crash Triton or the driver. Other tools may
         have written the files, and Triton does not check metadata."""
-        for name, value in {**self.options, **self.launch}.items():
+        for name, value in {**self.options, **self.launch_metadata}.items():
             if not _is_plausible(name, value):
                 raise ValueError(f"it has {name} {value!r:.80}, which is not plausible")
         if self.options.get("num_warps", 1).bit_count() != 1:
             raise ValueError(f"num_warps is {self.options['num_warps']}, not a power of two")
 
-    def refusal(self, level: str, launched: Specialisation, arch: int) -> str | None:
+    def launch_mismatch(
+        self, level: str, launch_specialisation: Specialisation, arch: int
+    ) -> str | None:
         """Return why a launch cannot run this kernel; ``None`` if it can.
 
         Args:
             level: level of the artefact; only TTIR can be compiled for any GPU.
-            launched: specialisation of the launch.
+            launch_specialisation: specialisation of the launch.
             arch: compute capability of the GPU times 10, such as 90.
         """
-        found = [] if self.specialisation is None else self.specialisation.mismatches(launched)
-        if level != "ttir" and self.arch not in (arch, UNKNOWN):
+        found = (
+            []
+            if self.specialisation is None
+            else self.specialisation.mismatches(launch_specialisation)
+        )
+        if level != "ttir" and self.arch not in (arch, UNKNOWN_ARCH):
             found.insert(0, f"it is for sm_{self.arch}, the device is sm_{arch}")
         return "; ".join(found) or None
 
@@ -73,11 +84,11 @@ class About:
             "compiler": self.compiler,
             "arguments": None if known is None else known.to_tree(),
             "options": dict(self.options),
-            "launch": dict(self.launch),
+            "launch": dict(self.launch_metadata),
         }
 
     @classmethod
-    def from_tree(cls, tree: Mapping[str, Any]) -> About:
+    def from_tree(cls, tree: Mapping[str, Any]) -> ArtefactMetadata:
         """Return the metadata that ``to_tree`` wrote.
 
         Raises:
@@ -86,8 +97,8 @@ class About:
         if int(tree["triton_dist_artefact"]) > SCHEMA:
             raise ValueError("a later version of triton_dist wrote it")
         known = tree["arguments"]
-        made_for = None if known is None else Specialisation.from_tree(known)
-        return cls(str(tree["function"]), int(tree["arch"]), made_for, dict(tree["options"]),
+        specialisation = None if known is None else Specialisation.from_tree(known)
+        return cls(str(tree["function"]), int(tree["arch"]), specialisation, dict(tree["options"]),
                    dict(tree["launch"]), str(tree["compiler"]))  # fmt: skip
 
 
@@ -101,18 +112,22 @@ class Artefact:
     # Not a dataclass: the tuner would write the fields, with the bytes, into records.
 
     def __init__(
-        self, level: str, data: bytes, about: About, where: str = "an artefact in memory"
+        self,
+        level: str,
+        data: bytes,
+        metadata: ArtefactMetadata,
+        location: str = "an artefact in memory",
     ) -> None:
         self.level = level
         self.data = data
-        self.about = about
-        self.where = where
+        self.metadata = metadata
+        self.location = location
         """Path of the file, for error messages."""
 
     @functools.cached_property
     def digest(self) -> str:
         """Hash of the kernel and its metadata, 24 hexadecimal characters."""
-        described = json.dumps([self.level, self.about.to_tree()], sort_keys=True)
+        described = json.dumps([self.level, self.metadata.to_tree()], sort_keys=True)
         return hashlib.sha256(described.encode() + self.data).hexdigest()[:24]
 
     def __eq__(self, other: object) -> bool:
@@ -122,60 +137,62 @@ class Artefact:
         return hash(self.digest)
 
     def __repr__(self) -> str:
-        options = {name: self.about.options.get(name) for name in ("num_warps", "num_stages")}
+        options = {name: self.metadata.options.get(name) for name in ("num_warps", "num_stages")}
         shown = {name: show(tree) for name, tree in self._constant_trees().items()} | options
         values = "".join(f", {name}={value}" for name, value in shown.items())
-        return f"Artefact({self.about.function}.{self.level} {self.digest}{values})"
+        return f"Artefact({self.metadata.function}.{self.level} {self.digest}{values})"
 
     def check(self) -> None:
         """Raise :class:`InvalidArtefact` if the bytes cannot be this kernel at this level.
 
         A driver that loads a truncated file may crash.
         """
-        if self.level not in LEVELS[:2] and "shared" not in self.about.launch:
-            raise InvalidArtefact(self.where, "its json has no size of shared memory (shared)")
+        if self.level not in LEVELS[:2] and "shared" not in self.metadata.launch_metadata:
+            raise InvalidArtefact(self.location, "its json has no size of shared memory (shared)")
         if self.level == "cubin" and not _is_complete_elf(self.data):
-            raise InvalidArtefact(self.where, "the file is not a cubin, or it is truncated")
-        if self.level in _ENTRY:
-            found = re.findall(_ENTRY[self.level], self.data.decode("utf-8", "replace"))
-            entry = self.about.launch.get("name", self.about.function)
+            raise InvalidArtefact(self.location, "the file is not a cubin, or it is truncated")
+        if self.level in _ENTRY_PATTERNS:
+            found = re.findall(_ENTRY_PATTERNS[self.level], self.data.decode("utf-8", "replace"))
+            entry = self.metadata.launch_metadata.get("name", self.metadata.function)
             if entry not in found:
                 there = ", ".join(found) or "none"
-                raise InvalidArtefact(self.where, f"it has no kernel {entry}; it contains {there}")
+                raise InvalidArtefact(
+                    self.location, f"it has no kernel {entry}; it contains {there}"
+                )
 
     def constants(self) -> dict[str, Any]:
         """Return the constant arguments by name, except values that cannot be restored."""
         trees = self._constant_trees()
-        return {name: restored(tree) for name, tree in trees.items() if is_restorable(tree)}
+        return {name: restore_constant(tree) for name, tree in trees.items() if is_restorable(tree)}
 
     def _constant_trees(self) -> dict[str, codec.Tree]:
-        known = self.about.specialisation
+        known = self.metadata.specialisation
         if known is None:
             return {}
         named = {path: name for path, (name, kind) in known.leaves.items() if kind == CONSTANT}
         return {name: known.constants[path] for path, name in named.items() if len(path) == 1}
 
 
-_FLAGS = ("enable_fp_fusion", "launch_cooperative_grid", "launch_pdl")
-_NUMBERS = (
+_BOOL_FIELDS = ("enable_fp_fusion", "launch_cooperative_grid", "launch_pdl")
+_INT_FIELDS = (
     "num_warps", "num_ctas", "num_stages", "maxnreg", "shared", "tmem_size", "global_scratch_size",
     "global_scratch_align", "profile_scratch_size", "profile_scratch_align",
 )  # fmt: skip
-_DESCRIPTOR = {"swizzle", "elem_size", "elem_type", "block_size", "fp4_padded"}
+_DESCRIPTOR_FIELDS = {"swizzle", "elem_size", "elem_type", "block_size", "fp4_padded"}
 
 
 def _is_plausible(name: str, value: Any) -> bool:
     """Return whether Triton may have written ``value`` for metadata field ``name``."""
     if name == "name":
         return isinstance(value, str)
-    if name in _FLAGS:
+    if name in _BOOL_FIELDS:
         return isinstance(value, bool)
     if name == "tensordesc_meta":
         return value is None or (
             isinstance(value, (list, tuple))
-            and all(isinstance(each, dict) and each.keys() >= _DESCRIPTOR for each in value)
+            and all(isinstance(each, dict) and each.keys() >= _DESCRIPTOR_FIELDS for each in value)
         )
-    return name not in _NUMBERS or (type(value) is int and 0 <= value < 1 << 31)
+    return name not in _INT_FIELDS or (type(value) is int and 0 <= value < 1 << 31)
 
 
 def _is_complete_elf(data: bytes) -> bool:

@@ -43,7 +43,7 @@ _FORK_SECONDS = 60.0
 def build(
     function: Any,
     artefact: Artefact,
-    made_for: Specialisation,
+    specialisation: Specialisation,
     constants: Mapping[ArgumentPath, Any],
     options: Any,
     target: Any,
@@ -54,8 +54,8 @@ def build(
     Args:
         function: the JIT function.
         artefact: the kernel.
-        made_for: specialisation of the artefact, which may be more general than the launch's.
-        constants: values of the constants of ``made_for``.
+        specialisation: specialisation of the artefact, which may be more general than the launch's.
+        constants: values of the constants of ``specialisation``.
         options, target, backend: compiler options, GPU target and compiler backend of the launch.
 
     Raises:
@@ -63,15 +63,19 @@ def build(
         KernelNotShipped: the artefact must be compiled, and compiling is forbidden.
     """
     if artefact.level != LEVELS[-1] and knobs.compile_frozen.get():
-        why = f"it would be compiled from {artefact.level}, {artefact.where}"
-        raise KernelNotShipped(function.__name__, made_for.readable(), "", (), why, "its cubin")
-    attributes = {p: [[n, v] for n, v in each.items()] for p, each in made_for.attributes.items()}
-    src = function.ASTSource(function, dict(made_for.types), dict(constants), attributes)
-    artefact_options = {n: v for n, v in artefact.about.options.items() if hasattr(options, n)}
+        why = f"it would be compiled from {artefact.level}, {artefact.location}"
+        raise KernelNotShipped(
+            function.__name__, specialisation.argument_texts(), "", (), why, "its cubin"
+        )
+    attributes = {
+        p: [[n, v] for n, v in each.items()] for p, each in specialisation.attributes.items()
+    }
+    src = function.ASTSource(function, dict(specialisation.types), dict(constants), attributes)
+    artefact_options = {n: v for n, v in artefact.metadata.options.items() if hasattr(options, n)}
     try:
         options = dataclasses.replace(options, **artefact_options, ir_override=None)
     except AssertionError as error:
-        raise InvalidArtefact(artefact.where, f"its options are wrong: {error}") from error
+        raise InvalidArtefact(artefact.location, f"its options are wrong: {error}") from error
     metadata = {
         "hash": artefact.digest,
         "target": target,
@@ -79,7 +83,7 @@ def build(
         **get_cache_invalidating_env_vars(),
         "triton_version": triton.__version__,
         **_LAUNCH_DEFAULTS,
-        **artefact.about.launch,  # results of the skipped stages
+        **artefact.metadata.launch_metadata,  # results of the skipped stages
     }
     # CompiledKernel reads its files once, so the folder may be temporary.
     with tempfile.TemporaryDirectory(prefix="triton_dist_") as folder:
@@ -89,11 +93,11 @@ def build(
         except Exception as error:
             why = f"Triton {triton.__version__} cannot compile it: {type(error).__name__}: {error}"
             if artefact.level in SELF_DESCRIBING:  # MLIR prints its errors to standard error only
-                compiler = artefact.about.compiler or "an unknown version"
+                compiler = artefact.metadata.compiler or "an unknown version"
                 why += (
                     f" (see standard error; {compiler} wrote it, and IR differs between versions)"
                 )
-            raise InvalidArtefact(artefact.where, why) from error
+            raise InvalidArtefact(artefact.location, why) from error
         kernel = CompiledKernel(src, group, artefact.digest)
         listener = triton.knobs.compilation.listener
         if listener is not None:
@@ -192,15 +196,15 @@ def with_strides_in_bytes(artefact: Artefact) -> bytes:
     if count != artefact.data.count(_STRIDE_INSTRUCTION):
         why = f"this form of {_STRIDE_INSTRUCTION.decode()} cannot be converted. Run the cubin"
         where = "it is for CUDA 12.4, whose ptxas counts strides in units of 16 bytes"
-        raise InvalidArtefact(artefact.where, f"{where}: {why}")
+        raise InvalidArtefact(artefact.location, f"{where}: {why}")
     return text
 
 
 def _counts_in_16_bytes(artefact: Artefact) -> bool:
-    triton = re.match(r"triton (\d+)\.(\d+)", artefact.about.compiler)
+    triton = re.match(r"triton (\d+)\.(\d+)", artefact.metadata.compiler)
     if triton and (int(triton[1]), int(triton[2])) >= (3, 4):
         return False
     if artefact.level == "ptx":
         isa = re.search(rb"^\.version (\d+)\.(\d+)", artefact.data, re.MULTILINE)
         return isa is not None and (int(isa[1]), int(isa[2])) < (8, 5)
-    return artefact.level == "llir" and triton is not None and artefact.about.arch < _BLACKWELL
+    return artefact.level == "llir" and triton is not None and artefact.metadata.arch < _BLACKWELL

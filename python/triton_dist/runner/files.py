@@ -15,7 +15,7 @@ from triton_dist._tuning.values import codec
 from triton_dist._warn import warn_without_raising
 from triton_dist.errors import ArtefactWarning, InvalidArgument, InvalidArtefact
 from triton_dist.runner import foreign
-from triton_dist.runner.artefact import LEVELS, About, Artefact
+from triton_dist.runner.artefact import LEVELS, Artefact, ArtefactMetadata
 
 _MAX_JSON_BYTES = 1 << 24
 _MAX_NAME_BYTES = 240
@@ -50,11 +50,11 @@ def export(kernel: Any, folder: str | os.PathLike[str], levels: Sequence[str] = 
     return Path(folder)
 
 
-def write(folder: Path, about: About, texts: Mapping[str, str | bytes]) -> None:
+def write(folder: Path, metadata: ArtefactMetadata, texts: Mapping[str, str | bytes]) -> None:
     """Write each file atomically, the metadata last."""
-    for level, text in {**texts, "json": json.dumps(about.to_tree(), indent=2) + "\n"}.items():
+    for level, text in {**texts, "json": json.dumps(metadata.to_tree(), indent=2) + "\n"}.items():
         data = text if isinstance(text, bytes) else text.encode()
-        _files.write(folder / f"{stem_of(about.function)}.{level}", data)
+        _files.write(folder / f"{stem_of(metadata.function)}.{level}", data)
 
 
 def stem_of(function: str) -> str:
@@ -79,27 +79,27 @@ def load(folder: str | os.PathLike[str], function: str, level: str = "cubin") ->
     if level not in LEVELS:
         raise InvalidArgument("runner.load", "level", level, f"one of {', '.join(LEVELS)}")
     path = Path(folder).expanduser() / f"{stem_of(function)}.{level}"
-    data = content(path)
+    data = read_file(path)
     metadata_path = path.with_suffix(".json")
     if not metadata_path.exists() and level in foreign.SELF_DESCRIBING:
         text = data.decode("utf-8", "replace")
         return Artefact(level, data, foreign.metadata_from_ir(function, text, str(path)), str(path))
-    metadata_bytes = content(metadata_path)
+    metadata_bytes = read_file(metadata_path)
     try:
         if len(metadata_bytes) > _MAX_JSON_BYTES:
             raise ValueError(f"{len(metadata_bytes)} bytes, the limit is {_MAX_JSON_BYTES}")
         tree = codec.loads(metadata_bytes)
     except ValueError as error:
         raise InvalidArtefact(str(metadata_path), f"it cannot be read: {error}") from error
-    about = foreign.read_metadata(tree, function, str(metadata_path))
-    if function not in (about.function, stem_of(about.function)):
+    metadata = foreign.read_metadata(tree, function, str(metadata_path))
+    if function not in (metadata.function, stem_of(metadata.function)):
         raise InvalidArtefact(
-            str(metadata_path), f"it describes kernel {about.function!r}, not {function!r}"
+            str(metadata_path), f"it describes kernel {metadata.function!r}, not {function!r}"
         )
-    return Artefact(level, data, about, str(path))
+    return Artefact(level, data, metadata, str(path))
 
 
-def content(path: Path) -> bytes:
+def read_file(path: Path) -> bytes:
     """Return the bytes of a file; raise ``InvalidArtefact`` if it cannot be read."""
     try:
         return path.read_bytes()
@@ -134,8 +134,8 @@ def _dump(src: Any, metadata: Mapping[str, Any], metadata_group: Mapping[str, st
         return
     paths = {Path(path).suffix[1:]: Path(path) for path in metadata_group.values()}
     texts = {level: paths[level].read_bytes() for level in LEVELS if level in paths}
-    about = foreign.metadata_of(src, metadata, texts.get("ttgir", b"").decode())
-    digest = Artefact("cubin", texts["cubin"], about).digest[:12]
-    name = f"{stem_of(about.function)}-{digest}"
+    artefact_metadata = foreign.metadata_of(src, metadata, texts.get("ttgir", b"").decode())
+    digest = Artefact("cubin", texts["cubin"], artefact_metadata).digest[:12]
+    name = f"{stem_of(artefact_metadata.function)}-{digest}"
     selected = {level: text for level, text in texts.items() if level in (*wanted, "cubin")}
-    write(folder / name, about, selected)
+    write(folder / name, artefact_metadata, selected)

@@ -22,7 +22,7 @@ import triton
 from triton_dist._tuning.values import codec
 from triton_dist._warn import warn_at
 from triton_dist.errors import ArtefactRefused, ArtefactWarning, InvalidArgument, InvalidArtefact
-from triton_dist.runner.artefact import UNKNOWN, About, Artefact
+from triton_dist.runner.artefact import UNKNOWN_ARCH, Artefact, ArtefactMetadata
 from triton_dist.runner.specialisation import (
     CONSTANT,
     DIVISIBILITY,
@@ -33,30 +33,30 @@ from triton_dist.runner.specialisation import (
 
 SELF_DESCRIBING = ("ttir", "ttgir")
 """Levels that can be compiled and launched without metadata."""
-_OPTIONS = (
+_OPTION_FIELDS = (
     "num_warps", "num_ctas", "num_stages", "maxnreg", "enable_fp_fusion",
     "launch_cooperative_grid", "launch_pdl",
 )  # fmt: skip
-_LAUNCH = (
+_LAUNCH_FIELDS = (
     "name", "num_warps", "shared", "tmem_size", "global_scratch_size", "global_scratch_align",
     "profile_scratch_size", "profile_scratch_align", "tensordesc_meta",
 )  # fmt: skip
-_LIBRARIES = re.compile(r"(triton|triton_dist)(\.|$)")
-_TYPES = {"f16": "fp16", "bf16": "bf16", "f32": "fp32", "f64": "fp64", "f8E5M2": "fp8e5",
+_INTERNAL_MODULES = re.compile(r"(triton|triton_dist)(\.|$)")
+_TRITON_TYPES = {"f16": "fp16", "bf16": "bf16", "f32": "fp32", "f64": "fp64", "f8E5M2": "fp8e5",
           "f8E4M3FN": "fp8e4nv"}  # fmt: skip
 
 
-def options_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def compiler_options_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the compiler inputs in Triton's metadata."""
-    return {n: metadata[n] for n in _OPTIONS if metadata.get(n) is not None}
+    return {n: metadata[n] for n in _OPTION_FIELDS if metadata.get(n) is not None}
 
 
-def launch_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def launch_metadata_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the compiler results in Triton's metadata."""
-    return {name: metadata[name] for name in _LAUNCH if metadata.get(name) is not None}
+    return {name: metadata[name] for name in _LAUNCH_FIELDS if metadata.get(name) is not None}
 
 
-def metadata_of(src: Any, metadata: Mapping[str, Any], ttgir: str) -> About:
+def metadata_of(src: Any, metadata: Mapping[str, Any], ttgir: str) -> ArtefactMetadata:
     """Return the complete metadata of a kernel that Triton compiled from ``src``."""
     function, arch = str(src.fn.__name__), int(metadata["target"].arch)
     named = {path: src.fn.arg_names[path[0]] for path in src.constants}
@@ -68,19 +68,19 @@ def metadata_of(src: Any, metadata: Mapping[str, Any], ttgir: str) -> About:
             expected = f"a value with an exact text ({error})"
             raise InvalidArgument(function, named[path], value, expected) from error
     attributes = {path: dict(each) for path, each in src.attrs.items() if each}
-    options = options_of(metadata)
+    options = compiler_options_of(metadata)
     # With warp specialisation, num_warps in the metadata includes the helper warps.
     num_warps = re.search(r'"ttg\.num-warps" = (\d+)', ttgir)
     if num_warps:
         options["num_warps"] = int(num_warps[1])
-    return About(
+    return ArtefactMetadata(
         function, arch, Specialisation(src.signature, constants, attributes), options,
-        launch_of(metadata), f"triton {triton.__version__}",
+        launch_metadata_of(metadata), f"triton {triton.__version__}",
     )  # fmt: skip
 
 
-def read_metadata(metadata: Any, function: str, where: str) -> About:
-    """Return ``metadata`` as ``About``.
+def read_metadata(metadata: Any, function: str, where: str) -> ArtefactMetadata:
+    """Return ``metadata`` as ``ArtefactMetadata``.
 
     Args:
         metadata: a dict, the path of a JSON file, ``compiled.metadata``, or the compiled kernel
@@ -100,13 +100,20 @@ def read_metadata(metadata: Any, function: str, where: str) -> About:
             where, metadata = str(metadata), codec.loads(Path(metadata).read_bytes())
         tree = metadata._asdict() if hasattr(metadata, "_asdict") else metadata
         if "triton_dist_artefact" in tree:
-            return About.from_tree(tree)
+            return ArtefactMetadata.from_tree(tree)
         target = tree["target"]
         arch = target["arch"] if isinstance(target, Mapping) else target.arch
         signature = tree.get("kernel_signature")
-        made_for = None if signature is None else _parse_triton_runner(signature)
+        specialisation = None if signature is None else _parse_triton_runner(signature)
         version = f"triton {tree.get('triton_version', '')}".strip()
-        return About(function, int(arch), made_for, options_of(tree), launch_of(tree), version)
+        return ArtefactMetadata(
+            function,
+            int(arch),
+            specialisation,
+            compiler_options_of(tree),
+            launch_metadata_of(tree),
+            version,
+        )
     except (OSError, KeyError, TypeError, ValueError, AttributeError, SyntaxError) as error:
         why = f"its metadata cannot be read: {type(error).__name__}: {error}"
         raise InvalidArtefact(where, why) from error
@@ -126,7 +133,7 @@ def _parse_triton_runner(signature: str) -> Specialisation:
     return Specialisation(kinds, constants, attributes)
 
 
-def metadata_from_ir(function: str, text: str, where: str) -> About:
+def metadata_from_ir(function: str, text: str, where: str) -> ArtefactMetadata:
     """Return the metadata that the TTIR or TTGIR of a kernel contains."""
     if "tt.func" not in text:
         raise InvalidArtefact(where, "the text is not a kernel in TTIR or TTGIR")
@@ -134,60 +141,66 @@ def metadata_from_ir(function: str, text: str, where: str) -> About:
     warps = re.search(r'"ttg\.num-warps" = (\d+)', text)
     options = {"num_warps": int(warps[1])} if warps else {}
     try:
-        return About(function, int(target[1]) if target else UNKNOWN, None, options, {})
+        return ArtefactMetadata(
+            function, int(target[1]) if target else UNKNOWN_ARCH, None, options, {}
+        )
     except ValueError as error:
         raise InvalidArtefact(where, str(error)) from error
 
 
-def with_specialisation(artefact: Artefact, launched: Specialisation) -> Artefact:
-    """Return ``artefact`` with a specialisation. If the artefact has none, warn, read types and
-    alignments from the IR, and take constants from ``launched``, the specialisation of the launch.
-    If the IR cannot be read, use all of ``launched``."""
-    if artefact.about.specialisation is not None:
+def with_specialisation(artefact: Artefact, launch_specialisation: Specialisation) -> Artefact:
+    """Return ``artefact`` with a specialisation.
+
+    If the artefact has none, warn, read types and alignments from the IR, and take constants from
+    ``launch_specialisation``. If the IR cannot be read, use all of ``launch_specialisation``.
+    """
+    if artefact.metadata.specialisation is not None:
         return artefact
-    passed = [path for path, (_, kind) in launched.leaves.items() if kind != CONSTANT]
-    kinds = {path: kind for path, (_, kind) in launched.leaves.items()}
+    passed = [path for path, (_, kind) in launch_specialisation.leaves.items() if kind != CONSTANT]
+    kinds = {path: kind for path, (_, kind) in launch_specialisation.leaves.items()}
     # A host-side tensor descriptor becomes several parameters in the IR.
     has_descriptors = any(kind.startswith("tensordesc") for kind in kinds.values())
     is_readable = artefact.level in SELF_DESCRIBING and not has_descriptors
     arguments = _ir_arguments(artefact) if is_readable else None
-    attributes = dict(launched.attributes)
-    unchecked = "neither types, alignments nor constants of its arguments can be checked"
+    attributes = dict(launch_specialisation.attributes)
+    unchecked_text = "neither types, alignments nor constants of its arguments can be checked"
     if arguments is not None:
         if len(arguments) != len(passed):
             raise ArtefactRefused(
-                artefact.about.function, artefact.where,
+                artefact.metadata.function, artefact.location,
                 f"it takes {len(arguments)} arguments at run time, the call has {len(passed)}",
             )  # fmt: skip
         for path, (kind, known) in zip(passed, arguments, strict=True):
             attributes[path] = known
             if kind and kind != kinds[path].replace("u", "i").replace("*k", "*"):
                 kinds[path] = kind  # MLIR has neither unsigned types nor pointers to constants
-        unchecked = "constants of its arguments cannot be checked"
+        unchecked_text = "constants of its arguments cannot be checked"
     warn_at(
         _calling_frame(),
-        f"{artefact.where} has no specialisation: {unchecked}. Export the kernel with "
+        f"{artefact.location} has no specialisation: {unchecked_text}. Export the kernel with "
         "runner.export, or pass metadata_json=compiled, the kernel that a launch returned",
         ArtefactWarning,
     )
-    every = {name: _nested((index,), kind, kinds)
-             for index, (name, kind) in enumerate(launched.types.items())}  # fmt: skip
-    made_for = Specialisation(every, dict(launched.constants), attributes)
-    about = dataclasses.replace(artefact.about, specialisation=made_for)
-    return Artefact(artefact.level, artefact.data, about, artefact.where)
+    types_by_name = {name: _nested_types((index,), kind, kinds)
+             for index, (name, kind) in enumerate(launch_specialisation.types.items())}  # fmt: skip
+    specialisation = Specialisation(
+        types_by_name, dict(launch_specialisation.constants), attributes
+    )
+    metadata = dataclasses.replace(artefact.metadata, specialisation=specialisation)
+    return Artefact(artefact.level, artefact.data, metadata, artefact.location)
 
 
 def _calling_frame() -> types.FrameType:
     """Return the frame of the launch: the innermost frame outside of Triton and this package."""
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and _LIBRARIES.match(frame.f_globals.get("__name__", "")):
+    while frame is not None and _INTERNAL_MODULES.match(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
     return frame or sys._getframe(1)
 
 
-def _nested(path: ArgumentPath, kind: Any, kinds: Mapping[ArgumentPath, str]) -> Any:
+def _nested_types(path: ArgumentPath, kind: Any, kinds: Mapping[ArgumentPath, str]) -> Any:
     if isinstance(kind, (tuple, list)):
-        return tuple(_nested((*path, i), inner, kinds) for i, inner in enumerate(kind))
+        return tuple(_nested_types((*path, i), inner, kinds) for i, inner in enumerate(kind))
     return kinds[path]
 
 
@@ -201,14 +214,14 @@ def _ir_arguments(artefact: Artefact) -> list[tuple[str, dict[str, int]]] | None
     for argument in re.split(r"%[^\s:]+: ", line[1].partition(") attributes")[0])[1:]:
         kind = re.match(r"!tt\.ptr<\w+>|[\w.]*", argument)
         known = re.findall(r"(tt\.\w+) = (\d+) : i32", argument)
-        found.append((_type(kind[0] if kind else ""), {name: int(n) for name, n in known}))
+        found.append((_triton_type(kind[0] if kind else ""), {name: int(n) for name, n in known}))
     return found
 
 
-def _type(kind: str) -> str:
+def _triton_type(kind: str) -> str:
     """Return Triton's name of an MLIR type; empty for a type that is not compared."""
     pointer = re.fullmatch(r"!tt\.ptr<(\w+)>", kind)
     if pointer:
-        inner = _type(pointer[1])
+        inner = _triton_type(pointer[1])
         return f"*{inner}" if inner else ""
-    return _TYPES.get(kind, kind if re.fullmatch(r"i\d+", kind) else "")
+    return _TRITON_TYPES.get(kind, kind if re.fullmatch(r"i\d+", kind) else "")

@@ -19,13 +19,18 @@ from packaging.version import Version
 from triton.runtime.errors import PTXASError
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 
-from triton_dist._jit import Kernel, describe
+from triton_dist._jit import Kernel, with_signature_and_doc
 from triton_dist._jit import jit as triton_dist_jit
 from triton_dist.errors import ArtefactRefused, InvalidArgument, InvalidArtefact
 from triton_dist.runner import files, foreign, toolchains
 from triton_dist.runner.artefact import LEVELS, Artefact
 from triton_dist.runner.build import build
-from triton_dist.runner.language import DUMP, KernelWithDump, jit_options, with_dump_argument
+from triton_dist.runner.language import (
+    DUMP_KEYWORD,
+    KernelWithDump,
+    jit_options,
+    with_dump_argument,
+)
 from triton_dist.runner.specialisation import Specialisation, constant_tree
 from triton_dist.runtime.triton_compat import triton_version
 
@@ -41,9 +46,16 @@ _UNSUPPORTED_KEYWORDS = {
     "dump_value": "runner.language.dump in the kernel's source: IR is not edited",
     "dump_grid": "the argument grid of runner.language.dump, in the kernel's source",
 }
-TOOLCHAIN = "toolchain"
-KEYWORDS = frozenset(
-    {"artefact", TOOLCHAIN, DUMP, *_FOLDER_KEYWORDS, *_TEXT_KEYWORDS, *_UNSUPPORTED_KEYWORDS}
+TOOLCHAIN_KEYWORD = "toolchain"
+LAUNCH_KEYWORDS = frozenset(
+    {
+        "artefact",
+        TOOLCHAIN_KEYWORD,
+        DUMP_KEYWORD,
+        *_FOLDER_KEYWORDS,
+        *_TEXT_KEYWORDS,
+        *_UNSUPPORTED_KEYWORDS,
+    }
 )
 
 
@@ -67,15 +79,15 @@ def resolve(function: str, keyword: str, value: Any, metadata: Any) -> Artefact:
         return files.load(value, function, level)
     where, text = keyword, str(value)
     if isinstance(value, os.PathLike) or ("\n" not in text and text.endswith(f".{level}")):
-        where, text = text, files.content(Path(text)).decode("utf-8", "replace")
+        where, text = text, files.read_file(Path(text)).decode("utf-8", "replace")
     if metadata is not None:
-        about = foreign.read_metadata(metadata, function, where)
+        artefact_metadata = foreign.read_metadata(metadata, function, where)
     elif level in foreign.SELF_DESCRIBING:
-        about = foreign.metadata_from_ir(function, text, where)
+        artefact_metadata = foreign.metadata_from_ir(function, text, where)
     else:
         why = "pass metadata_json: the text lacks launch facts such as shared memory"
         raise InvalidArtefact(where, why)
-    return Artefact(level, text.encode(), about, where)
+    return Artefact(level, text.encode(), artefact_metadata, where)
 
 
 _HOOKS_GET_TARGET = Version("3.7")
@@ -97,78 +109,80 @@ class Runner:
         run = super().run  # type: ignore[misc]
 
         def launch(*args: Any, **kwargs: Any) -> Any:
-            if not KEYWORDS.isdisjoint(kwargs):
-                if DUMP in kwargs:
+            if not LAUNCH_KEYWORDS.isdisjoint(kwargs):
+                if DUMP_KEYWORD in kwargs:
                     return self._variant_with_dump(kwargs).run(
                         *args, grid=grid, warmup=False, **kwargs
                     )
-                self._put_artefact(len(args), kwargs)
+                self._replace_artefact_keyword(len(args), kwargs)
             return run(*args, grid=grid, warmup=False, **kwargs)
 
         return launch
 
     def run(self, /, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         """Launch or only compile; ``triton.autotune`` and ``warmup`` call this."""
-        if DUMP in kwargs:
+        if DUMP_KEYWORD in kwargs:
             return self._variant_with_dump(kwargs).run(*args, grid=grid, warmup=warmup, **kwargs)
         try:
-            if not KEYWORDS.isdisjoint(kwargs):
-                self._put_artefact(len(args), kwargs)
+            if not LAUNCH_KEYWORDS.isdisjoint(kwargs):
+                self._replace_artefact_keyword(len(args), kwargs)
             return super().run(*args, grid=grid, warmup=warmup, **kwargs)  # type: ignore[misc]
         except (ArtefactRefused, InvalidArtefact) as error:
-            raise failed_config(error) from error
+            raise as_config_failure(error) from error
 
     def _variant_with_dump(self, kwargs: dict[str, Any]) -> Any:
         """Return the variant of this kernel that takes ``dump_tensor``."""
-        others = KEYWORDS.intersection(kwargs) - {DUMP}
+        others = LAUNCH_KEYWORDS.intersection(kwargs) - {DUMP_KEYWORD}
         if others or self.is_gluon():  # type: ignore[attr-defined]
             expected = (
                 "a launch of a kernel in Triton's language, from its source: IR is not edited"
             )
-            raise InvalidArgument(self._function_name, DUMP, [DUMP, *sorted(others)], expected)
+            raise InvalidArgument(
+                self._function_name, DUMP_KEYWORD, [DUMP_KEYWORD, *sorted(others)], expected
+            )
         if self._dump_variant is None:
             self._dump_variant = KernelWithDump(self)
         return self._dump_variant
 
-    def _put_artefact(self, positional: int, kwargs: dict[str, Any]) -> None:
+    def _replace_artefact_keyword(self, num_positional: int, kwargs: dict[str, Any]) -> None:
         """Replace the artefact keyword by a token that is part of Triton's kernel cache key."""
-        keyword, *others = [name for name in kwargs if name in KEYWORDS]
+        keyword, *others = [name for name in kwargs if name in LAUNCH_KEYWORDS]
         if others:
             raise InvalidArgument(
                 self._function_name, "keywords", [keyword, *others], "one artefact"
             )
         value = kwargs.pop(keyword)
         try:
-            token, constants = self._resolved[keyword, value, positional]
+            token, constants = self._resolved[keyword, value, num_positional]
         except (KeyError, TypeError):  # new, or not hashable; resolve() rejects wrong values
-            token, constants = self._resolve(keyword, value, positional, kwargs)
+            token, constants = self._resolve(keyword, value, num_positional, kwargs)
         if token is not None:
             kwargs["ir_override"] = token
         for name, constant in constants.items():
             kwargs.setdefault(name, constant)
 
     def _resolve(
-        self, keyword: str, value: Any, positional: int, kwargs: dict[str, Any]
+        self, keyword: str, value: Any, num_positional: int, kwargs: dict[str, Any]
     ) -> tuple[str | None, dict[str, Any]]:
         """Return the token of a launch (``None``: a plain Triton launch), and the artefact's
         constants that the launch may omit."""
         found: tuple[str | None, dict[str, Any]]
-        if keyword == TOOLCHAIN:
+        if keyword == TOOLCHAIN_KEYWORD:
             if value is not None:
                 toolchains.folder_of(value)
-            found = None if value is None else f"{TOOLCHAIN} {value}", {}
-            self._resolved[keyword, value, positional] = found
+            found = None if value is None else f"{TOOLCHAIN_KEYWORD} {value}", {}
+            self._resolved[keyword, value, num_positional] = found
             return found
         artefact = resolve(self._function_name, keyword, value, kwargs.pop("metadata_json", None))
         artefact.check()
         token = f"{artefact.digest}.{artefact.level}"
         self._artefacts[token] = artefact
-        given = {parameter.name for parameter in self.params[:positional]}  # type: ignore[attr-defined]
+        given = {parameter.name for parameter in self.params[:num_positional]}  # type: ignore[attr-defined]
         declared = {parameter.name for parameter in self.params if parameter.is_constexpr}  # type: ignore[attr-defined]
         left_out = declared - given
         found = token, {n: v for n, v in artefact.constants().items() if n in left_out}
         if not keyword.endswith("_src"):  # the next launch may pass a text with other metadata
-            self._resolved[keyword, value, positional] = found
+            self._resolved[keyword, value, num_positional] = found
         return found
 
     @property
@@ -179,38 +193,44 @@ class Runner:
         self, key: Any, signature: Any, device: Any, constexprs: Any, options: Any, attrs: Any,
         warmup: bool,
     ) -> Any:  # fmt: skip
-        named: str = options.ir_override or ""
-        if named not in self._artefacts and not named.startswith(f"{TOOLCHAIN} "):
+        token: str = options.ir_override or ""
+        if token not in self._artefacts and not token.startswith(f"{TOOLCHAIN_KEYWORD} "):
             return super()._do_compile(  # type: ignore[misc]
                 key, signature, device, constexprs, options, attrs, warmup
             )
         cache, _, target, backend, _ = self.device_caches[device]  # type: ignore[attr-defined]
         attributes = {path: dict(each) for path, each in attrs.items() if each}
-        launched = Specialisation(signature, _trees(constexprs), attributes)
+        launch_specialisation = Specialisation(signature, _constant_trees(constexprs), attributes)
         targets = () if triton_version() < _HOOKS_GET_TARGET else (target,)
-        seen = (key, signature, *targets, device)
-        after = (constexprs, options, [attrs], warmup)
+        hook_args_1 = (key, signature, *targets, device)
+        hook_args_2 = (constexprs, options, [attrs], warmup)
         hooks = triton.knobs.runtime
-        if self._call_hook(hooks.jit_cache_hook, *seen, *after):  # type: ignore[attr-defined]
+        if self._call_hook(hooks.jit_cache_hook, *hook_args_1, *hook_args_2):  # type: ignore[attr-defined]
             return None
-        if named in self._artefacts:
-            artefact = foreign.with_specialisation(self._artefacts[named], launched)
+        if token in self._artefacts:
+            artefact = foreign.with_specialisation(self._artefacts[token], launch_specialisation)
         else:
             artefact = toolchains.compile_with_toolchain(
-                self, named.removeprefix(f"{TOOLCHAIN} "), launched, vars(options), target.arch
+                self,
+                token.removeprefix(f"{TOOLCHAIN_KEYWORD} "),
+                launch_specialisation,
+                vars(options),
+                target.arch,
             )
-        made_for = artefact.about.specialisation
-        why = artefact.about.refusal(artefact.level, launched, target.arch)
-        if why is not None or made_for is None:
-            raise ArtefactRefused(self._function_name, artefact.where, why or "it has no metadata")
-        constants = {path: constexprs[path] for path in made_for.constants}
-        kernel = build(self, artefact, made_for, constants, options, target, backend)
+        specialisation = artefact.metadata.specialisation
+        why = artefact.metadata.launch_mismatch(artefact.level, launch_specialisation, target.arch)
+        if why is not None or specialisation is None:
+            raise ArtefactRefused(
+                self._function_name, artefact.location, why or "it has no metadata"
+            )
+        constants = {path: constexprs[path] for path in specialisation.constants}
+        kernel = build(self, artefact, specialisation, constants, options, target, backend)
         cache[key] = kernel
-        self._call_hook(hooks.jit_post_compile_hook, *seen, *after)  # type: ignore[attr-defined]
+        self._call_hook(hooks.jit_post_compile_hook, *hook_args_1, *hook_args_2)  # type: ignore[attr-defined]
         return kernel
 
 
-def _trees(constexprs: Mapping[Any, Any]) -> dict[Any, Any]:
+def _constant_trees(constexprs: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return the constants of a launch as JSON trees, by path. A constant without an exact text
     gets a unique tree, which equals no constant of an artefact."""
     trees = {}
@@ -239,16 +259,18 @@ class InterpretedRunner(InterpretedFunction):
 
     def run(self, /, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         """Interpret, or do nothing if ``warmup``."""
-        named = [keyword for keyword in kwargs if keyword in KEYWORDS and keyword != DUMP]
+        named = [
+            keyword for keyword in kwargs if keyword in LAUNCH_KEYWORDS and keyword != DUMP_KEYWORD
+        ]
         if named:
             raise InvalidArgument(
                 self.__name__, named[0], kwargs[named[0]],
                 "no artefact, because interpreted kernels (TRITON_INTERPRET=1) run from their "
                 "source",
             )  # fmt: skip
-        if DUMP in kwargs and DUMP not in self.arg_names:
+        if DUMP_KEYWORD in kwargs and DUMP_KEYWORD not in self.arg_names:
             if not warmup:
-                names = [*self.arg_names, DUMP]
+                names = [*self.arg_names, DUMP_KEYWORD]
                 GridExecutor(with_dump_argument(self.rewrite()), names, grid, self.pre_run_hooks)(
                     *args, **kwargs
                 )
@@ -297,9 +319,9 @@ def jit(fn: Any = None, **options: Any) -> Any:
         expected = "a function or a kernel; put other decorators, such as triton.autotune, above"
         raise InvalidArgument("runner.jit", "fn", fn, expected)
     if isinstance(kernel, InterpretedFunction):
-        return describe(InterpretedRunner(kernel.fn, **kernel.kwargs))
+        return with_signature_and_doc(InterpretedRunner(kernel.fn, **kernel.kwargs))
     kind = _gluon_runner() if kernel.is_gluon() else TritonRunner
-    return describe(kind(kernel.fn, **jit_options(kernel)))
+    return with_signature_and_doc(kind(kernel.fn, **jit_options(kernel)))
 
 
 # `triton.autotune` skips a config that raises PTXASError. Some cubins of a folder may be damaged or
@@ -316,8 +338,8 @@ class InvalidConfig(InvalidArtefact, PTXASError):
     __str__ = Exception.__str__
 
 
-def failed_config(error: ArtefactRefused | InvalidArtefact) -> Exception:
+def as_config_failure(error: ArtefactRefused | InvalidArtefact) -> Exception:
     """Return ``error`` as an exception after which ``triton.autotune`` continues."""
     if isinstance(error, ArtefactRefused):
-        return RefusedConfig(error.kernel, error.where, error.why)
-    return InvalidConfig(error.where, error.why)
+        return RefusedConfig(error.kernel, error.location, error.reason)
+    return InvalidConfig(error.location, error.reason)

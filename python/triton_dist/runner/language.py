@@ -26,12 +26,12 @@ from triton.language.core import TRITON_BUILTIN
 
 from triton_dist.errors import InvalidArgument
 
-DUMP = "dump_tensor"
+DUMP_KEYWORD = "dump_tensor"
 """Name of the launch keyword and of the hidden kernel argument."""
 
 __all__ = ["dump", "dump_boundary", "dump_grids"]
 
-_interpreted: list[Any] = []
+_interpreted_dump_tensors: list[Any] = []
 """``dump_tensor`` of the launch that is being interpreted."""
 
 
@@ -110,11 +110,11 @@ def dump_grids(value: Any, offset: Any = 0, _generator: Any = None) -> None:
 def _pointer(function: str, generator: Any) -> Any:
     """Return ``dump_tensor`` of the kernel that is being compiled or interpreted, or ``None``."""
     if generator is None:
-        return _interpreted[-1] if _interpreted else None
+        return _interpreted_dump_tensors[-1] if _interpreted_dump_tensors else None
     if not generator.is_kernel:
         expected = "the kernel itself: a function that it calls does not have dump_tensor"
         raise InvalidArgument(function, "caller", "a function of the kernel", expected)
-    return generator.lscope.get(DUMP)
+    return generator.lscope.get(DUMP_KEYWORD)
 
 
 def _call(generator: Any, function: Any, *args: Any) -> None:
@@ -154,7 +154,7 @@ class KernelWithDump(triton.JITFunction):
         tree: ast.Module = super().parse()
         (function,) = tree.body
         assert isinstance(function, ast.FunctionDef)
-        function.args.args.append(ast.arg(DUMP))
+        function.args.args.append(ast.arg(DUMP_KEYWORD))
         function.args.defaults.append(ast.Constant(None))
         return ast.fix_missing_locations(tree)
 
@@ -164,16 +164,18 @@ def with_dump_argument(fn: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(fn)
     def kernel(*args: Any, dump_tensor: Any, **kwargs: Any) -> None:
-        _interpreted.append(dump_tensor)
+        _interpreted_dump_tensors.append(dump_tensor)
         try:
             fn(*args, **kwargs)
         finally:
-            _interpreted.pop()
+            _interpreted_dump_tensors.pop()
 
     kernel.__signature__ = _signature(fn)  # type: ignore[attr-defined]
     return kernel
 
 
 def _signature(fn: Callable[..., None]) -> inspect.Signature:
-    dump_tensor = inspect.Parameter(DUMP, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+    dump_tensor = inspect.Parameter(
+        DUMP_KEYWORD, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None
+    )
     return inspect.Signature([*inspect.signature(fn).parameters.values(), dump_tensor])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 LAYOUTS, OUTSIDE = "layouts", "outside of loops"
-Line = tuple[str, str, str]
+ListingLine = tuple[str, str, str]
 """(label or address, instruction, label to which the instruction may branch); "" if absent."""
 
 _COMMENT = re.compile(r"//.*")
@@ -42,7 +42,7 @@ class Section:
 def sections(level: str, text: str) -> Mapping[str, Section]:
     """Return the parts of ``text`` by name: ``layouts``, ``outside of loops``, ``loop 1``, ...
     ``level`` is one of ``LEVELS_WITH_SECTIONS``."""
-    return _SPLIT[level](text)
+    return _SECTION_FUNCTIONS[level](text)
 
 
 def _ttgir_sections(text: str) -> dict[str, Section]:
@@ -70,7 +70,7 @@ def _ttgir_sections(text: str) -> dict[str, Section]:
     return found
 
 
-def _ptx_lines(text: str) -> Iterator[Line]:
+def _ptx_lines(text: str) -> Iterator[ListingLine]:
     pending = ""
     for raw in text.splitlines():
         line = _COMMENT.sub("", raw).strip()
@@ -88,7 +88,7 @@ def _ptx_lines(text: str) -> Iterator[Line]:
 
 
 def _sass_sections(text: str) -> dict[str, Section]:
-    lines: list[Line] = []
+    lines: list[ListingLine] = []
     for address, instruction in _SASS.findall(text):
         branch = _SASS_BRANCH.search(instruction)
         target = f"{int(branch[1], 16):x}" if branch else ""
@@ -100,7 +100,7 @@ def _sass_sections(text: str) -> dict[str, Section]:
 
 
 def _loop_sections(
-    lines: list[Line], register: re.Pattern[str], replacement: str
+    lines: list[ListingLine], register: re.Pattern[str], replacement: str
 ) -> dict[str, Section]:
     """Return the sections of a listing with labels. A backward branch ends a loop, which began at
     the branch's target. ``replacement`` replaces the names of registers."""
@@ -120,9 +120,9 @@ def _loop_sections(
     return found
 
 
-_SPLIT: Mapping[str, Callable[[str], dict[str, Section]]] = {
+_SECTION_FUNCTIONS: Mapping[str, Callable[[str], dict[str, Section]]] = {
     "ttgir": _ttgir_sections,
     "ptx": lambda text: _loop_sections(list(_ptx_lines(text)), _REGISTER, "%"),
     "sass": _sass_sections,
 }
-LEVELS_WITH_SECTIONS = tuple(_SPLIT)
+LEVELS_WITH_SECTIONS = tuple(_SECTION_FUNCTIONS)

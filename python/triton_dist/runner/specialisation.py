@@ -73,33 +73,39 @@ class Specialisation:
         types = {name: read((i,), node) for i, (name, node) in enumerate(tree.items())}
         return cls(types, constants, attributes)
 
-    def readable(self) -> dict[str, str]:
+    def argument_texts(self) -> dict[str, str]:
         """Return readable text by name: ``*fp16, divisibility 16``, or the value of a constant."""
         return {name: _readable(tree) for name, tree in self.to_tree().items()}
 
-    def mismatches(self, launched: Specialisation) -> list[str]:
+    def mismatches(self, launch_specialisation: Specialisation) -> list[str]:
         """Return the reasons why a kernel with this specialisation cannot serve a launch with
-        specialisation ``launched``; empty if it can."""
-        if list(self.types) != list(launched.types):
+        specialisation ``launch_specialisation``; empty if it can."""
+        if list(self.types) != list(launch_specialisation.types):
             return [
                 f"its arguments are ({', '.join(self.types)}), the function's arguments are "
-                f"({', '.join(launched.types)})"
+                f"({', '.join(launch_specialisation.types)})"
             ]
-        paths = [*self.leaves, *(path for path in launched.leaves if path not in self.leaves)]
-        return [why for path in paths if (why := self._mismatch(path, launched))]
+        paths = [
+            *self.leaves,
+            *(path for path in launch_specialisation.leaves if path not in self.leaves),
+        ]
+        return [why for path in paths if (why := self._mismatch(path, launch_specialisation))]
 
-    def _mismatch(self, path: ArgumentPath, launched: Specialisation) -> str:
-        call_name, call_type = launched.leaves.get(path, ("", "nothing"))
+    def _mismatch(self, path: ArgumentPath, launch_specialisation: Specialisation) -> str:
+        call_name, call_type = launch_specialisation.leaves.get(path, ("", "nothing"))
         name, compiled_type = self.leaves.get(path, (call_name, "nothing"))
         if compiled_type == CONSTANT:
-            compiled_value, call_value = self.constants.get(path), launched.constants.get(path)
+            compiled_value, call_value = (
+                self.constants.get(path),
+                launch_specialisation.constants.get(path),
+            )
             has = f"it has {name} = {show(compiled_value)}"
             if call_type != CONSTANT:
                 return f"{has}, the call has another value of type {call_type}"
             differs = codec.text(compiled_value) != codec.text(call_value)
             return f"{has}, the call has {show(call_value)}" if differs else ""
-        value: Any = launched.constants.get(path)
-        if call_type == CONSTANT and not (type(value) is int and _fits(value, compiled_type)):
+        value: Any = launch_specialisation.constants.get(path)
+        if call_type == CONSTANT and not (type(value) is int and _fits_type(value, compiled_type)):
             return f"it takes {name} as {compiled_type}, the call has the constant {show(value)}"
         is_widened = (compiled_type, call_type) == ("i64", "i32")
         if call_type not in (CONSTANT, compiled_type) and not is_widened:
@@ -107,7 +113,7 @@ class Specialisation:
         for attribute, needed in self.attributes.get(path, {}).items():
             if call_type == CONSTANT and attribute == DIVISIBILITY and value % needed == 0:
                 continue
-            if launched.attributes.get(path, {}).get(attribute) != needed:
+            if launch_specialisation.attributes.get(path, {}).get(attribute) != needed:
                 if attribute != DIVISIBILITY:
                     return f"it requires {attribute} = {needed} of {name}, the call lacks it"
                 what = "at an address" if compiled_type.startswith("*") else "to be"
@@ -134,7 +140,7 @@ def _readable(tree: Any) -> str:
     return ", ".join([tree["type"], *known])
 
 
-def _fits(value: int, kind: str) -> bool:
+def _fits_type(value: int, kind: str) -> bool:
     bits = {"i8": 7, "i16": 15, "i32": 31, "i64": 63}.get(kind, 0)
     return -(2**bits) <= value < 2**bits and bits > 0
 
@@ -152,14 +158,14 @@ def constant_tree(value: Any) -> codec.Tree:
     return codec.encode(value)
 
 
-def restored(tree: codec.Tree) -> Any:
+def restore_constant(tree: codec.Tree) -> Any:
     """Return the constant of a tree from ``constant_tree``. Raise ``ValueError`` if the constant
     cannot be restored, only compared."""
     match tree:
         case {"triton.dtype": str(name)}:
             return tl.dtype(name)
         case {"tuple": list(items)}:
-            return tuple(map(restored, items))
+            return tuple(map(restore_constant, items))
         case {"float": str(text)}:
             return float(text)
         case dict() | list():
@@ -169,7 +175,7 @@ def restored(tree: codec.Tree) -> Any:
 
 def is_restorable(tree: codec.Tree) -> bool:
     try:
-        restored(tree)
+        restore_constant(tree)
     except ValueError:
         return False
     return True

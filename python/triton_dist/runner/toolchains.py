@@ -30,11 +30,11 @@ from triton_dist._tuning.values import codec
 from triton_dist.errors import CompileTimeout, InvalidArgument, InvalidArtefact, KernelNotShipped
 from triton_dist.runner import files, foreign
 from triton_dist.runner.artefact import Artefact
-from triton_dist.runner.specialisation import Specialisation, is_restorable, restored
+from triton_dist.runner.specialisation import Specialisation, is_restorable, restore_constant
 from triton_dist.runtime import triton_compat
 from triton_dist.runtime.compiling.kernels import use_target
 
-_PACKAGE = "triton/__init__.py"
+_PACKAGE_INIT = "triton/__init__.py"
 _PROGRAM = (
     f"import json, sys; from {__name__} import compile_here; compile_here(json.load(sys.stdin))"
 )
@@ -51,7 +51,7 @@ class Toolchain(str):
 
 
 def _version(folder: Path) -> str:
-    source = (folder / _PACKAGE).read_text(encoding="utf-8")
+    source = (folder / _PACKAGE_INIT).read_text(encoding="utf-8")
     found = re.search(r"__version__ = ['\"](.+)['\"]", source)
     return found[1] if found else "of unknown version"
 
@@ -64,7 +64,7 @@ def folder_of(name: Any) -> Path:
         expected = f"one of TRITON_DIST_TOOLCHAINS, which has {named}"
         raise InvalidArgument("runner.jit", "toolchain", name, expected)
     folder = known[name]
-    if not (folder / _PACKAGE).exists():
+    if not (folder / _PACKAGE_INIT).exists():
         expected = f"a folder with the package triton in it, {folder} has none"
         raise InvalidArgument("runner.jit", "toolchain", name, expected)
     return folder.resolve()
@@ -92,7 +92,7 @@ def compile_with_toolchain(
         "file": os.path.abspath(file) if file else "",
         "function": str(function.fn.__qualname__),
         "arguments": specialisation.to_tree(),
-        "options": foreign.options_of(options),
+        "options": foreign.compiler_options_of(options),
         "arch": arch,
     }
     digest = codec.digest(request, function.cache_key, _version(folder))
@@ -100,8 +100,8 @@ def compile_with_toolchain(
     if not cached.exists():
         if knobs.compile_frozen.get():
             why = f"the Triton in {folder} would compile it"
-            readable = specialisation.readable()
-            raise KernelNotShipped(function.__name__, readable, "", (), why, str(cached))
+            argument_texts = specialisation.argument_texts()
+            raise KernelNotShipped(function.__name__, argument_texts, "", (), why, str(cached))
         cached.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cached.parent) as temporary:
             output = Path(temporary, "made")
@@ -127,19 +127,21 @@ def _compile_in_subprocess(kernel: str, folder: Path, request: Mapping[str, Any]
         raise InvalidArtefact(f"{kernel} by the Triton in {folder}", last_lines)
 
 
-def compile_here(request: Mapping[str, Any]) -> None:
+def compile_request(request: Mapping[str, Any]) -> None:
     """Compile the kernel of a ``request`` of :func:`compile_with_toolchain`, in another process."""
     target = GPUTarget("cuda", request["arch"], 32)
     use_target(target)
     function = _import_kernel(request["module"], request["file"], request["function"])
-    made_for = Specialisation.from_tree(request["arguments"])
-    unreadable = [tree for tree in made_for.constants.values() if not is_restorable(tree)]
+    specialisation = Specialisation.from_tree(request["arguments"])
+    unreadable = [tree for tree in specialisation.constants.values() if not is_restorable(tree)]
     if unreadable:
         raise ValueError(f"constants that cannot be passed to another process: {unreadable}")
-    constants = {path: restored(tree) for path, tree in made_for.constants.items()}
-    attributes = {p: [[n, v] for n, v in each.items()] for p, each in made_for.attributes.items()}
+    constants = {path: restore_constant(tree) for path, tree in specialisation.constants.items()}
+    attributes = {
+        p: [[n, v] for n, v in each.items()] for p, each in specialisation.attributes.items()
+    }
     source_class = triton_compat.source_class(function)
-    source = source_class(function, dict(made_for.types), constants, attributes)
+    source = source_class(function, dict(specialisation.types), constants, attributes)
     files.export(triton.compile(source, target=target, options=request["options"]), request["out"])
 
 

@@ -36,7 +36,7 @@ class MeasuredTrial(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Failed:
+class FailureGroup:
     """The trials with one kind of failure."""
 
     kind: str
@@ -80,13 +80,13 @@ class Analysis:
         )
 
     @cached_property
-    def failed(self) -> tuple[Failed, ...]:
+    def failed(self) -> tuple[FailureGroup, ...]:
         """Failures by kind, most frequent first, without pruned configs."""
         kinds: dict[str, list[str]] = {}
         for trial in self.record.trials:
             if isinstance(trial.outcome, Failure) and trial.outcome.kind != "pruned":
                 kinds.setdefault(trial.outcome.kind, []).append(trial.outcome.message)
-        found = (Failed(kind, len(texts), texts[0]) for kind, texts in kinds.items())
+        found = (FailureGroup(kind, len(texts), texts[0]) for kind, texts in kinds.items())
         return tuple(sorted(found, key=lambda each: -each.count))
 
     @cached_property
@@ -112,7 +112,7 @@ class Analysis:
         ``share``, the winner included."""
         return sum(self.ratio(each.ms) <= 1 + share for each in self.timed)
 
-    def ranked(self) -> list[tuple[str, float]]:
+    def parameters_by_importance(self) -> list[tuple[str, float]]:
         """Return name and importance of the varying parameters, most important first.
 
         The importance is PED-ANOVA's: how much the distribution of the parameter's values among
@@ -206,7 +206,7 @@ class Changes:
         return _only_in_first(self.after.record, self.before.record)
 
     @property
-    def same_winner(self) -> bool:
+    def has_same_winner(self) -> bool:
         return self.before.winner.trial.digest == self.after.winner.trial.digest
 
     @property
@@ -215,7 +215,7 @@ class Changes:
         return self.before.ratio(self.after.winner.ms)
 
     @property
-    def older_winner_now(self) -> float | None:
+    def older_winner_ratio(self) -> float | None:
         """Time of the older winner in the newer record, divided by the time of the newer winner;
         ``None`` if the newer record did not measure it."""
         return slowdown_of_winner(self.before, self.after)
