@@ -183,7 +183,7 @@ def test_a_folder_without_members_is_left_to_the_rank_that_makes_it(monkeypatch,
         cleaner.start()
         cleaner.join(0.1)
         assert cleaner.is_alive()
-        (of_another / f"{job._MEMBER}{os.getpid()}").touch()
+        (of_another / f"{job._MEMBER_PREFIX}{os.getpid()}").touch()
     cleaner.join()
     assert {path.name for path in tmp_path.glob(f"{job._prefix()}*")} == {
         of_another.name,

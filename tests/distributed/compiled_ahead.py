@@ -70,7 +70,7 @@ def _compile(pool: CompilePool, missing: list[str]) -> None:
         for number, (digest, known_to) in enumerate(holders.items())
         if known_to[number % len(known_to)] == ranks.rank
     ]
-    pool.begin(mine, sharers=ranks.size)
+    pool.begin(mine, num_sharing_ranks=ranks.size)
     for digest in mine:
         with suppress(CandidateFailed, CompileTimeout):  # its call will say so
             pool.wait(digest)

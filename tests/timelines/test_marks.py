@@ -12,7 +12,7 @@ from triton_dist._jit import jit
 from triton_dist.errors import InvalidArgument
 from triton_dist.profiler_utils import group_profile
 from triton_dist.runtime import marking
-from triton_dist.runtime.marking import Flag, Mark, Marks
+from triton_dist.runtime.marking import FlagEvent, Mark, Marks
 from triton_dist.timelines import trace
 from triton_dist.timelines.marks import shares
 
@@ -104,7 +104,7 @@ def test_what_compiled_kernels_write_is_taken_apart():
     memory[0] = 2
     memory[marking.HEADER_WORDS : marking.HEADER_WORDS + 2 * marking.WORDS_PER_MARK] = words
     mark = Mark("store", 300, 2, 7, 9)
-    assert marks.read() == ([mark, Flag(True, 300, 0, 8, 2**47, 5 << 20)], 2)
+    assert marks.read() == ([mark, FlagEvent(True, 300, 0, 8, 2**47, 5 << 20)], 2)
     assert (
         Marks(torch.device("cpu")).address == marks.address
     )  # kernels that are compiled stay good

@@ -238,7 +238,7 @@ def test_a_generation_is_compiled_while_one_is_measured(tmp_path, quick):
         asked.append(str(sorted(config.items())))
 
     class Generations(FakeCompiler):
-        def begin(self, kernels, sharers):
+        def begin(self, kernels, num_sharing_ranks):
             begun.append(list(kernels))
             self.begun += kernels
 

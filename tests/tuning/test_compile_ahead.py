@@ -25,7 +25,7 @@ class FakeCompiler:
     cache: str = "host"
     begun: list[str] = field(default_factory=list)
     waited: list[str] = field(default_factory=list)
-    sharers: int = 0
+    num_sharing_ranks: int = 0
     closed: int = 0
     fails: dict[str, Exception] = field(default_factory=dict)
 
@@ -34,8 +34,8 @@ class FakeCompiler:
         prepare()
         return list(self.asked)
 
-    def begin(self, kernels, sharers):
-        self.begun, self.sharers = list(kernels), sharers
+    def begin(self, kernels, num_sharing_ranks):
+        self.begun, self.num_sharing_ranks = list(kernels), num_sharing_ranks
 
     def wait(self, kernel):
         if kernel in self.begun:
@@ -66,7 +66,7 @@ def test_the_ranks_of_a_host_share_the_work():
     assert together(ranks) == [(1, {"n": 1})] * 2
     assert ranks[0].compiler.begun == ["kernel 4", "kernel 3"]
     assert ranks[1].compiler.begun == ["kernel 2", "kernel 1"]
-    assert [rank.compiler.sharers for rank in ranks] == [2, 2]
+    assert [rank.compiler.num_sharing_ranks for rank in ranks] == [2, 2]
     for rank in ranks:
         assert rank.compiler.waited == rank.compiler.begun
         assert rank.compiler.closed == 1

@@ -273,7 +273,7 @@ class RandomState(Protocol):
     def rewind(self, numpy: bool = True) -> None:
         """Restore the saved states. With ``numpy=False``, skip NumPy's generator, the slowest."""
 
-    def has_moved(self) -> bool:
+    def has_changed(self) -> bool:
         """Return whether the states of torch's generators have changed since they were saved."""
 
 
@@ -293,10 +293,10 @@ class Compiler(Protocol):
     def collect(self, prepare: Callable[[], object]) -> list[str]:
         """Return the names of the kernels that ``prepare`` would compile, without compiling."""
 
-    def begin(self, kernels: Sequence[str], sharers: int) -> None:
-        """Start to compile ``kernels`` in order, on ``1 / sharers`` of the host's cores.
+    def begin(self, kernels: Sequence[str], num_sharing_ranks: int) -> None:
+        """Start to compile ``kernels`` in order, on ``1 / num_sharing_ranks`` of the host's cores.
 
-        ``sharers`` is the number of ranks that share the cache.
+        ``num_sharing_ranks`` is the number of ranks that share the cache.
         """
 
     def wait(self, kernel: str) -> None:

@@ -87,7 +87,7 @@ def shadows_of(access: Access) -> list[tuple[str, Any, Any]]:
 def _shadow_of(begin: int, name: str) -> Any:
     """Return the shadow of the region at ``begin``, which follows it in the same allocation."""
     region, of, owner = name.partition(" of rank ")
-    entry = addresses.next_named(begin, f"{region}{_SHADOW}{of}{owner}")
+    entry = addresses.next_region_named(begin, f"{region}{_SHADOW}{of}{owner}")
     if entry is None:
         return None
     address, nbytes = entry

@@ -267,7 +267,7 @@ class Races(Observer):
                 patch(cpu.CpuCopyStream, "copy", copied),
                 patch(cpu.CpuCopyStream, "_queue", queued),
                 patch(cpu.CpuCopyStream, "join_current", joined),
-                patch(symmetric, "regions_of", lambda _, regions: with_shadows(regions)),
+                patch(symmetric, "regions_to_allocate", lambda _, regions: with_shadows(regions)),
                 patch(interpreter, "_run_grid", launched),
                 patch(waits, "on_publish", lambda _: self.publish()),
             ]

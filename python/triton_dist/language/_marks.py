@@ -158,7 +158,7 @@ def _note_interpreted_flags(kind: Any, when: Any, ptr: Any, value: Any, mask: An
     valid = [True if each is None else each for each in arrays]
     for address, number, chosen in np.nditer([ptr.handle.data, *valid]):
         if chosen:
-            marks.add(marking.Flag(is_set, program, 0, int(when), int(address), int(number)))
+            marks.add(marking.FlagEvent(is_set, program, 0, int(when), int(address), int(number)))
 
 
 FLAG_AWAITED, FLAG_SET = tl.constexpr(marking.FLAG_AWAITED), tl.constexpr(marking.FLAG_SET)

@@ -59,7 +59,7 @@ def regions_between(low: int, high: int) -> list[tuple[int, int, str]]:
     ]
 
 
-def next_named(address: int, name: str) -> tuple[int, int] | None:
+def next_region_named(address: int, name: str) -> tuple[int, int] | None:
     """Return ``(begin, bytes)`` of the first region ``name`` at or after ``address``, or None."""
     for base, nbytes, _, each, _ in _regions[bisect.bisect_left(_regions, (address,)) :]:
         if each == name:

@@ -64,9 +64,9 @@ def has_links_between_all_gpus() -> bool:
 def _has_native_atomics(source: int, target: int) -> bool:
     value = ctypes.c_int()
     ends = cuda_driver.device(source), cuda_driver.device(target)
-    what = f"query peer access from GPU {source} to GPU {target}"
+    action = f"query peer access from GPU {source} to GPU {target}"
     result = ctypes.byref(value)
-    cuda_driver.call("cuDeviceGetP2PAttribute", what, result, _NATIVE_ATOMIC_SUPPORTED, *ends)
+    cuda_driver.call("cuDeviceGetP2PAttribute", action, result, _NATIVE_ATOMIC_SUPPORTED, *ends)
     return value.value == 1
 
 

@@ -73,30 +73,32 @@ _local = _Local()
 
 
 class CooperativeGrid:
-    """Runner of a grid of ``count`` programs; ``body(i)`` runs program ``i``.
+    """Runner of a grid of ``num_programs`` programs; ``run_program(i)`` runs program ``i``.
 
     Args:
-        count: number of programs.
-        body: function that runs a program.
+        num_programs: number of programs.
+        run_program: function that runs a program.
         state: dictionary that describes the running program (the interpreter's builder). It is
             saved when a program pauses and restored when the program continues.
-        max_residents: maximum number of programs that have started and not ended, as on a GPU with
-            room for this number of programs; ``None``: unlimited.
+        max_resident_programs: maximum number of programs that have started and not ended, as on a
+            GPU with room for this number of programs; ``None``: unlimited.
     """
 
     def __init__(
         self,
-        count: int,
-        body: Callable[[int], None],
+        num_programs: int,
+        run_program: Callable[[int], None],
         state: dict[str, Any],
-        max_residents: int | None = None,
+        max_resident_programs: int | None = None,
     ) -> None:
-        self._count, self._body, self._state = count, body, state
-        self._max_residents = count if max_residents is None else max_residents
-        self._next = 0
+        self._num_programs, self._run_program, self._state = num_programs, run_program, state
+        self._max_resident_programs = (
+            num_programs if max_resident_programs is None else max_resident_programs
+        )
+        self._next_program = 0
         self._starter = _ProgramThread()  # the only thread that starts programs
         self._ready: deque[_ProgramThread] = deque()  # every thread except the running one
-        self._pauses = 0  # since a program last started or ended
+        self._num_pauses = 0  # since a program last started or ended
         self._threads: list[threading.Thread] = []
         self._all_done = _ProgramThread()
         self._error: BaseException | None = None
@@ -126,7 +128,7 @@ class CooperativeGrid:
         """
         worker = _local.worker
         assert worker is not None, "only a program of this grid can pause it"
-        if self._starts_next(worker) and 1 + len(self._ready) < self._max_residents:
+        if self._starts_next(worker) and 1 + len(self._ready) < self._max_resident_programs:
             self._starter = _ProgramThread()
             self._start_thread(self._starter)
             self._ready.appendleft(self._starter)
@@ -134,11 +136,11 @@ class CooperativeGrid:
             return False
         worker.unchanged = unchanged
         if unchanged is None:
-            self._pauses += 1
-            if self._pauses > len(self._ready):  # all wait for something outside this grid
-                self._pauses = 0
+            self._num_pauses += 1
+            if self._num_pauses > len(self._ready):  # all wait for something outside this grid
+                self._num_pauses = 0
                 time.sleep(seconds)
-        for nap in _poll_intervals():
+        for sleep_seconds in _poll_intervals():
             if self._error is not None:
                 raise _Stop
             if (other := self._next_runnable()) is not None:
@@ -146,7 +148,7 @@ class CooperativeGrid:
                 break
             if worker.can_continue():
                 break
-            time.sleep(nap)
+            time.sleep(sleep_seconds)
         return True
 
     def _run_programs(self, worker: _ProgramThread) -> None:
@@ -154,10 +156,10 @@ class CooperativeGrid:
         _local.grid, _local.worker = self, worker
         try:
             while self._starts_next(worker) and self._error is None:
-                program, self._next = self._next, self._next + 1
-                self._pauses = 0
-                self._body(program)
-                self._pauses = 0
+                program, self._next_program = self._next_program, self._next_program + 1
+                self._num_pauses = 0
+                self._run_program(program)
+                self._num_pauses = 0
                 if self._starts_next(worker) and (other := self._next_runnable()) is not None:
                     worker.unchanged = None  # this thread has programs to start
                     self._pass_turn(worker, other)
@@ -167,7 +169,7 @@ class CooperativeGrid:
             self._fail(error)
 
     def _starts_next(self, worker: _ProgramThread) -> bool:
-        return self._starter is worker and self._next < self._count
+        return self._starter is worker and self._next_program < self._num_programs
 
     def _next_runnable(self) -> _ProgramThread | None:
         return next((worker for worker in self._ready if worker.can_continue()), None)
@@ -217,10 +219,10 @@ def pause(polls: int = 0, unchanged: Unchanged | None = None) -> bool:
     if unchanged is None:
         time.sleep(seconds)
         return False
-    for nap in _poll_intervals():
+    for sleep_seconds in _poll_intervals():
         if not unchanged():
             break
-        time.sleep(nap)
+        time.sleep(sleep_seconds)
     return False
 
 

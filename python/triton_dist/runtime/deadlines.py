@@ -19,22 +19,22 @@ from triton_dist.runtime.job import create_job_folder, is_running, job_folder
 def paused() -> Iterator[None]:
     """Context manager that pauses the deadlines of all ranks of the job on this host."""
     folder, begin = create_job_folder(), time.monotonic()
-    note = folder / f"stopped-{os.getpid()}-{threading.get_ident()}"
-    note.write_text(repr(begin))
+    stopped_file = folder / f"stopped-{os.getpid()}-{threading.get_ident()}"
+    stopped_file.write_text(repr(begin))
     try:
         yield
     finally:
-        # Written before the note is removed: a reader finds the pause in at least one of the files.
+        # Written before the other file is removed: a reader finds the pause in one of the files.
         with (folder / "pauses").open("a") as file:
             file.write(f"{begin!r} {time.monotonic()!r}\n")
-        note.unlink(missing_ok=True)
+        stopped_file.unlink(missing_ok=True)
 
 
-def is_overdue(deadline: float, limit: float) -> bool:
+def is_overdue(deadline: float, limit_seconds: float) -> bool:
     """Return whether ``deadline``, a time of ``time.monotonic``, has passed. Pauses in the
-    ``limit`` seconds before the deadline, and after it, extend the deadline."""
+    ``limit_seconds`` before the deadline, and after it, extend the deadline."""
     now = time.monotonic()
-    return now > deadline and now > deadline + _seconds_paused(deadline - limit)
+    return now > deadline and now > deadline + _seconds_paused(deadline - limit_seconds)
 
 
 def _seconds_paused(since: float) -> float:
@@ -42,10 +42,10 @@ def _seconds_paused(since: float) -> float:
     folder, now = job_folder(), time.monotonic()
     pauses: list[tuple[float, float]] = []
     with suppress(OSError):
-        for note in folder.glob("stopped-*"):
+        for stopped_file in folder.glob("stopped-*"):
             with suppress(OSError, ValueError):  # removed, or not yet written
-                if is_running(int(note.name.split("-")[1])):
-                    pauses.append((float(note.read_text()), now))
+                if is_running(int(stopped_file.name.split("-")[1])):
+                    pauses.append((float(stopped_file.read_text()), now))
         for line in (folder / "pauses").read_text().splitlines():
             first, _, last = line.partition(" ")
             pauses.append((float(first), float(last)))

@@ -105,9 +105,11 @@ def _use_shared_gpu(gpu: int) -> None:
     ranks = group_for()
     locations = ranks.all_gather("GPUs of the ranks", RankLocation.of(gpu))
     for machine in sorted({location.machine for location in locations}):
-        here = [rank for rank, location in enumerate(locations) if location.machine == machine]
-        names = [ranks.global_rank(rank) for rank in here]
-        sharing_failure = sharing_error([locations[rank] for rank in here], names.__getitem__)
+        ranks_here = [
+            rank for rank, location in enumerate(locations) if location.machine == machine
+        ]
+        names = [ranks.global_rank(rank) for rank in ranks_here]
+        sharing_failure = sharing_error([locations[rank] for rank in ranks_here], names.__getitem__)
         if sharing_failure is not None:
             raise sharing_failure
     own_failure = ""
@@ -183,18 +185,18 @@ def dist_print(
         prefix: begin each output with the rank.
         **options: passed to ``print``.
     """
-    joined = dist.is_initialized()
-    rank = dist.get_rank() if joined else knobs.rank.get()
-    world_size = dist.get_world_size() if joined else knobs.world_size.get()
+    is_initialized = dist.is_initialized()
+    rank = dist.get_rank() if is_initialized else knobs.rank.get()
+    world_size = dist.get_world_size() if is_initialized else knobs.world_size.get()
     ranks = range(world_size) if allowed_ranks == "all" else allowed_ranks
-    lead = (f"[rank {rank}]",) if prefix else ()
+    first_values = (f"[rank {rank}]",) if prefix else ()
     options.setdefault("flush", True)
     if not need_sync:
         if rank in ranks:
-            print(*lead, *values, **options)
+            print(*first_values, *values, **options)
         return
     for turn in range(world_size):
         if turn == rank and rank in ranks:
-            print(*lead, *values, **options)
+            print(*first_values, *values, **options)
         if dist.is_initialized():
             dist.barrier()

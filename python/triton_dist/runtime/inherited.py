@@ -70,8 +70,8 @@ class InheritedValue:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(slot))
             _native_ids.add(threading.current_thread().native_id)
             _put(self._name, slot)
-        before, slot.value = slot.value, value
-        return before
+        previous, slot.value = slot.value, value
+        return previous
 
     def _slot(self) -> _Slot | None:
         """Return the slot of this thread, or the inherited slot, or ``None``."""

@@ -31,7 +31,7 @@ def _view(desc: Any, indices: Sequence[Any], dtype: Any) -> tuple[Any, tuple[sli
     """Return a view of the elements of the block at ``indices`` that lie within the tensor, and the
     slices of the block that they fill. Raise ``ValueError`` if the block's offset in the last
     dimension is not a multiple of 16 bytes, which TMA requires."""
-    address, shape, strides, inside = desc.base.data.item(), [], [], []
+    address, shape, strides, block_slices = desc.base.data.item(), [], [], []
     start = 0
     for index, size, stride, block in zip(
         indices, desc.shape, desc.strides, desc.block_shape, strict=True
@@ -42,13 +42,13 @@ def _view(desc: Any, indices: Sequence[Any], dtype: Any) -> tuple[Any, tuple[sli
         address += low * step
         shape.append(high - low)
         strides.append(step)
-        inside.append(slice(low - start, high - start))
+        block_slices.append(slice(low - start, high - start))
     if start * dtype.itemsize % 16:
         raise ValueError(
             f"a descriptor's block starts at element {start} of its last dimension, "
             f"{start * dtype.itemsize} bytes, which is not a multiple of 16 bytes"
         )
-    return np.asarray(_Memory(address, tuple(shape), tuple(strides), dtype)), tuple(inside)
+    return np.asarray(_Memory(address, tuple(shape), tuple(strides), dtype)), tuple(block_slices)
 
 
 def apply_copy(upstream: Any) -> None:
@@ -62,18 +62,20 @@ def apply_copy(upstream: Any) -> None:
         if getattr(desc, "round_f32_to_tf32", False):
             return load_by_pointers(self, desc, indices, *cache, **cache_by_name)
         element = desc.base.get_element_ty()
-        view, inside = _view(desc, indices, upstream._get_np_dtype(element))
+        view, block_slices = _view(desc, indices, upstream._get_np_dtype(element))
         if view.shape == tuple(desc.block_shape):
             return upstream.TensorHandle(view.copy(), element)
         block = np.zeros(desc.block_shape, dtype=view.dtype)
         if desc.padding == ir.PADDING_OPTION.PAD_NAN:
             block[...] = NAN_BITS if element == tl.bfloat16 else np.nan
-        block[inside] = view
+        block[block_slices] = view
         return upstream.TensorHandle(block, element)
 
     def store(self: Any, desc: Any, value: Any, indices: Sequence[Any]) -> None:
-        view, inside = _view(desc, indices, upstream._get_np_dtype(desc.base.get_element_ty()))
-        view[...] = value.data[inside]
+        view, block_slices = _view(
+            desc, indices, upstream._get_np_dtype(desc.base.get_element_ty())
+        )
+        view[...] = value.data[block_slices]
 
     builder.create_descriptor_load = load
     builder.create_descriptor_store = store
@@ -97,8 +99,8 @@ def apply_reduce(upstream: Any) -> None:
     def reduce(self: Any, kind: Any, desc: Any, value: Any, indices: Sequence[Any]) -> None:
         element = desc.base.get_element_ty()
         if element == tl.bfloat16:  # ``kind`` is ADD. Not atomic, but one program runs at a time.
-            view, inside = _view(desc, indices, upstream._get_np_dtype(element))
-            part = Handle(value.data[inside], element)
+            view, block_slices = _view(desc, indices, upstream._get_np_dtype(element))
+            part = Handle(value.data[block_slices], element)
             view[...] = self.binary_op(Handle(view, element), part, np.add).data
             return
         if element.is_floating():

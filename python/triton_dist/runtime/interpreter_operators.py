@@ -22,9 +22,11 @@ import triton.language as tl
 from triton._C.libtriton import ir
 
 NAN_BITS = np.uint16(0x7FC0)
-_PATTERNS = torch.arange(256, dtype=torch.uint8)
+_ALL_BIT_PATTERNS = torch.arange(256, dtype=torch.uint8)
 _TORCH_FLOAT8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
-_FLOAT8 = {name: _PATTERNS.view(dtype).float().numpy() for name, dtype in _TORCH_FLOAT8.items()}
+_FLOAT8 = {
+    name: _ALL_BIT_PATTERNS.view(dtype).float().numpy() for name, dtype in _TORCH_FLOAT8.items()
+}
 """fp32 values of the bit patterns, by Triton's name of the type."""
 for _values in _FLOAT8.values():
     _values[np.isnan(_values)] = np.nan  # a signalling NaN would make numpy warn
@@ -186,7 +188,7 @@ class Operators:
 
     def _fast_operator(self, name: str, slow: Operator, is_reflected: bool = False) -> Operator:
         """Return the operator ``name``, which calls ``slow`` for types without a fast version."""
-        operation, kinds = _OPERATIONS[name]
+        operation, dtypes = _OPERATIONS[name]
         if is_reflected:  # ``number - tensor``: the tensor is the right operand
             operation = _swapped(operation)
         compares, tensor, int1, wrap = name in _COMPARISONS, tl.tensor, tl.int1, self._wrap
@@ -194,27 +196,27 @@ class Operators:
         result_type = self._result_type
 
         def call(self: Any, other: Any) -> Any:
-            dtype, left, kind = self.dtype, self.handle, self.type
+            dtype, left, tensor_type = self.dtype, self.handle, self.type
             numbers, result_dtype = left.data, left.dtype
-            if numbers.dtype is not kinds.get(dtype.name):
+            if numbers.dtype is not dtypes.get(dtype.name):
                 return slow(self, other)
             if type(other) is tensor:
                 others = other.handle.data
-                if others.dtype is not kinds.get(other.dtype.name):
+                if others.dtype is not dtypes.get(other.dtype.name):
                     return slow(self, other)
-                if other.type is not kind:
-                    kind = result_type(kind, other.type)
-                    if kind is None:
+                if other.type is not tensor_type:
+                    tensor_type = result_type(tensor_type, other.type)
+                    if tensor_type is None:
                         return slow(self, other)
-                    if kind.scalar is not dtype:
-                        result_dtype = kind.scalar
+                    if tensor_type.scalar is not dtype:
+                        result_dtype = tensor_type.scalar
             else:
                 others = constant(other, dtype)
                 if others is None:
                     return slow(self, other)
             if compares:
-                kind = kind.with_element_ty(int1) if kind.is_block() else int1
-            return wrap(operation(numbers, others), result_dtype, kind)
+                tensor_type = tensor_type.with_element_ty(int1) if tensor_type.is_block() else int1
+            return wrap(operation(numbers, others), result_dtype, tensor_type)
 
         return call
 
@@ -224,7 +226,7 @@ class Operators:
         wrap, constant = self._wrap, self._constant
 
         def call(self: Any, other: Any) -> Any:
-            dtype, kind = self.dtype, self.type
+            dtype, tensor_type = self.dtype, self.type
             if type(dtype) is not pointer:
                 return slow(self, other)
             if type(other) is tensor:
@@ -232,9 +234,9 @@ class Operators:
                 if offsets.dtype is not _INTEGERS.get(other.dtype.name):
                     return slow(self, other)
                 if others.is_block():
-                    if not kind.is_block():
-                        kind = others.with_element_ty(dtype)
-                    elif kind.shape.values != others.shape.values:
+                    if not tensor_type.is_block():
+                        tensor_type = others.with_element_ty(dtype)
+                    elif tensor_type.shape.values != others.shape.values:
                         return slow(self, other)
             else:
                 offsets = constant(other, int32)
@@ -242,16 +244,16 @@ class Operators:
                     return slow(self, other)
             size = max(1, dtype.element_ty.primitive_bitwidth // 8)
             addresses = self.handle.data + size * offsets.astype(np.uint64)
-            return wrap(addresses, self.handle.dtype, kind)
+            return wrap(addresses, self.handle.dtype, tensor_type)
 
         return call
 
-    def _wrap(self, data: Any, dtype: Any, kind: Any) -> Any:
-        """Return a ``tl.tensor`` of type ``kind`` with the numpy array ``data``, whose elements
-        have the Triton type ``dtype``."""
+    def _wrap(self, data: Any, dtype: Any, tensor_type: Any) -> Any:
+        """Return a ``tl.tensor`` of type ``tensor_type`` with the numpy array ``data``, whose
+        elements have the Triton type ``dtype``."""
         handle = object.__new__(self._handle)
         handle.data, handle.dtype, handle.attr = data, dtype, {}
-        return tl.tensor(handle, kind)
+        return tl.tensor(handle, tensor_type)
 
     def _constant(self, value: Any, dtype: Any) -> Any:
         """Return ``value`` as an array of type ``dtype``, or None if upstream must choose."""
@@ -262,13 +264,13 @@ class Operators:
                 return None
         elif type(value) is not float or dtype.name != "fp32":
             return None
-        known = self._constants.get((dtype.name, value))
-        if known is None and _is_32_bit(value):
+        array = self._constants.get((dtype.name, value))
+        if array is None and _is_32_bit(value):
             if len(self._constants) >= _MAX_CONSTANTS:
                 self._constants.clear()
-            known = self._semantic.scalar_constant(value, dtype).handle.data
-            self._constants[dtype.name, value] = known
-        return known
+            array = self._semantic.scalar_constant(value, dtype).handle.data
+            self._constants[dtype.name, value] = array
+        return array
 
     def _shift_count(self, value: Any, dtype: Any) -> Any:
         """Return a shift distance as an array, or None if upstream must check the distance."""

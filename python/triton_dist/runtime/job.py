@@ -10,7 +10,7 @@ from pathlib import Path
 
 from triton_dist import knobs
 
-_MEMBER = "member-"
+_MEMBER_PREFIX = "member-"
 
 
 def _prefix() -> str:
@@ -32,13 +32,13 @@ def create_job_folder() -> Path:
     """Create the job's folder if needed, register this process as a member and return the folder.
     Removes the folders of jobs without a running process, such as jobs that were killed."""
     folder = job_folder()
-    member = folder / f"{_MEMBER}{os.getpid()}"
+    member = folder / f"{_MEMBER_PREFIX}{os.getpid()}"
     if not member.exists():
         # Locked, because another rank may have created a folder without a member file yet.
         with (_root() / f"triton_dist-debug-lock-{os.getuid()}").open("ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for other in _root().glob(f"{_prefix()}*"):
-                if not _members(other):
+                if not _running_members(other):
                     shutil.rmtree(other, ignore_errors=True)
             folder.mkdir(mode=0o700, exist_ok=True)
             member.touch()
@@ -50,21 +50,23 @@ def job_folders(pattern: str) -> dict[str, Path]:
     return {
         folder.name.removeprefix(_prefix()): folder
         for folder in sorted(_root().glob(f"{_prefix()}*"))
-        if any(folder.glob(pattern)) and _members(folder)
+        if any(folder.glob(pattern)) and _running_members(folder)
     }
 
 
-def _members(folder: Path) -> list[int]:
-    pids = [int(path.name.removeprefix(_MEMBER)) for path in folder.glob(f"{_MEMBER}*")]
+def _running_members(folder: Path) -> list[int]:
+    pids = [
+        int(path.name.removeprefix(_MEMBER_PREFIX)) for path in folder.glob(f"{_MEMBER_PREFIX}*")
+    ]
     return [pid for pid in pids if is_running(pid)]
 
 
 def is_running(pid: int) -> bool:
     """Return whether process ``pid`` runs. A zombie does not count."""
-    return process_state(pid)[0] not in ENDED
+    return process_state(pid)[0] not in ENDED_STATES
 
 
-ENDED = ("", "Z", "X")
+ENDED_STATES = ("", "Z", "X")
 """State letters of a process that does not exist, of a zombie and of a dead process."""
 
 

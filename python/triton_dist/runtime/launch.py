@@ -64,14 +64,14 @@ class Launch:
         except Exception as failure:  # Triton's compiler can raise any exception.
             raise CandidateFailed(f"{type(failure).__name__}: {failure}") from failure
 
-    def preload(self, *key_parts: Launch) -> Launch:
-        """Load the kernels of ``key_parts``, which will be launched next, and return this launch.
+    def preload(self, *next_launches: Launch) -> Launch:
+        """Load the kernels of ``next_launches``, then return this launch.
 
         Loading a kernel waits for running kernels (``cuModuleLoadData``, driver 580). If this
         launch's kernel waits for other ranks, a later load would block the host until they arrive.
         """
-        for other in key_parts:
-            other.compile()
+        for launch in next_launches:
+            launch.compile()
         return self
 
 
@@ -101,24 +101,24 @@ class Launcher:
                 ``"out.c"`` is the member ``c`` of a named tuple ``out``.
             keep_alive: object to keep alive as long as the launch can be repeated.
         """
-        addresses, bits = [], 0
+        addresses, address_bits = [], 0
         for tensor in tensors.values():
             address = tensor.data_ptr()
             addresses.append(address)
-            bits |= address
+            address_bits |= address
         # Triton compiles separate kernels for 16-byte aligned pointers and for other pointers.
-        if bits % _TMA_ALIGNMENT:
+        if address_bits % _TMA_ALIGNMENT:
             key = key, tuple([address % _TMA_ALIGNMENT for address in addresses])
         prepared = self._prepared.get(key)
-        through_triton = self._device.must_launch_through_triton()
-        if prepared is not None and not through_triton:
+        must_use_triton = self._device.must_launch_through_triton()
+        if prepared is not None and not must_use_triton:
             prepared[0](self._device.current_stream(), addresses)
             return
         new_launch = launch()
         compiled = new_launch.run()
         # Do not keep the kernel if launches must go through Triton, because a profiling tool may
         # have instrumented it.
-        if compiled is None or callable(new_launch.grid) or through_triton:
+        if compiled is None or callable(new_launch.grid) or must_use_triton:
             return
         names = new_launch.kernel.arg_names
         arguments = dict(zip(names, new_launch.args, strict=False)) | new_launch.options

@@ -29,7 +29,7 @@ it. A mark has begin, end, a packed word and an unused word. A flag has time, ad
 and its value. ``_decode`` reads the packed word."""
 _PREFIX = "triton_dist-marks-"
 _CODE_VERSION = 2
-"""Version of the code at a mark in compiled kernels. A new version invalidates cached kernels."""
+"""Version of the code that marks add to kernels. A new version invalidates cached kernels."""
 
 
 class Mark(NamedTuple):
@@ -46,13 +46,13 @@ class Mark(NamedTuple):
     """Size of a copy by a copy stream; otherwise 0."""
 
 
-class Flag(NamedTuple):
+class FlagEvent(NamedTuple):
     """A flag that a program sets, or has received at the end of a wait."""
 
     is_set: bool
     program: int
     warp_group: int
-    at_ns: int
+    time_ns: int
     """Time: just before the flag is set, within the mark "notify" or "push"; or after it was
     received, within the mark "wait"."""
     address: int
@@ -60,11 +60,11 @@ class Flag(NamedTuple):
     """Value to which the flag is set, or the awaited value."""
 
 
-def _decode(first: int, second: int, packed: int, value: int) -> Mark | Flag:
+def _decode(first: int, second: int, packed: int, value: int) -> Mark | FlagEvent:
     kind, warp_group, program = packed & 0xFF, packed >> 8 & 0xFF, packed >> 32
     if kind < len(MARK_NAMES):
         return Mark(MARK_NAMES[kind], program, warp_group, first, second)
-    return Flag(kind == FLAG_SET, program, warp_group, first, second, value)
+    return FlagEvent(kind == FLAG_SET, program, warp_group, first, second, value)
 
 
 class Marks:
@@ -75,7 +75,7 @@ class Marks:
     """
 
     def __init__(self, device: torch.device | None) -> None:
-        self._interpreted: list[Mark | Flag] = []
+        self._interpreted: list[Mark | FlagEvent] = []
         self._count = 0
         self._buffer = None if device is None else _buffer(device)
         if self._buffer is not None:
@@ -85,7 +85,7 @@ class Marks:
     def address(self) -> int:
         return 0 if self._buffer is None else self._buffer.data_ptr()
 
-    def add(self, mark: Mark | Flag) -> None:
+    def add(self, mark: Mark | FlagEvent) -> None:
         """Add a mark or flag of an interpreted kernel, or of a copy stream of CPU ranks."""
         self._count += 1
         if len(self._interpreted) < MAX_MARKS:
@@ -100,7 +100,7 @@ class Marks:
         finally:
             _state.change(self, on_change=-1)
 
-    def read(self) -> tuple[list[Mark | Flag], int]:
+    def read(self) -> tuple[list[Mark | FlagEvent], int]:
         """Wait for the device. Return the stored marks, and the number of marks including those
         after ``MAX_MARKS``, which are not stored."""
         if self._buffer is None:

@@ -185,12 +185,14 @@ def wait_until_max_gpu_clock_or_warning(
     return _wait_for_max_clock(name, lambda: _clocks_in_mhz(uuid), timeout_sec)
 
 
-def _wait_for_max_clock(name: str, read: Callable[[], tuple[int, int]], seconds: float) -> bool:
-    """Wait for the maximum clock; ``read`` returns the present and the maximum clock in MHz."""
+def _wait_for_max_clock(
+    name: str, read_clocks: Callable[[], tuple[int, int]], seconds: float
+) -> bool:
+    """Wait for the maximum clock; ``read_clocks`` returns the present and the maximum MHz."""
     end, pause = time.monotonic() + seconds, _FIRST_PAUSE_SECONDS
     while True:
         try:
-            clock, max_clock = read()
+            clock, max_clock = read_clocks()
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             return _warn(f"{name}: nvidia-smi does not report the SM clock: {error}")
         if clock >= max_clock:
@@ -227,8 +229,8 @@ def _skip_destructors_in_forks() -> None:
     if not hasattr(libc, "on_exit"):  # not glibc
         return
 
-    def arrange() -> None:
+    def add_exit_handlers() -> None:
         libc.on_exit(libc._exit, None)  # called with the exit status, after ``fflush``
         libc.__cxa_atexit(libc.fflush, None, None)  # handlers run in reverse order
 
-    os.register_at_fork(after_in_child=arrange)
+    os.register_at_fork(after_in_child=add_exit_handlers)

@@ -61,7 +61,7 @@ class RandomState:
         if numpy and self._numpy is not None:
             np.random.set_state(self._numpy)
 
-    def has_moved(self) -> bool:
+    def has_changed(self) -> bool:
         """Return whether the states of torch's generators have changed."""
         return any(not torch.equal(each.get_state(), state) for each, state in self._torch)
 
@@ -110,13 +110,13 @@ def _operand(
     values: tuple[float, float],
     device: torch.device | str | int | None = None,
 ) -> torch.Tensor:
-    given = shape() if callable(shape) else shape
-    sizes = [given] if isinstance(given, int) else given
-    exact = tuple(size() if callable(size) else size for size in sizes)
+    shape_or_size = shape() if callable(shape) else shape
+    sizes = [shape_or_size] if isinstance(shape_or_size, int) else shape_or_size
+    exact_shape = tuple(size() if callable(size) else size for size in sizes)
     device = current_device().torch_device if device is None else device
     scale, offset = values
     if dtype.is_floating_point:
-        drawn = torch.rand(exact, dtype=torch.float32, device=device) * 2 - 1
+        drawn = torch.rand(exact_shape, dtype=torch.float32, device=device) * 2 - 1
         return (drawn * scale + offset).to(dtype)
-    whole = torch.randint(-int(scale), int(scale), exact, device=device)
+    whole = torch.randint(-int(scale), int(scale), exact_shape, device=device)
     return (whole + int(offset)).to(dtype)

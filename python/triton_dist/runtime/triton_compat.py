@@ -105,8 +105,10 @@ def _settings() -> str:
         from triton._C.libtriton import get_cache_invalidating_env_vars
 
         found.update(get_cache_invalidating_env_vars())
-    given = knobs.environment()
-    found.update({name: given[name] for name in _FINGERPRINTED_VARIABLES if name in given})
+    environment = knobs.environment()
+    found.update(
+        {name: environment[name] for name in _FINGERPRINTED_VARIABLES if name in environment}
+    )
     if modes := [mode for mode in knobs.debug.get() if mode.startswith("interp")]:
         found["TRITON_DIST_DEBUG"] = ",".join(modes)
     return ", ".join(f"{name}={value}" for name, value in sorted(found.items()))

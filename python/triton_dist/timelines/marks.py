@@ -15,7 +15,7 @@ import torch
 from triton_dist.language._marks import ClockReading
 from triton_dist.runtime import addresses
 from triton_dist.runtime.device import current_device
-from triton_dist.runtime.marking import MARK_NAMES, Flag, Mark, Marks
+from triton_dist.runtime.marking import MARK_NAMES, FlagEvent, Mark, Marks
 from triton_dist.timelines import trace
 
 PROCESS = "marks in kernels"
@@ -70,7 +70,7 @@ class KernelMarks:
         time of programs to the facts about calls."""
         stored, num_made = self._marks.read()
         marks = [each for each in stored if isinstance(each, Mark)]
-        flags = [each for each in stored if isinstance(each, Flag)]
+        flags = [each for each in stored if isinstance(each, FlagEvent)]
         # Relate the marks' clock to the timeline by the reading whose scope took the least time.
         spans = trace.spans(content, self._readings)
         name = min(spans, key=lambda each: spans[each].end - spans[each].begin)
@@ -133,24 +133,24 @@ def _trace_events(rows: _Rows, trace_start_ns: int) -> Iterator[trace.Event]:
 
 
 def _flags_in_marks(
-    flags: Iterable[Flag], rows: _Rows, trace_start_ns: int
+    flags: Iterable[FlagEvent], rows: _Rows, trace_start_ns: int
 ) -> Iterator[dict[str, Any]]:
     """Yield the facts for the arrows of ``trace.merge``, for flags whose memory still exists."""
     numbers = {row: number for number, row in enumerate(rows)}
     begins = {row: [mark.begin_ns for mark in marks] for row, marks in rows.items()}
     for flag in flags:
         row, identity = (flag.program, flag.warp_group), addresses.identify(flag.address)
-        first = bisect_right(begins.get(row, ()), flag.at_ns)
+        first = bisect_right(begins.get(row, ()), flag.time_ns)
         earlier = reversed(rows.get(row, ())[:first])
-        mark = next((each for each in earlier if each.end_ns >= flag.at_ns), None)
+        mark = next((each for each in earlier if each.end_ns >= flag.time_ns), None)
         if mark is not None and identity is not None:
             # An arrow is attached to the event that contains its time, excluding the event's end.
-            at_ns = min(flag.at_ns, mark.end_ns - flag.is_set * _PRECISION_NS)
+            time_ns = min(flag.time_ns, mark.end_ns - flag.is_set * _PRECISION_NS)
             yield {
                 "flag": identity, "is_set": flag.is_set, "value": flag.value,
                 "pid": PROCESS, "tid": numbers[row],
                 "begin": (mark.begin_ns - trace_start_ns) / 1e3,
-                "ts": (max(at_ns, mark.begin_ns) - trace_start_ns) / 1e3,
+                "ts": (max(time_ns, mark.begin_ns) - trace_start_ns) / 1e3,
             }  # fmt: skip
 
 

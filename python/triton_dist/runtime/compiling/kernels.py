@@ -92,7 +92,7 @@ def _intercept_warmups(on_kernel: Callable[[Kernel], None]) -> Iterator[None]:
     def skip(**details: Any) -> bool:
         # The hook is global. Let launches and the compilations of other threads proceed.
         if threading.get_ident() != thread or not details["is_manual_warmup"]:
-            return bool(before and before(**details))
+            return bool(previous_hook and previous_hook(**details))
         compilation = details["compile"]
         options = json.loads(compilation["specialization_data"])["options"]
         if options.get("ir_override"):  # ``triton_dist.runner`` has already compiled this kernel
@@ -110,12 +110,12 @@ def _intercept_warmups(on_kernel: Callable[[Kernel], None]) -> Iterator[None]:
         return True
 
     with _hook_lock:
-        before = knobs.jit_cache_hook
+        previous_hook = knobs.jit_cache_hook
         knobs.jit_cache_hook = skip
         try:
             yield
         finally:
-            knobs.jit_cache_hook = before
+            knobs.jit_cache_hook = previous_hook
 
 
 def use_target(target: GPUTarget) -> None:

@@ -32,13 +32,13 @@ class CompilePool:
 
     def __init__(self) -> None:
         self._kernels: dict[str, Kernel] = {}
-        self._begun: set[str] = set()
+        self._begun_digests: set[str] = set()
         self._verdicts: dict[str, Verdict] = {}
         self._servers: dict[Connection, int] = {}
         """Process ids of the compiling processes, by the connection for their verdicts."""
-        self._connection_of: dict[str, Connection] = {}
+        self._connection_by_digest: dict[str, Connection] = {}
         """The connection for the verdict on a kernel, by digest."""
-        self._seconds = knobs.compile_timeout.get()
+        self._limit_seconds = knobs.compile_timeout.get()
 
     @property
     def cache(self) -> str:
@@ -52,22 +52,24 @@ class CompilePool:
         self._kernels.update(found)
         return list(found)
 
-    def begin(self, digests: Sequence[str], sharers: int) -> None:
+    def begin(self, digests: Sequence[str], num_sharing_ranks: int) -> None:
         """Compile these kernels in this order, in parallel.
 
         Compilations of earlier calls continue concurrently.
 
         Args:
             digests: results of ``collect``. Kernels that were passed before are ignored.
-            sharers: number of ranks that compile on this host. This rank uses at most this fraction
-                of the host's cores.
+            num_sharing_ranks: number of ranks n that compile on this host. This rank uses at most
+                1 / n of the host's cores.
         """
-        digests = [each for each in digests if each not in self._begun]
-        self._begun.update(digests)
+        digests = [each for each in digests if each not in self._begun_digests]
+        self._begun_digests.update(digests)
         if not digests:
             return
-        workers = max(1, min(len(os.sched_getaffinity(0)) // sharers, len(digests), _MAX_WORKERS))
-        job = Job({each: self._kernels[each] for each in digests}, workers, self._seconds)
+        num_workers = max(
+            1, min(len(os.sched_getaffinity(0)) // num_sharing_ranks, len(digests), _MAX_WORKERS)
+        )
+        job = Job({each: self._kernels[each] for each in digests}, num_workers, self._limit_seconds)
         receiver, sender = multiprocessing.Pipe()
         with warnings.catch_warnings(), suppress(OSError):  # out of processes or memory
             # Python warns about a fork with threads; the server does not touch their state.
@@ -76,7 +78,7 @@ class CompilePool:
             if pid == 0:
                 server.main(job, sender.fileno())
             self._servers[receiver] = pid
-            self._connection_of.update(dict.fromkeys(digests, receiver))
+            self._connection_by_digest.update(dict.fromkeys(digests, receiver))
         sender.close()
 
     def wait(self, digest: str) -> None:
@@ -89,30 +91,32 @@ class CompilePool:
             CompileTimeout: compilation took longer than ``TRITON_DIST_COMPILE_TIMEOUT``, or this
                 wait took longer than 0.9 times this limit.
         """
-        if digest not in self._begun:
+        if digest not in self._begun_digests:
             return
         verdict = self._verdict(digest)
         if verdict is None:
             verdict = self._verdicts[digest] = self._compile_here(digest)
         if verdict.status == "timeout":
-            raise CompileTimeout(self._kernels[digest].name, self._seconds)
+            raise CompileTimeout(self._kernels[digest].name, self._limit_seconds)
         if verdict.status == "failed":
             raise CandidateFailed(verdict.text)
 
     def _verdict(self, digest: str) -> Verdict | None:
         """Return the verdict on a kernel, or ``None`` if no other process compiles it."""
-        deadline = time.monotonic() + _WAIT_FRACTION * self._seconds
-        while digest not in self._verdicts and self._connection_of.get(digest) in self._servers:
+        deadline = time.monotonic() + _WAIT_FRACTION * self._limit_seconds
+        while (
+            digest not in self._verdicts and self._connection_by_digest.get(digest) in self._servers
+        ):
             if time.monotonic() > deadline:
                 return Verdict(digest, "timeout")
             # Receive the verdicts that are available.
-            for verdicts in multiprocessing.connection.wait(list(self._servers), _POLL_SECONDS):
-                assert isinstance(verdicts, Connection)
+            for connection in multiprocessing.connection.wait(list(self._servers), _POLL_SECONDS):
+                assert isinstance(connection, Connection)
                 try:
-                    verdict: Verdict = verdicts.recv()
+                    verdict: Verdict = connection.recv()
                     self._verdicts[verdict.digest] = verdict
                 except (EOFError, ConnectionError):
-                    self._end(verdicts)  # the process died: the caller compiles its kernels
+                    self._end(connection)  # the process died: the caller compiles its kernels
         return self._verdicts.get(digest)
 
     def _compile_here(self, digest: str) -> Verdict:
@@ -124,12 +128,12 @@ class CompilePool:
 
     def close(self) -> None:
         """End the processes, even while they compile. Idempotent."""
-        for verdicts in list(self._servers):
-            self._end(verdicts)
+        for connection in list(self._servers):
+            self._end(connection)
 
-    def _end(self, verdicts: Connection) -> None:
-        process = self._servers.pop(verdicts)
-        verdicts.close()  # the process then ends its children and itself
+    def _end(self, connection: Connection) -> None:
+        process = self._servers.pop(connection)
+        connection.close()  # the process then ends its children and itself
         with suppress(ChildProcessError):  # another thread may have waited for any child
             deadline = time.monotonic() + _POLL_SECONDS
             while os.waitpid(process, os.WNOHANG) == (0, 0):

@@ -33,17 +33,17 @@ class Recorder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._before: Any = None
+        self._previous_listener: Any = None
 
     def begin(self) -> None:
         knobs = triton.knobs.compilation
-        self._before, knobs.listener = knobs.listener, self
+        self._previous_listener, knobs.listener = knobs.listener, self
         _active.append(self)
 
     def end(self) -> None:
         _active.remove(self)
         if triton.knobs.compilation.listener is self:
-            triton.knobs.compilation.listener = self._before
+            triton.knobs.compilation.listener = self._previous_listener
 
     def __call__(self, *, metadata: Mapping[str, Any], **details: Any) -> None:
         """Record a kernel that Triton has compiled or loaded. Kernels that ``triton_dist.runner``
@@ -63,8 +63,8 @@ class Recorder:
             warn_without_raising(
                 f"kernel {metadata.get('name')} is not recorded: {error!r}", CacheWarning
             )
-        if self._before is not None:
-            self._before(metadata=metadata, **details)
+        if self._previous_listener is not None:
+            self._previous_listener(metadata=metadata, **details)
 
     def write(
         self, digest: str, name: str, facts: Mapping[str, str], paths: Mapping[str, Path]

@@ -39,9 +39,9 @@ class Job:
 
     kernels: Mapping[str, Kernel]
     """Kernels by digest, in the order in which they are needed."""
-    workers: int
+    num_workers: int
     """Number of kernels to compile in parallel."""
-    seconds: float
+    limit_seconds: float
     """Time limit for one kernel in seconds."""
 
 
@@ -66,22 +66,23 @@ class _Child:
 
 
 class _Server:
-    def __init__(self, job: Job, verdicts: Connection) -> None:
-        self._job, self._verdicts = job, verdicts
+    def __init__(self, job: Job, connection: Connection) -> None:
+        self._job, self._connection = job, connection
         self._waiting = deque(job.kernels.items())
         self._children: dict[int, _Child] = {}
         self._events = selectors.DefaultSelector()
-        self._events.register(verdicts, selectors.EVENT_READ)  # readable if the other end is closed
+        # The connection becomes readable when its other end is closed.
+        self._events.register(connection, selectors.EVENT_READ)
 
     def serve(self) -> None:
         try:
             while self._waiting or self._children:
-                self._start_jobs()
+                self._start_children()
                 deadlines = [child.deadline for child in self._children.values()]
                 if not deadlines:
                     continue
                 for key, _ in self._events.select(max(0.0, min(deadlines) - time.monotonic())):
-                    if key.fileobj is self._verdicts:
+                    if key.fileobj is self._connection:
                         return
                     self._report(self._children.pop(key.fd))
                 for child in self._children.values():
@@ -91,8 +92,8 @@ class _Server:
             for child in self._children.values():
                 os.killpg(child.pid, signal.SIGKILL)
 
-    def _start_jobs(self) -> None:
-        while self._waiting and len(self._children) < self._job.workers:
+    def _start_children(self) -> None:
+        while self._waiting and len(self._children) < self._job.num_workers:
             digest, kernel = self._waiting.popleft()
             output = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the child has ended
             pid = os.fork()
@@ -112,7 +113,7 @@ class _Server:
                     os._exit(status)
             with suppress(OSError):  # the child also calls this: either process may be first
                 os.setpgid(pid, pid)
-            deadline = time.monotonic() + self._job.seconds
+            deadline = time.monotonic() + self._job.limit_seconds
             child = _Child(digest, pid, os.pidfd_open(pid), output, deadline)
             self._children[child.pidfd] = child
             self._events.register(child.pidfd, selectors.EVENT_READ)
@@ -133,14 +134,14 @@ class _Server:
         else:
             reason = f"the compiler died of {signal.Signals(-code).name}. {output}"
             verdict = Verdict(child.digest, "failed", reason)
-        self._verdicts.send(verdict)
+        self._connection.send(verdict)
 
 
-def main(job: Job, verdicts: int) -> NoReturn:
+def main(job: Job, connection_fd: int) -> NoReturn:
     """Compile the kernels of ``job`` in a process that was just forked.
 
     Args:
-        verdicts: file descriptor of the connection for verdicts.
+        connection_fd: file descriptor of the connection for verdicts.
     """
     try:
         gc.disable()  # finalisers may call CUDA
@@ -153,10 +154,10 @@ def main(job: Job, verdicts: int) -> NoReturn:
         for standard in (0, 1, 2):  # each child redirects the compiler's output to a file
             os.dup2(null, standard)
         for descriptor in map(int, os.listdir("/proc/self/fd")):
-            if descriptor > 2 and descriptor != verdicts:
+            if descriptor > 2 and descriptor != connection_fd:
                 with suppress(OSError):  # ``listdir`` has already closed its own descriptor
                     os.close(descriptor)
         with suppress(BrokenPipeError):  # the rank has closed the connection
-            _Server(job, Connection(verdicts)).serve()
+            _Server(job, Connection(connection_fd)).serve()
     finally:
         os._exit(0)

@@ -216,10 +216,10 @@ def _run_step(name: str, step: Callable[[], object], flags: torch.Tensor, nbytes
     marks, program = marking.current(), -threading.get_native_id()
     if marks is not None:
         end_ns = time.time_ns()
-        is_set, at = (False, end_ns) if name == "wait" else (True, begin_ns)
+        is_set, time_ns = (False, end_ns) if name == "wait" else (True, begin_ns)
         for index, value in enumerate(flags.flatten().tolist()):
             address = flags.data_ptr() + index * flags.element_size()
-            marks.add(marking.Flag(is_set, program, 0, at, address, value))
+            marks.add(marking.FlagEvent(is_set, program, 0, time_ns, address, value))
         marks.add(marking.Mark(name, program, 0, begin_ns, end_ns, nbytes))
 
 
@@ -235,29 +235,29 @@ class CpuTransfer:
 
     def __init__(self, steps: Sequence[Step], streams: Sequence[CpuCopyStream]) -> None:
         self._steps, self._streams = steps, streams
-        self._has_kernel = True
+        self._has_kernel_run = True
 
-    def start(self, source: torch.Tensor | tuple[torch.Tensor, ...], current: int) -> None:
+    def start(self, source: torch.Tensor | tuple[torch.Tensor, ...], current_stream: int) -> None:
         tensors = source if isinstance(source, tuple) else (source,)
         # Detached: autograd must not track the copies.
         self._queue(tuple(each.detach() for each in tensors))
 
-    def fork(self, current: int) -> None:
+    def fork(self, current_stream: int) -> None:
         """Queue the steps, before the launch of the kernel that sets the flags they await. A launch
         on the CPU returns only when the kernel has ended. The kernel may wait for data that other
         ranks send by these steps, so the steps must be queued first."""
-        self._has_kernel = False
+        self._has_kernel_run = False
         self._queue(())
 
     def queue(self) -> None:
         """Record that the kernel that sets the awaited flags has run."""
-        self._has_kernel = True
+        self._has_kernel_run = True
 
-    def join(self, current: int) -> None:
+    def join(self, current_stream: int) -> None:
         """Wait for the queued steps, and raise the first exception of a step. If the kernel failed,
         skip the steps that have not started."""
         for stream in self._streams:
-            if not self._has_kernel:
+            if not self._has_kernel_run:
                 stream.abandon()
             stream.join_current()
 

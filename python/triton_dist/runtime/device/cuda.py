@@ -36,7 +36,7 @@ _POLL_SECONDS = 50e-6
 # Limits of ``delay_stream``. Queueing an overlapped op takes 0.3 ms, on some hosts more. If a call
 # synchronises with the device, it waits until the delay ends, so the delay has an upper limit.
 _MIN_DELAY_MILLISECONDS, _MAX_DELAY_MILLISECONDS = 0.5, 5.0
-_QUEUEING_MARGIN = 1.5
+_QUEUEING_FACTOR = 1.5
 _GRAPH_MEMORY_DIVISOR = 16
 """Release the memory of destroyed graphs when it exceeds 1/16 of the GPU's memory."""
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -56,7 +56,7 @@ class CudaDevice:
         self._properties = torch.cuda.get_device_properties(index)
         self.num_sms: int = self._properties.multi_processor_count
         # Cached, because each access of torch's ``clock_rate`` takes 0.6 ms (H200).
-        self._kilohertz: int = self._properties.clock_rate
+        self._clock_khz: int = self._properties.clock_rate
         # Tensor descriptors compile to TMA for compute capability 9.0 and above. On older GPUs,
         # pointers are faster.
         self.prefers_descriptors: bool = self._properties.major >= 9
@@ -67,19 +67,19 @@ class CudaDevice:
         self.launches_block: bool = knobs.get_bool_env("CUDA_LAUNCH_BLOCKING")
         self._last_thread = 0
         self._failed_graphs: list[torch.cuda.CUDAGraph] = []
-        self._reserved = 0  # torch's reserved bytes after the last release of graph memory
+        self._reserved_bytes = 0  # torch's reserved bytes after the last release of graph memory
 
     def synchronize(self, seconds: float | None = None) -> None:
         """Wait for all queued work. Raise ``TimeoutError`` if it takes longer than ``seconds``."""
         if seconds is None:
             torch.cuda.synchronize(self.index)
             return
-        reached = torch.cuda.Event()
+        end_event = torch.cuda.Event()
         # An event on the legacy default stream waits for all blocking streams. Each call of an op
         # makes the current stream wait for the op's side streams, so the event covers these too.
-        reached.record(torch.cuda.current_stream(self.index))
+        end_event.record(torch.cuda.current_stream(self.index))
         begin = time.monotonic()
-        while not reached.query():
+        while not end_event.query():
             waited = time.monotonic() - begin
             if waited > seconds:
                 raise TimeoutError(
@@ -161,7 +161,7 @@ class CudaDevice:
 
     def sleep_milliseconds(self, milliseconds: float) -> None:
         """Keep the current stream busy for ``milliseconds``, longer below the maximum SM clock."""
-        self.sleep(int(milliseconds * self._kilohertz))
+        self.sleep(int(milliseconds * self._clock_khz))
 
     def capture(self, call: Callable[[], object], seconds: float) -> Callable[[], object]:
         """Run ``call`` once on a side stream, capture it in a CUDA graph, and return the replay.
@@ -176,10 +176,10 @@ class CudaDevice:
         # the GPU full. An allocation in a capture fails instead. Therefore free the memory here.
         # Without this, 103 GB were reserved after some thousand graphs.
         reserved = torch.cuda.memory_reserved(self.index)
-        if reserved - self._reserved > self._properties.total_memory // _GRAPH_MEMORY_DIVISOR:
+        if reserved - self._reserved_bytes > self._properties.total_memory // _GRAPH_MEMORY_DIVISOR:
             torch.cuda.empty_cache()
-            self._reserved = torch.cuda.memory_reserved(self.index)
-        self._reserved = min(reserved, self._reserved)
+            self._reserved_bytes = torch.cuda.memory_reserved(self.index)
+        self._reserved_bytes = min(reserved, self._reserved_bytes)
         side = torch.cuda.Stream(self.torch_device)
         side.wait_stream(torch.cuda.current_stream(self.index))
         with torch.cuda.stream(side):
@@ -216,7 +216,7 @@ class CudaDevice:
         Args:
             queueing_seconds: the longest time that the host has taken to queue this call.
         """
-        milliseconds = min(1e3 * _QUEUEING_MARGIN * queueing_seconds, _MAX_DELAY_MILLISECONDS)
+        milliseconds = min(1e3 * _QUEUEING_FACTOR * queueing_seconds, _MAX_DELAY_MILLISECONDS)
         self.sleep_milliseconds(max(milliseconds, _MIN_DELAY_MILLISECONDS))
 
     def run_on_side_stream(self, work: Callable[[], object]) -> None:
@@ -353,7 +353,9 @@ def _peer_access() -> str:
     """Return the GPU pairs with peer access: ``full mesh of 4``, ``6 of 12 pairs``, ``none``."""
     count = torch.cuda.device_count()
     pairs = list(itertools.permutations(range(count), 2))
-    reached = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
-    if reached == 0:
+    num_reached = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
+    if num_reached == 0:
         return "none"
-    return f"full mesh of {count}" if reached == len(pairs) else f"{reached} of {len(pairs)} pairs"
+    if num_reached == len(pairs):
+        return f"full mesh of {count}"
+    return f"{num_reached} of {len(pairs)} pairs"

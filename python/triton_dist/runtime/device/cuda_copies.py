@@ -62,18 +62,22 @@ class CudaTransfer:
         self._column_copies: list[tuple[cuda_driver.Memcpy2D, int, int, int]] = []
         self._streams = tuple(streams)  # keeps their events and memory alive
         begun = streams[0].begun_event
-        self._fork = [_call("cuEventRecord", begun, self._caller_stream)]
-        self._fork += [_call("cuStreamWaitEvent", each.handle, begun, 0) for each in streams]
-        self._steps = [call for step in steps for call in self._calls(step, streams[step.stream])]
-        self._join: list[_DriverCall] = []
+        self._fork_calls = [_call("cuEventRecord", begun, self._caller_stream)]
+        self._fork_calls += [_call("cuStreamWaitEvent", each.handle, begun, 0) for each in streams]
+        self._step_calls = [
+            call for step in steps for call in self._calls_of(step, streams[step.stream])
+        ]
+        self._join_calls: list[_DriverCall] = []
         for each in streams:
-            self._join.append(_call("cuEventRecord", each.done_event, each.handle))
-            self._join.append(_call("cuStreamWaitEvent", self._caller_stream, each.done_event, 0))
+            self._join_calls.append(_call("cuEventRecord", each.done_event, each.handle))
+            self._join_calls.append(
+                _call("cuStreamWaitEvent", self._caller_stream, each.done_event, 0)
+            )
 
-    def _calls(self, step: Step, stream: CudaCopyStream) -> Iterator[_DriverCall]:
+    def _calls_of(self, step: Step, stream: CudaCopyStream) -> Iterator[_DriverCall]:
         handle = stream.handle
         if isinstance(step, Copy):
-            yield from self._copy(step, stream)
+            yield from self._copy_calls(step, stream)
             return
         address = step.flags.data_ptr() + step.index * step.flags.element_size()
         if isinstance(step, AwaitFlag):
@@ -83,10 +87,10 @@ class CudaTransfer:
             assert isinstance(step, SetFlag)
             yield _call("cuStreamWriteValue32_v2", handle, address, step.value, 0)
 
-    def _copy(self, step: Copy, stream: CudaCopyStream) -> Iterator[_DriverCall]:
+    def _copy_calls(self, step: Copy, stream: CudaCopyStream) -> Iterator[_DriverCall]:
         destination, nbytes = step.destination.data_ptr(), step.destination.nbytes
         if isinstance(step.source, InputRows) and step.source.columns is not None:
-            yield from self._copy_columns(step.destination, step.source, stream)
+            yield from self._column_copy_calls(step.destination, step.source, stream)
             return
         if stream.staging is None:
             source = self._address(step.source, 0)
@@ -98,7 +102,7 @@ class CudaTransfer:
             yield _call("cuMemcpyDtoHAsync_v2", staging, source, size, stream.handle)
             yield _call("cuMemcpyHtoDAsync_v2", destination + begin, staging, size, stream.handle)
 
-    def _copy_columns(
+    def _column_copy_calls(
         self, destination: torch.Tensor, source: InputRows, stream: CudaCopyStream
     ) -> Iterator[_DriverCall]:
         """Copy the columns ``source.columns`` to the contiguous ``destination``."""
@@ -127,25 +131,25 @@ class CudaTransfer:
             return self._input_addresses.setdefault(key, ctypes.c_uint64())
         return source.data_ptr() + begin
 
-    def start(self, source: torch.Tensor | tuple[torch.Tensor, ...], current: int) -> None:
-        """Queue the steps after the work of stream ``current``. ``source`` has the tensors that
+    def start(self, source: torch.Tensor | tuple[torch.Tensor, ...], current_stream: int) -> None:
+        """Queue the steps after the work of ``current_stream``. ``source`` has the tensors that
         ``InputRows`` refers to. They are contiguous, unless columns are copied."""
         tensors = source if isinstance(source, tuple) else (source,)
         bases = [(x.data_ptr(), x.shape[1] * x.element_size()) for x in tensors]
-        for (tensor, first, begin), cell in self._input_addresses.items():
+        for (tensor, first, begin), c_address in self._input_addresses.items():
             base, row_bytes = bases[tensor]
-            cell.value = base + first * row_bytes + begin
+            c_address.value = base + first * row_bytes + begin
         for copy, tensor, first, column in self._column_copies:
             pitch = tensors[tensor].stride(0) * tensors[tensor].element_size()
             copy.source_device = bases[tensor][0] + first * pitch + column
             copy.source_pitch = pitch
-        self.fork(current)
+        self.fork(current_stream)
         self.queue()
 
-    def fork(self, current: int) -> None:
-        """Make the side streams wait for the work queued on stream ``current``."""
-        self._caller_stream.value = current
-        _run(self._fork, "queue a transfer")
+    def fork(self, current_stream: int) -> None:
+        """Make the side streams wait for the work queued on ``current_stream``."""
+        self._caller_stream.value = current_stream
+        _run(self._fork_calls, "queue a transfer")
 
     def queue(self) -> None:
         """Queue the steps, after a call of ``fork``.
@@ -154,12 +158,12 @@ class CudaTransfer:
         With a single hardware queue, a wait that is queued before the kernel blocks the kernel. If
         the launch fails, do not call ``queue``.
         """
-        _run(self._steps, "queue a transfer")
+        _run(self._step_calls, "queue a transfer")
 
-    def join(self, current: int) -> None:
-        """Make stream ``current`` wait for all queued steps."""
-        self._caller_stream.value = current
-        _run(self._join, "wait for a transfer")
+    def join(self, current_stream: int) -> None:
+        """Make ``current_stream`` wait for all queued steps."""
+        self._caller_stream.value = current_stream
+        _run(self._join_calls, "wait for a transfer")
 
 
 def _run(calls: list[_DriverCall], purpose: str) -> None:

@@ -43,15 +43,20 @@ class RepeatedLaunch:
         scratch: torch.Tensor | None,
     ) -> None:
         metadata = compiled.metadata
-        cells = {
+        c_values = {
             name: ctypes.c_uint64(value.data_ptr()) if kind[0] == "*" else _INTEGERS[kind](value)
             for name, kind, value in parameters(compiled.src.signature, arguments)
         }
-        self._varying = [cells[name] for name in varying]
-        scratches = ctypes.c_uint64(0 if scratch is None else scratch.data_ptr()), ctypes.c_uint64()
-        all_cells = [*cells.values(), *scratches]
-        self._parameters = (ctypes.c_void_p * len(all_cells))(*map(ctypes.addressof, all_cells))
-        self._keep_alive = (compiled, all_cells, scratch)
+        self._varying = [c_values[name] for name in varying]
+        scratch_addresses = (
+            ctypes.c_uint64(0 if scratch is None else scratch.data_ptr()),
+            ctypes.c_uint64(),
+        )
+        all_c_values = [*c_values.values(), *scratch_addresses]
+        self._parameters = (ctypes.c_void_p * len(all_c_values))(
+            *map(ctypes.addressof, all_c_values)
+        )
+        self._keep_alive = (compiled, all_c_values, scratch)
         size = [*grid, 1, 1][:3]
         self._stream = ctypes.c_void_p()
         self._arguments = cuda_driver.arguments(
@@ -65,8 +70,8 @@ class RepeatedLaunch:
     def __call__(self, stream: int, addresses: Sequence[int]) -> None:
         """Launch on ``stream``. ``addresses``, in the order of ``varying``, must have the 16-byte
         alignment for which the kernel was compiled."""
-        for cell, address in zip(self._varying, addresses, strict=True):
-            cell.value = address
+        for c_value, address in zip(self._varying, addresses, strict=True):
+            c_value.value = address
         self._stream.value = stream
         if status := self._launch(*self._arguments):
             cuda_driver.check(status, f"launch {self._name}")
@@ -95,13 +100,13 @@ def can_repeat(compiled: Any, arguments: Mapping[str, Any]) -> bool:
     metadata = getattr(compiled, "metadata", None)
     if metadata is None:  # interpreted, or not compiled by Triton
         return False
-    plain = (
+    is_plain_launch = (
         getattr(metadata, "num_ctas", 1) == 1
         and not getattr(metadata, "launch_cooperative_grid", False)
         and not getattr(metadata, "launch_pdl", False)
         and not getattr(metadata, "profile_scratch_size", 0)
     )
-    return plain and all(
+    return is_plain_launch and all(
         value is not _MISSING and (kind[0] == "*" or kind in _INTEGERS)
         for _, kind, value in parameters(compiled.src.signature, arguments)
     )

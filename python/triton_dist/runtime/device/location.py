@@ -49,8 +49,10 @@ class RankLocation:
         cuda_driver.call("cuDeviceGetCount", "count GPUs", ctypes.byref(count))
         visible_gpus = tuple(_uuid(each) for each in range(count.value))
         pci_address = ctypes.create_string_buffer(32)
-        what = f"return the location of GPU {ordinal}"
-        cuda_driver.call("cuDeviceGetPCIBusId", what, pci_address, 32, cuda_driver.device(ordinal))
+        action = f"return the location of GPU {ordinal}"
+        cuda_driver.call(
+            "cuDeviceGetPCIBusId", action, pci_address, 32, cuda_driver.device(ordinal)
+        )
         machine = ""
         with suppress(OSError):
             machine = _BOOT_ID_FILE.read_text().strip()

@@ -46,7 +46,7 @@ Group = dist.ProcessGroup | DeviceMesh | None
 _solo = SoloRank()
 # Weak: threads and sockets of a process group end when it is destroyed.
 _groups: WeakKeyDictionary[dist.ProcessGroup, ProcessGroupRanks] = WeakKeyDictionary()
-_inherited: set[dist.ProcessGroup] = set()
+_groups_of_parent: set[dist.ProcessGroup] = set()
 """Groups of the parent process in a forked child, which is not a rank of these groups."""
 
 
@@ -67,14 +67,18 @@ def group_for(group: Group = None, scope: str = "world") -> ProcessGroupRanks | 
         raise InvalidArgument("group_for", "scope", scope, "'world' or 'rank'")
     if scope == "rank":
         return _solo
-    members = process_group_of(group)
-    if members is None or members in _inherited or dist.get_backend(members) == "fake":
+    process_group = process_group_of(group)
+    if (
+        process_group is None
+        or process_group in _groups_of_parent
+        or dist.get_backend(process_group) == "fake"
+    ):
         return _solo
     # One object per group and process: step counters must advance equally on all ranks.
-    known = _groups.get(members)
-    if known is None:
-        known = _groups[members] = ProcessGroupRanks(members)
-    return known
+    ranks = _groups.get(process_group)
+    if ranks is None:
+        ranks = _groups[process_group] = ProcessGroupRanks(process_group)
+    return ranks
 
 
 def process_group_of(group: Any) -> dist.ProcessGroup | None:
@@ -86,20 +90,23 @@ def process_group_of(group: Any) -> dist.ProcessGroup | None:
     """
     if group is None:
         return dist.group.WORLD if dist.is_initialized() else None
-    members = group
+    process_group = group
     if isinstance(group, DeviceMesh) and group.ndim == 1 and group.get_coordinate() is not None:
         with suppress(RuntimeError):  # the mesh's group was destroyed
-            members = group.get_group()
+            process_group = group.get_group()
     # ``new_group`` returns a number on ranks that are not members.
-    if not isinstance(members, dist.ProcessGroup) or members not in distributed_c10d._world.pg_map:
+    if (
+        not isinstance(process_group, dist.ProcessGroup)
+        or process_group not in distributed_c10d._world.pg_map
+    ):
         expected = "a process group that this rank belongs to, its 1-D DeviceMesh, or None"
         raise InvalidArgument("group_for", "group", group, expected)
-    return members
+    return process_group
 
 
 def _forget_groups() -> None:
     """Drop all groups in a forked child: it must not use the connections of its parent."""
-    _inherited.update(distributed_c10d._world.pg_map)
+    _groups_of_parent.update(distributed_c10d._world.pg_map)
     _groups.clear()
 
 

@@ -117,17 +117,17 @@ class Mailbox:
                 process of a missing rank has ended.
         """
         client = self._client()
-        wanted = list(names.values())
-        begin = last = time.monotonic()
+        entry_names = list(names.values())
+        begin = last_poll = time.monotonic()
         deadline, stopped_seconds = begin + seconds, 0.0
         last_check, next_check = begin, min(deadline, begin + _CHECK_INTERVAL_SECONDS)
         # Poll instead of calling ``Store.wait``, which cannot be interrupted, does not notice that
         # a rank ended, and logs two warnings for each timeout.
-        while not client.check(wanted):
+        while not client.check(entry_names):
             now = time.monotonic()
-            if now - last > _STOPPED_GAP_SECONDS:
-                deadline += now - last
-            last = now
+            if now - last_poll > _STOPPED_GAP_SECONDS:
+                deadline += now - last_poll
+            last_poll = now
             if now >= next_check:
                 missing = [rank for rank, name in names.items() if not client.check([name])]
                 notice: LeaveNotice | None = self.find(notice_name)
@@ -145,8 +145,8 @@ class Mailbox:
             if now - begin > _SPIN_SECONDS:
                 time.sleep(min((now - begin) / 16, 0.02))
         if client.has_extended_api():  # type: ignore[attr-defined]
-            return [pickle.loads(entry) for entry in client.multi_get(wanted)]
-        return [pickle.loads(client.get(name)) for name in wanted]
+            return [pickle.loads(entry) for entry in client.multi_get(entry_names)]
+        return [pickle.loads(client.get(name)) for name in entry_names]
 
     def delete(self, names: Iterable[str]) -> None:
         client = self._client()

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from triton_dist import knobs
-from triton_dist.runtime.job import ENDED, process_state
+from triton_dist.runtime.job import ENDED_STATES, process_state
 
 
 class Process(NamedTuple):
@@ -18,7 +18,7 @@ class Process(NamedTuple):
     namespace: str
     """PID namespace in which ``pid`` is valid."""
     pid: int
-    started: str
+    start_time: str
     """Start time in clock ticks since boot; empty if unknown."""
     local_rank: int
 
@@ -37,7 +37,7 @@ class Process(NamedTuple):
         """Return whether the process is known to have ended. ``False`` for a process of another
         host, whose state is unknown."""
         state = self._known_state()
-        return state is not None and state in ENDED
+        return state is not None and state in ENDED_STATES
 
     def is_stopped(self) -> bool:
         """Return whether the process is known to be stopped, by a signal or a debugger."""
@@ -47,24 +47,24 @@ class Process(NamedTuple):
         """Return the state letter of ``/proc/<pid>/stat``, "" if the process does not exist, or
         ``None`` if the state is unknown."""
         own = Process.own()
-        if not self.started or (self.host, self.namespace) != (own.host, own.namespace):
+        if not self.start_time or (self.host, self.namespace) != (own.host, own.namespace):
             return None
-        state, started = process_state(self.pid)
-        return state if started == self.started else ""
+        state, start_time = process_state(self.pid)
+        return state if start_time == self.start_time else ""
 
 
 class WorldRank(int):
     """A global rank whose ``str`` may include the location: ``3 (host a, local rank 1)``."""
 
-    where: str
+    location: str
 
-    def __new__(cls, rank: int, where: str = "") -> WorldRank:
+    def __new__(cls, rank: int, location: str = "") -> WorldRank:
         self = super().__new__(cls, rank)
-        self.where = where
+        self.location = location
         return self
 
     def __str__(self) -> str:
-        return f"{int(self)} ({self.where})" if self.where else f"{int(self)}"
+        return f"{int(self)} ({self.location})" if self.location else f"{int(self)}"
 
     def __reduce__(self) -> tuple[type[WorldRank], tuple[int, str]]:
-        return WorldRank, (int(self), self.where)
+        return WorldRank, (int(self), self.location)

@@ -57,14 +57,14 @@ class StoreRanks:
     Args:
         store: a store without earlier entries. Only this group may use it.
         rank, size: this rank, and the number of ranks.
-        world: global rank of each rank of the group; default: global ranks are equal to ranks.
+        global_ranks: global rank of each rank of the group; default: the ranks themselves.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, world: Sequence[int] | None = None
+        self, store: dist.Store, rank: int, size: int, global_ranks: Sequence[int] | None = None
     ) -> None:
         self.rank, self.size, self.is_leader = rank, size, rank == 0
-        self.world = tuple(range(size)) if world is None else tuple(world)
+        self.global_ranks = tuple(range(size)) if global_ranks is None else tuple(global_ranks)
         self._mailbox = Mailbox(store, rank)
         self._channel_numbers = itertools.count(1)
         self._channel_prefix = self._function = self._key = self._hint = ""
@@ -72,27 +72,32 @@ class StoreRanks:
         self._written_names: list[str] = []
         self._last_channel: StoreRanks = self
         self._published_notes: dict[str, str] = {}
-        self._reminded = False
+        self._has_reminded = False
 
     def global_rank(self, rank: int) -> int:
         """Return the global rank of ``rank``, for messages and errors. Its ``str`` includes host
         and local rank, unless the group has all ranks and ``rank`` is on this host."""
         with suppress(dist.DistError):
             own, process = self._mailbox.process(self.rank), self._mailbox.process(rank)
-            per_host, known = knobs.local_world_size.get(), process is not None
-            index, local_rank = divmod(self.world[rank], per_host)  # hosts are numbered in order
+            per_host = knobs.local_world_size.get()
+            # Hosts are numbered in the order of their ranks.
+            host_index, local_rank = divmod(self.global_ranks[rank], per_host)
             if process is not None and process.local_rank >= 0:
                 local_rank = process.local_rank
-            host = process.host if process is not None else f"number {index}"
-            if own is not None and not known and index == self.world[self.rank] // per_host:
+            host = process.host if process is not None else f"number {host_index}"
+            if (
+                own is not None
+                and process is None
+                and host_index == self.global_ranks[self.rank] // per_host
+            ):
                 host = own.host
             if not self._is_global_rank_unique(own is not None and host == own.host):
-                return WorldRank(self.world[rank], f"host {host}, local rank {local_rank}")
-        return WorldRank(self.world[rank])
+                return WorldRank(self.global_ranks[rank], f"host {host}, local rank {local_rank}")
+        return WorldRank(self.global_ranks[rank])
 
     def _is_global_rank_unique(self, is_on_this_host: bool) -> bool:
         """Return whether the global rank alone identifies the rank."""
-        return is_on_this_host and self.world == tuple(range(self.size))
+        return is_on_this_host and self.global_ranks == tuple(range(self.size))
 
     def facts(self) -> Mapping[str, str]:
         """Return the numbers of ranks in the group and on this host, for tuning records."""
@@ -124,7 +129,7 @@ class StoreRanks:
             list(self._last_channel._written_names) if self._last_channel is not self else []
         )
         new._function, new._key, new._call, new._hint = function, key, call, hint
-        new._step, new._reminded = 0, False
+        new._step, new._has_reminded = 0, False
         new._next_channel()
         self._last_channel = new
         return new
@@ -158,13 +163,13 @@ class StoreRanks:
                 or left a channel of the same function and does not return within 0.5 s.
             RankDisagreement: ranks are in different phases.
         """
-        begin, num_earlier = time.monotonic(), len(self._written_names)
+        begin, num_earlier_entries = time.monotonic(), len(self._written_names)
         end = begin + (self.agreement_seconds() if seconds is None else seconds)
         return_deadline = end
         left_ranks: dict[int, LeaveNotice] = {}
         """Notices of ranks that may have left because of this call."""
         while True:
-            absent = MissingRanks([], None, {}, 0.0)
+            missing_ranks = MissingRanks([], None, {}, 0.0)
             with self._reporting_lost_store(phase):
                 notice: LeaveNotice | None = self._mailbox.find(f"{self._channel_prefix}left")
             if notice is None:
@@ -174,21 +179,27 @@ class StoreRanks:
                     entries = self._wait(
                         1, phase, range(self.size), return_deadline - time.monotonic()
                     )
-                    return self._checked_values(1, phase, entries, num_earlier)
+                    return self._checked_values(1, phase, entries, num_earlier_entries)
                 except MissingRanks as error:
-                    absent, notice = error, error.notice
-                if notice is None and left_ranks and left_ranks.keys().isdisjoint(absent.missing):
+                    missing_ranks, notice = error, error.notice
+                if (
+                    notice is None
+                    and left_ranks
+                    and left_ranks.keys().isdisjoint(missing_ranks.missing)
+                ):
                     # The ranks that left have returned; other ranks are late.
                     left_ranks, return_deadline = {}, end
-                    if not absent.reasons and time.monotonic() < end:
+                    if not missing_ranks.reasons and time.monotonic() < end:
                         continue
             is_same_function = notice is not None and notice.function == self._function
-            has_returned = left_ranks and is_same_function and absent.missing
+            has_returned = left_ranks and is_same_function and missing_ranks.missing
             if notice is None or self._refuses_this_call(notice) or has_returned:
                 self._step = 1
-                missing = absent.missing or ([notice.rank] if notice else [])
-                absent = MissingRanks(missing, notice, absent.reasons, time.monotonic() - begin)
-                raise self._timeout(phase, absent, left_ranks)
+                missing = missing_ranks.missing or ([notice.rank] if notice else [])
+                missing_ranks = MissingRanks(
+                    missing, notice, missing_ranks.reasons, time.monotonic() - begin
+                )
+                raise self._timeout(phase, missing_ranks, left_ranks)
             if is_same_function:
                 left_ranks[notice.rank] = notice
                 return_deadline = min(end, time.monotonic() + _RETURN_SECONDS)
@@ -207,10 +218,10 @@ class StoreRanks:
 
     def all_gather(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
         step = self._next_step()
-        num_earlier = len(self._written_names)
+        num_earlier_entries = len(self._written_names)
         self._put(step, phase, value)
         entries = self._receive_all(step, phase, range(self.size), seconds)
-        return self._checked_values(step, phase, entries, num_earlier)
+        return self._checked_values(step, phase, entries, num_earlier_entries)
 
     def barrier(self, phase: str, seconds: float | None = None) -> None:
         self.all_gather(phase, None, seconds)
@@ -236,16 +247,16 @@ class StoreRanks:
         """Do nothing: these ranks queue no work on a device."""
 
     def _checked_values(
-        self, step: int, phase: str, entries: list[tuple[str, T]], num_earlier: int
+        self, step: int, phase: str, entries: list[tuple[str, T]], num_earlier_entries: int
     ) -> list[T]:
         """Return the values if all ranks are in ``phase``, else raise ``RankDisagreement``. Delete
-        the ``num_earlier`` first entries that this rank wrote."""
+        the ``num_earlier_entries`` first entries that this rank wrote."""
         if any(other != phase for other, _ in entries):
             by_rank = {self.global_rank(rank): other for rank, (other, _) in enumerate(entries)}
             raise RankDisagreement(f"step {step} of the tuning", by_rank)
         # All ranks have reached this step, so they have read all earlier entries.
-        self._mailbox.delete(self._written_names[:num_earlier])
-        del self._written_names[:num_earlier]
+        self._mailbox.delete(self._written_names[:num_earlier_entries])
+        del self._written_names[:num_earlier_entries]
         return [value for _, value in entries]
 
     def _refuses_this_call(self, notice: LeaveNotice) -> bool:
@@ -272,9 +283,9 @@ class StoreRanks:
         try:
             return self._wait(step, phase, ranks, seconds)
         except MissingRanks as error:
-            absent = error
+            missing_ranks = error
         # Raised outside of the ``except`` block, so that MissingRanks is not its context.
-        raise self._timeout(phase, absent)
+        raise self._timeout(phase, missing_ranks)
 
     def _wait(
         self, step: int, phase: str, ranks: Sequence[int], seconds: float
@@ -283,8 +294,8 @@ class StoreRanks:
         notice_name = f"{self._channel_prefix}left"
 
         def repeat_request(missing: list[int], waited: float) -> None:
-            if waited >= _REMIND_SECONDS and not self._reminded:
-                self._reminded = True
+            if waited >= _REMIND_SECONDS and not self._has_reminded:
+                self._has_reminded = True
                 self._remind(phase, missing, waited)
 
         with self._reporting_lost_store(phase):
@@ -309,25 +320,30 @@ class StoreRanks:
         return {self.global_rank(rank): text for rank, text in notes.items() if text is not None}
 
     def _timeout(
-        self, phase: str, absent: MissingRanks, left_ranks: Mapping[int, LeaveNotice] | None = None
+        self,
+        phase: str,
+        missing_ranks: MissingRanks,
+        left_ranks: Mapping[int, LeaveNotice] | None = None,
     ) -> RankTimeout:
         """Build the error of this rank, with the known reasons why ranks are missing."""
         notices = dict(left_ranks or {})
-        if absent.notice is not None:
-            if self._refuses_this_call(absent.notice):
+        if missing_ranks.notice is not None:
+            if self._refuses_this_call(missing_ranks.notice):
                 notices.clear()  # the other notices are about earlier calls
-            notices[absent.notice.rank] = absent.notice
+            notices[missing_ranks.notice.rank] = missing_ranks.notice
         known = {rank: f"left: {notice.reason}" for rank, notice in notices.items()}
         # The reason why a rank left is more useful than the fact that its process ended.
-        because = {self.global_rank(r): text for r, text in {**absent.reasons, **known}.items()}
+        because = {
+            self.global_rank(r): text for r, text in {**missing_ranks.reasons, **known}.items()
+        }
         if not because:
             with suppress(dist.DistError):
-                because = self._notes(absent.missing)
+                because = self._notes(missing_ranks.missing)
         return RankTimeout(
             rank=self.global_rank(self.rank),
             phase=phase,
-            missing=[self.global_rank(rank) for rank in absent.missing],
-            seconds=absent.seconds,
+            missing=[self.global_rank(rank) for rank in missing_ranks.missing],
+            seconds=missing_ranks.seconds,
             because=because,
             refusals={
                 self.global_rank(r): notice.reason
@@ -350,13 +366,13 @@ class StoreRanks:
             # The lines after the first are C++ frames.
             reason = str(error).partition("\n")[0]
             if knobs.get_bool_env("TORCHELASTIC_USE_AGENT_STORE"):
-                server, missing = WorldRank(self.world[self.rank]), []
+                server, missing = WorldRank(self.global_ranks[self.rank]), []
                 known = f"cannot reach the store that the launcher serves: {reason}"
             else:
                 server, missing = WorldRank(0), [WorldRank(0)]
                 known = f", which serves the store, ended or cannot be reached ({reason})"
             raise RankTimeout(
-                rank=WorldRank(self.world[self.rank]),
+                rank=WorldRank(self.global_ranks[self.rank]),
                 phase=phase,
                 missing=missing,
                 seconds=time.monotonic() - begin,

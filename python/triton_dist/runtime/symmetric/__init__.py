@@ -34,7 +34,7 @@ def allocate(
         SymmetricMemoryFull: on every rank, if any rank has too little memory.
         DeviceUnavailable: on every rank, if ranks that share a GPU cannot map each other's memory.
     """
-    layout = Layout.of(name, regions_of(regions))
+    layout = Layout.of(name, regions_to_allocate(regions))
     device = current_device()
     group = process_group_of(group)
     # In inference mode torch would allocate inference tensors, which copy threads cannot write.
@@ -55,7 +55,7 @@ def allocate(
         return HostSymmetricMemory(layout, group)
 
 
-def regions_of(
+def regions_to_allocate(
     regions: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
 ) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return ``regions``. The race check replaces this function to allocate more regions."""

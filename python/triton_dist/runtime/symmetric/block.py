@@ -37,7 +37,7 @@ class Layout:
     def of(cls, name: str, regions: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Layout:
         offset, placed = 0, []
         for region, shape_and_dtype in regions.items():
-            shape, dtype = _checked(region, shape_and_dtype)
+            shape, dtype = _check_shape_and_dtype(region, shape_and_dtype)
             placed.append((region, offset, shape, dtype))
             nbytes = math.prod(shape) * dtype.itemsize
             offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -57,7 +57,9 @@ class Layout:
         return [value for _, value in gathered]
 
 
-def _checked(region: str, shape_and_dtype: Any) -> tuple[tuple[int, ...], torch.dtype]:
+def _check_shape_and_dtype(
+    region: str, shape_and_dtype: Any
+) -> tuple[tuple[int, ...], torch.dtype]:
     try:
         shape, dtype = shape_and_dtype
         sizes = tuple(map(operator.index, shape))

@@ -28,11 +28,11 @@ class CudaSymmetricMemory(SymmetricMemory):
         else:
             reason = ""
         # The rendezvous below hangs if a rank has failed, so ranks exchange their errors first.
-        for rank, refusal in enumerate(layout.check_and_gather(ranks, reason)):
-            if refusal:
+        for rank, error in enumerate(layout.check_and_gather(ranks, reason)):
+            if error:
                 free = torch.cuda.mem_get_info(device)[0] if rank == ranks.rank else 0
                 raise SymmetricMemoryFull(
-                    f"{layout.name}, rank {ranks.global_rank(rank)} ({refusal})",
+                    f"{layout.name}, rank {ranks.global_rank(rank)} ({error})",
                     layout.nbytes,
                     free,
                     "Use a smaller context, or free GPU memory.",

@@ -25,14 +25,14 @@ class HostSymmetricMemory(SymmetricMemory):
         self._ranks = group_for(group)
         own_fd = os.open(SHARED_MEMORY, os.O_TMPFILE | os.O_RDWR, 0o600)
         try:
-            available = _reserve(own_fd, layout.nbytes)
-            files = layout.check_and_gather(self._ranks, (os.getpid(), own_fd, available))
-            for rank, (_, _, available) in enumerate(files):
-                if available is not None:
+            available_bytes = _reserve(own_fd, layout.nbytes)
+            files = layout.check_and_gather(self._ranks, (os.getpid(), own_fd, available_bytes))
+            for rank, (_, _, available_bytes) in enumerate(files):
+                if available_bytes is not None:
                     raise SymmetricMemoryFull(
                         f"{layout.name}, rank {self._ranks.global_rank(rank)}, {SHARED_MEMORY}",
                         layout.nbytes,
-                        available,
+                        available_bytes,
                         f"Enlarge {SHARED_MEMORY} (mount -o remount,size=…, docker run "
                         "--shm-size=…) or use a smaller context.",
                     )

@@ -30,7 +30,7 @@ from triton_dist.runtime.symmetric.block import Layout, SymmetricMemory
 _MAX_SYNCHRONIZE_SECONDS = 10.0
 
 
-class LeaseOffer(NamedTuple):
+class LeaseFile(NamedTuple):
     """Process and file descriptor through which other processes open the file."""
 
     pid: int
@@ -43,11 +43,11 @@ class LeaseOwner:
     def __init__(self, release: Callable[[], object]) -> None:
         self._release = release
         self._fd = os.memfd_create("triton_dist-lease", os.MFD_CLOEXEC)
-        self.offer = LeaseOffer(os.getpid(), self._fd)
+        self.file = LeaseFile(os.getpid(), self._fd)
 
     def end(self) -> bool:
         """Release the memory unless a process still uses it, and return whether it was released."""
-        if os.getpid() != self.offer.pid:  # a forked child does not own the memory
+        if os.getpid() != self.file.pid:  # a forked child does not own the memory
             return True
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -61,8 +61,8 @@ class LeaseOwner:
 class LeaseHolder:
     """Shared lock on the file for another process's memory, held until ``close``."""
 
-    def __init__(self, offer: LeaseOffer) -> None:
-        self._fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDWR | os.O_CLOEXEC)
+    def __init__(self, file: LeaseFile) -> None:
+        self._fd = os.open(f"/proc/{file.pid}/fd/{file.fd}", os.O_RDWR | os.O_CLOEXEC)
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     def close(self) -> None:
@@ -87,12 +87,12 @@ def end_retired() -> None:
 os.register_at_fork(after_in_child=_retired.clear)
 
 
-class _Offer(NamedTuple):
+class _ExportedBlock(NamedTuple):
     """What other ranks need to map a rank's memory, or the reason why the rank has no memory."""
 
     handle: bytes = b""
-    lease: LeaseOffer = LeaseOffer(0, 0)
-    refusal: str = ""
+    lease: LeaseFile = LeaseFile(0, 0)
+    error: str = ""
     free_bytes: int | None = None
     """Free bytes of the GPU, if they are too few."""
 
@@ -111,20 +111,20 @@ class SharedGpuSymmetricMemory(SymmetricMemory):
         end_retired()  # all ranks are here, so they have closed all memory freed before
         with ExitStack() as cleanup:
             self._own = 0
-            offers = self._ranks.all_gather(
-                "shared GPU memory", self._offer(layout.nbytes, cleanup)
+            exported_blocks = self._ranks.all_gather(
+                "shared GPU memory", self._export_block(layout.nbytes, cleanup)
             )
-            _raise_refusal(layout, offers, self._ranks)
+            _raise_first_error(layout, exported_blocks, self._ranks)
             closing = cleanup.enter_context(ExitStack())  # closes before the own block is released
-            addresses, refusal = self._open(offers, closing)
+            addresses, error = self._map_blocks(exported_blocks, closing)
             # Every rank zeroes its block before this step. Afterwards all blocks may be used.
-            refusals = self._ranks.all_gather("shared GPU memory is mapped", refusal)
-            for rank, refusal in enumerate(refusals):
-                if refusal:
+            errors = self._ranks.all_gather("shared GPU memory is mapped", error)
+            for rank, error in enumerate(errors):
+                if error:
                     raise DeviceUnavailable(
                         str(device),
                         f"rank {self._ranks.global_rank(rank)} cannot map the memory of another "
-                        f"rank: {refusal}",
+                        f"rank: {error}",
                         "Start all ranks in one container as one user, or start one rank per GPU.",
                     )
             self._release = weakref.finalize(self, _release, cleanup.pop_all(), os.getpid())
@@ -132,39 +132,41 @@ class SharedGpuSymmetricMemory(SymmetricMemory):
         blocks = [_tensor(address, layout.nbytes, device) for address in addresses]
         super().__init__(layout, self._ranks.rank, blocks, self._ranks.global_rank)
 
-    def _offer(self, nbytes: int, cleanup: ExitStack) -> _Offer:
+    def _export_block(self, nbytes: int, cleanup: ExitStack) -> _ExportedBlock:
         """Allocate this rank's block and return what other ranks need to map it."""
         try:
             self._own = _allocate(nbytes)
         except MemoryError as failure:
-            return _Offer(refusal=str(failure), free_bytes=cuda_driver.free_bytes())
+            return _ExportedBlock(error=str(failure), free_bytes=cuda_driver.free_bytes())
         except RuntimeError as failure:
-            return _Offer(refusal=str(failure))
+            return _ExportedBlock(error=str(failure))
         own = self._own
         try:
             leased = LeaseOwner(lambda: cuda_driver.free(own))
         except OSError as failure:
             cuda_driver.free(own)
-            return _Offer(refusal=str(failure))
+            return _ExportedBlock(error=str(failure))
         cleanup.callback(retire, leased)
         try:
             handle = cuda_driver.export(own)
         except RuntimeError as failure:
-            return _Offer(refusal=str(failure))
+            return _ExportedBlock(error=str(failure))
         _tensor(own, nbytes, self._device).zero_()
         current_device().synchronize()
-        return _Offer(handle, leased.offer)
+        return _ExportedBlock(handle, leased.file)
 
-    def _open(self, offers: Sequence[_Offer], closing: ExitStack) -> tuple[list[int], str]:
+    def _map_blocks(
+        self, exported_blocks: Sequence[_ExportedBlock], closing: ExitStack
+    ) -> tuple[list[int], str]:
         """Map all blocks. Return their addresses and "", or no addresses and the error's text."""
         addresses = []
-        for rank, offer in enumerate(offers):
+        for rank, block in enumerate(exported_blocks):
             if rank == self._ranks.rank:
                 addresses.append(self._own)
                 continue
             try:
-                closing.callback(LeaseHolder(offer.lease).close)
-                address = cuda_driver.open_(offer.handle)
+                closing.callback(LeaseHolder(block.lease).close)
+                address = cuda_driver.open_(block.handle)
             except (OSError, RuntimeError, MemoryError) as failure:
                 return [], str(failure)
             closing.callback(cuda_driver.close, address)  # runs before the lease is closed
@@ -202,22 +204,22 @@ def _allocate(nbytes: int) -> int:
         return cuda_driver.allocate(nbytes)
 
 
-def _raise_refusal(
-    layout: Layout, offers: Sequence[_Offer], ranks: ProcessGroupRanks | SoloRank
+def _raise_first_error(
+    layout: Layout, exported_blocks: Sequence[_ExportedBlock], ranks: ProcessGroupRanks | SoloRank
 ) -> None:
-    for rank, offer in enumerate(offers):
-        if offer.free_bytes is not None:
+    for rank, block in enumerate(exported_blocks):
+        if block.free_bytes is not None:
             raise SymmetricMemoryFull(
                 f"{layout.name}, rank {ranks.global_rank(rank)}, which shares a GPU "
-                f"({offer.refusal})",
+                f"({block.error})",
                 layout.nbytes,
-                offer.free_bytes,
+                block.free_bytes,
                 "Use a smaller context or fewer ranks, or free GPU memory.",
             )
-        if offer.refusal:
+        if block.error:
             raise DeviceUnavailable(
                 "cuda",
-                f"rank {ranks.global_rank(rank)} cannot share memory: {offer.refusal}",
+                f"rank {ranks.global_rank(rank)} cannot share memory: {block.error}",
                 "Use Linux with a driver and container that allow CUDA IPC, or start one rank per "
                 "GPU.",
             )

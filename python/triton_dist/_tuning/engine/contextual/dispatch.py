@@ -215,7 +215,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         self._settled_for_world = self._chosen_for_world if settled else _UNSETTLED
         state = session.random_state
         self._uses_random_numbers = self._uses_random_numbers or (
-            state is not None and state.has_moved()
+            state is not None and state.has_changed()
         )
 
     def begin_session(self) -> Session | UntunedSession:
