@@ -65,12 +65,12 @@ def test_what_can_be_is_turned_on():
     assert modes.check(["attach", "where"], here) == ()
     for runs in (GPU, NOTHING):
         assert modes.check(["where"], Environment(Version("3.6.0"), runs)) == ()
-    assert modes.variables_of(["fpsan", "assert"]) == {
+    assert modes.variables_to_set(["fpsan", "assert"]) == {
         "TRITON_INSTRUMENTATION_MODE": "fpsan",
         "TRITON_DEBUG": "1",
         "TRITON_DIST_AUTOTUNE": "0",
     }
-    assert modes.variables_of(["interp"]) == {}
+    assert modes.variables_to_set(["interp"]) == {}
 
 
 def test_triton_is_told_and_so_is_the_reader(monkeypatch, capfd):
@@ -78,7 +78,7 @@ def test_triton_is_told_and_so_is_the_reader(monkeypatch, capfd):
     monkeypatch.setattr(compilation, "instrumentation_mode", "")
     monkeypatch.setattr(triton.knobs.runtime, "debug", False)
     monkeypatch.setattr(Environment, "current", lambda: Environment(Version("3.9.0"), GPU))
-    for variable in modes.variables_of(["consan", "assert"]):
+    for variable in modes.variables_to_set(["consan", "assert"]):
         monkeypatch.setenv(variable, "0")
     monkeypatch.setenv(knobs.debug.variable, "consan,assert")
     assert modes.activate.__wrapped__() == ()

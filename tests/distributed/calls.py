@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tests.distributed.compiled_ahead import is_rehearsal, note
 from triton_dist import knobs
 from triton_dist.debugging.checks import checking
-from triton_dist.debugging.modes import checks_of
+from triton_dist.debugging.modes import interpreter_checks
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing import assert_allclose
@@ -67,7 +67,7 @@ def with_few_samples(parts_for: Callable[..., Any]) -> Callable[..., Any]:
 
 def under_checks(function: Callable[..., T], *args: Any) -> T:
     """Return ``function(*args)``, called under the checks for races and bounds."""
-    active = checks_of(knobs.debug.get())
+    active = interpreter_checks(knobs.debug.get())
     with checking(*(check for check in ("race", "bounds") if check not in active)):
         return function(*args)
 

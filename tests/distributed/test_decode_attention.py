@@ -8,7 +8,7 @@ from tests.distributed import decode_ranks
 from tests.distributed.calls import under_checks
 from tests.stress.decode_attn import random_calls
 from triton_dist import knobs
-from triton_dist.debugging.modes import checks_of
+from triton_dist.debugging.modes import interpreter_checks
 
 
 def test_kinds_of_caches(on_two):
@@ -50,7 +50,7 @@ def test_tuned_over_the_ranks(on_two):
 
 
 @pytest.mark.skipif(
-    "race" in checks_of(knobs.debug.get()),
+    "race" in interpreter_checks(knobs.debug.get()),
     reason="ranks that disagree about sizes write to the same places, which interp:race reports",
 )
 def test_different_arguments_are_an_error_on_every_rank(on_two):

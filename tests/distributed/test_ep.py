@@ -7,7 +7,7 @@ import pytest
 from tests.distributed import ep_group_gemm_ranks, ep_ranks
 from tests.distributed.calls import under_checks
 from triton_dist import knobs
-from triton_dist.debugging.modes import checks_of
+from triton_dist.debugging.modes import interpreter_checks
 
 
 @pytest.mark.parametrize(("world_size", "seed", "rounds"), [(3, 2, 2), (4, 3, 1)])
@@ -45,7 +45,7 @@ def test_every_rank_raises_what_one_did_wrong(on_two):
 
 
 @pytest.mark.skipif(
-    "race" in checks_of(knobs.debug.get()),
+    "race" in interpreter_checks(knobs.debug.get()),
     reason="ranks that disagree about sizes write to the same places, which interp:race reports",
 )
 def test_different_arguments_are_an_error_on_every_rank(on_two):

@@ -7,7 +7,7 @@ import pytest
 from tests.distributed import ulysses_ranks
 from tests.distributed.calls import under_checks
 from triton_dist import knobs
-from triton_dist.debugging.modes import checks_of
+from triton_dist.debugging.modes import interpreter_checks
 
 
 @pytest.mark.parametrize(("world_size", "seed", "rounds"), [(2, 1, 1), (3, 2, 2), (4, 3, 1)])
@@ -23,7 +23,7 @@ def test_gradients_of_attention(on_ranks, lengths, heads, kv):
 
 
 @pytest.mark.skipif(
-    "race" in checks_of(knobs.debug.get()), reason="ranks with different sizes do race"
+    "race" in interpreter_checks(knobs.debug.get()), reason="ranks with different sizes do race"
 )
 def test_different_lengths_are_an_error_on_every_rank(on_two):
     on_two(ulysses_ranks.different_lengths)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist import knobs
-from triton_dist.debugging.modes import checks_of
+from triton_dist.debugging.modes import interpreter_checks
 from triton_dist.errors import InvalidArgument, RankDisagreement, SymmetricMemoryFull
 from triton_dist.runtime import symmetric
 from triton_dist.runtime.addresses import describe_address, forget, register
@@ -21,7 +21,7 @@ from triton_dist.runtime.ranks import group_for
 from triton_dist.runtime.symmetric import host
 
 exact_memory = pytest.mark.skipif(
-    "race" in checks_of(knobs.debug.get()),
+    "race" in interpreter_checks(knobs.debug.get()),
     reason="interp:race adds its notes to symmetric memory, and they are listed with the rest",
 )
 """A mark of tests that say exactly which regions there are, and how large."""

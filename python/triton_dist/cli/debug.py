@@ -75,8 +75,8 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments.fail("a command is needed: debug MODE -- COMMAND")
     variables = {knobs.debug.variable: ",".join(words)}
     prefix: list[str] = []
-    tools = [word for word in words if word in modes.MODES and modes.MODES[word].tool]
-    if modes.checks_of(words) or "attach" in words:
+    tools = [word for word in words if word in modes.MODES and modes.MODES[word].is_sanitizer_tool]
+    if modes.interpreter_checks(words) or "attach" in words:
         modes.check(words, modes.Environment(triton_version(), modes.INTERPRETER))
         variables |= {knobs.triton_interpret.variable: "1", knobs.device.variable: "cpu"}
     elif words != ("where",):
@@ -86,7 +86,7 @@ def _run(arguments: argparse.Namespace) -> int:
         program = sanitizer.find()
         if program is None:
             reason = sanitizer.not_found_message().rstrip(".")
-            raise DebugModeRefused(tools[0], reason, modes.nearest_of(tools[0], modes.GPU))
+            raise DebugModeRefused(tools[0], reason, modes.alternative_to(tools[0], modes.GPU))
         variables[knobs.debug_tool.variable] = tools[0]
         # Launches block under the tool. With this variable, ops exclude algorithms that would hang.
         variables["CUDA_LAUNCH_BLOCKING"] = "1"

@@ -25,7 +25,7 @@ class Access:
         addresses: uint64 array of any shape with the addresses of the elements.
         mask: bool array, broadcastable to ``addresses``, which is True for the accessed elements;
             ``None``: all elements are accessed.
-        element: Triton's type of an element.
+        element_type: Triton's type of an element.
         semantic: ``"acquire"``, ``"release"``, ``"acquire_release"`` or ``"relaxed"`` for an
             atomic; ``"volatile"`` or "" for a load.
         by_tma: whether this is a store through a descriptor, which is asynchronous on a GPU.
@@ -34,15 +34,15 @@ class Access:
     kind: str
     addresses: Any
     mask: Any
-    element: Any
+    element_type: Any
     semantic: str = ""
     by_tma: bool = False
 
     @property
     def itemsize(self) -> int:
-        return max(1, int(self.element.primitive_bitwidth) // 8)
+        return max(1, int(self.element_type.primitive_bitwidth) // 8)
 
-    def touched(self) -> Any:
+    def accessed_addresses(self) -> Any:
         """Return the accessed addresses as a one-dimensional array."""
         if self.mask is None:
             return np.ravel(self.addresses)
@@ -115,13 +115,13 @@ def watch(upstream: Any, observers: Sequence[Observer]) -> Undo:
     def modify(
         original: Any, self: Any, op: Any, ptr: Any, value: Any, mask: Any, *rest: Any
     ) -> Any:
-        element, semantic = ptr.get_element_ty(), rest[0].name.lower()
-        access = Access("atomic", ptr.data, _array(mask), element, semantic)
+        element_type, semantic = ptr.get_element_ty(), rest[0].name.lower()
+        access = Access("atomic", ptr.data, _array(mask), element_type, semantic)
         return observed(access, lambda: original(self, op, ptr, value, mask, *rest))
 
     def exchange(original: Any, self: Any, ptr: Any, *rest: Any) -> Any:
-        element, semantic = ptr.get_element_ty(), rest[2].name.lower()
-        access = Access("atomic", ptr.data, None, element, semantic)
+        element_type, semantic = ptr.get_element_ty(), rest[2].name.lower()
+        access = Access("atomic", ptr.data, None, element_type, semantic)
         return observed(access, lambda: original(self, ptr, *rest))
 
     def descriptor_operation(kind: str, indices_position: int) -> Callable[..., Any]:
@@ -136,13 +136,13 @@ def watch(upstream: Any, observers: Sequence[Observer]) -> Undo:
                 return original(self, *args, **kwargs)
             mask, unused = _array(mask), _unused_rows(desc, args[indices_position])
             if unused is None:
-                element, by_tma = pointers.get_element_ty(), kind == "store"
-                access = Access(kind, pointers.data, mask, element, by_tma=by_tma)
+                element_type, by_tma = pointers.get_element_ty(), kind == "store"
+                access = Access(kind, pointers.data, mask, element_type, by_tma=by_tma)
                 return observed(access, lambda: original(self, *args, **kwargs))
             access = Access(kind, pointers.data, mask & ~unused, pointers.get_element_ty())
             result = observed(access, lambda: original(self, *args, **kwargs))
             unused_elements = np.broadcast_to(unused, result.data.shape)
-            fill_with_poison(result.data, access.element, unused_elements)
+            fill_with_poison(result.data, access.element_type, unused_elements)
             return result
 
         return copy
@@ -179,14 +179,14 @@ POISON_FLOAT, POISON_INTEGER = 0x7FFB, 0x7BFB
 """Poison: values of uninitialised two-byte words. ``POISON_FLOAT`` is NaN in all float types."""
 
 
-def poison_pattern(dtype: Any, floats: bool) -> Any:
+def poison_pattern(dtype: Any, is_float: bool) -> Any:
     """Return the poison value as an element of the numpy ``dtype``, of at least 2 bytes."""
-    word = POISON_FLOAT if floats else POISON_INTEGER
+    word = POISON_FLOAT if is_float else POISON_INTEGER
     return np.frombuffer(word.to_bytes(2, "little") * (dtype.itemsize // 2), dtype)[0]
 
 
-def fill_with_poison(block: Any, element: Any, where: Any) -> None:
-    """Fill ``block[where]`` of Triton type ``element`` with poison, except for one-byte types."""
+def fill_with_poison(block: Any, element_type: Any, where: Any) -> None:
+    """Fill ``block[where]`` with poison, except for one-byte types (``element_type``)."""
     if block.itemsize > 1:
         bits = block.view(np.dtype(f"u{block.itemsize}"))
-        bits[where] = poison_pattern(bits.dtype, element.is_floating())
+        bits[where] = poison_pattern(bits.dtype, element_type.is_floating())

@@ -12,8 +12,8 @@ from triton_dist.debugging import debugger, memory_checks, printing, rank_status
 from triton_dist.debugging.accesses import Observer, Undo, patch, undo_all, watch
 from triton_dist.debugging.deadlock_check import DeadlockCheck
 from triton_dist.debugging.faults import KernelAssertion
-from triton_dist.debugging.races import Races
-from triton_dist.debugging.site import site
+from triton_dist.debugging.kernel_location import current_location
+from triton_dist.debugging.races import RaceCheck
 from triton_dist.runtime import interpreter
 
 
@@ -31,10 +31,10 @@ def install(checks: Iterable[str]) -> Undo:
     ]
     observers: list[Observer] = []
     if "bounds" in checks:
-        observers.append(memory_checks.Bounds())
+        observers.append(memory_checks.BoundsCheck())
         undos.append(memory_checks.track_origins(upstream))
     if "init" in checks:
-        observers.append(memory_checks.Uninitialised())
+        observers.append(memory_checks.UninitialisedCheck())
         undos.append(memory_checks.poison_empty())
     if "waits" in checks or "where" in checks:
         deadlocks = DeadlockCheck(raises="waits" in checks, publishes="where" in checks)
@@ -49,7 +49,7 @@ def install(checks: Iterable[str]) -> Undo:
         debugger.start()
         undos.append(debugger.end)
     if "race" in checks:
-        races = Races()
+        races = RaceCheck()
         observers.append(races)
         undos.append(races.track())
     if observers:
@@ -70,7 +70,7 @@ def _with_site(original: Any, self: Any, condition: Any, message: Any) -> None:
     try:
         original(self, condition, message)
     except AssertionError as failed:
-        raise KernelAssertion(f"{site()}: {failed}") from failed
+        raise KernelAssertion(f"{current_location()}: {failed}") from failed
 
 
 def _record_launch(original: Any, executor: Any, *rest: Any) -> None:

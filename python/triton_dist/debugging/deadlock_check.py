@@ -25,7 +25,7 @@ from triton_dist import knobs
 from triton_dist.debugging import rank_status
 from triton_dist.debugging.accesses import Access, Observer, Undo
 from triton_dist.debugging.faults import WaitNeverEnds
-from triton_dist.debugging.site import is_user_code, site
+from triton_dist.debugging.kernel_location import current_location, is_user_code
 from triton_dist.runtime import waits
 from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.job import create_job_folder, is_running, job_folder
@@ -72,12 +72,12 @@ class DeadlockCheck(Observer):
 
     def start(self) -> Undo:
         """Start to record, publish and check. Return a function that stops this."""
-        before, waits.on_poll = waits.on_poll, self.record_poll
+        previous_hook, waits.on_poll = waits.on_poll, self.record_poll
         self._start_publisher()
         os.register_at_fork(after_in_child=self._start_publisher)
 
         def stop() -> None:
-            waits.on_poll = before
+            waits.on_poll = previous_hook
             self._stopped.set()
             self._publisher.join()
 
@@ -94,26 +94,27 @@ class DeadlockCheck(Observer):
     def before(self, access: Access) -> None:
         """Record the flags that ``access`` sets."""
         if access.semantic == "release":
-            for address in np.asarray(access.touched()).flat:
+            for address in np.asarray(access.accessed_addresses()).flat:
                 flag = flag_name(int(address))
-                self._set_flags[flag] = str(site())
+                self._set_flags[flag] = str(current_location())
                 self._set_flags.move_to_end(flag)
             while len(self._set_flags) > _MAX_SET_FLAGS:
                 self._set_flags.popitem(last=False)
 
     def record_poll(
-        self, ptr: Any, seen: Any, value: Any, tag_bits: int, polls: int, overdue: bool
+        self, ptr: Any, seen: Any, value: Any, tag_bits: int, polls: int, is_overdue: bool
     ) -> None:
         """Record an unsuccessful poll of a flag. See ``waits.on_poll`` for the arguments.
 
         If the wait is for a block of flags, record the flag that is farthest behind its value.
 
         Raises:
-            WaitNeverEnds: no rank can set the flag any more, or the wait is ``overdue``.
+            WaitNeverEnds: no rank can set the flag any more, or the wait is overdue.
         """
-        latest = int(np.argmin((seen - value).handle.data))
-        address = int(ptr.handle.data.flat[latest])
-        expected, found = int(value) >> tag_bits, int(seen.handle.data.flat[latest]) >> tag_bits
+        farthest_behind = int(np.argmin((seen - value).handle.data))
+        address = int(ptr.handle.data.flat[farthest_behind])
+        expected = int(value) >> tag_bits
+        found = int(seen.handle.data.flat[farthest_behind]) >> tag_bits
         thread, now = threading.get_ident(), time.monotonic()  # a thread runs one program at a time
         wait = self._waits.get(thread)
         if (
@@ -123,17 +124,17 @@ class DeadlockCheck(Observer):
             or (wait["address"], wait["seen"]) != (address, found)
             or now - wait["polled_at"] > _WAIT_EXPIRY_SECONDS
         ):
-            wait = {"at": str(site()), "flag": flag_name(address), "address": address}
+            wait = {"at": str(current_location()), "flag": flag_name(address), "address": address}
             wait |= {"expected": expected, "seen": found, "polled_at": now}
             wait["writer"] = rank_status.writer_of(address)
             # Replaced as a whole, because the publishing thread reads it concurrently.
             self._waits[thread], self._last_change = wait, now
         wait["polled_at"] = now
-        if overdue or (self._raises and now - self._last_check > _PUBLISH_SECONDS):
+        if is_overdue or (self._raises and now - self._last_check > _PUBLISH_SECONDS):
             self._last_check = now
             states = self._states()
-            if overdue or _is_deadlocked(states):
-                message = _report(wait, states, overdue)
+            if is_overdue or _is_deadlocked(states):
+                message = _report(wait, states, is_overdue)
                 raise WaitNeverEnds(message, _rank(), wait["flag"], expected, found)
 
     def _state(self) -> dict[str, Any]:
@@ -145,7 +146,7 @@ class DeadlockCheck(Observer):
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         if frame is not self._host_frame:
             self._host_frame, self._host_since = frame, now
-        collective, line = _host_line(frame)
+        in_collective, line = _host_line(frame)
         in_kernel = bool(self._waits)
         return {
             "rank": _rank(),
@@ -157,7 +158,7 @@ class DeadlockCheck(Observer):
             "unchanged_since": self._last_change
             if in_kernel
             else self._host_since
-            if collective
+            if in_collective
             else None,
         }
 
@@ -187,14 +188,14 @@ class DeadlockCheck(Observer):
 
 def _host_line(frame: FrameType | None) -> tuple[bool, str]:
     """Return whether ``frame`` is in a collective, and its innermost line of user code."""
-    collective = False
+    in_collective = False
     while frame is not None:
         file = frame.f_code.co_filename
-        collective = collective or any(part in file for part in _COLLECTIVES)
+        in_collective = in_collective or any(part in file for part in _COLLECTIVES)
         if is_user_code(frame) and not file.startswith(_PACKAGE):
-            return collective, f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
+            return in_collective, f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
-    return collective, "?"
+    return in_collective, "?"
 
 
 def _is_deadlocked(states: dict[int, dict[str, Any] | None]) -> bool:
@@ -213,13 +214,18 @@ def _is_deadlocked(states: dict[int, dict[str, Any] | None]) -> bool:
     return min(until) - max(since) >= QUIET_SECONDS
 
 
-def _report(wait: dict[str, Any], states: dict[int, dict[str, Any] | None], overdue: bool) -> str:
-    reason = "TRITON_DIST_WAIT_TIMEOUT has expired" if overdue else "no rank can set it any more"
+def _report(
+    wait: dict[str, Any], states: dict[int, dict[str, Any] | None], is_overdue: bool
+) -> str:
+    reason = "TRITON_DIST_WAIT_TIMEOUT has expired" if is_overdue else "no rank can set it any more"
     lines = [
         f"{wait['at']}: waits for {rank_status.describe_wait(wait)}: {reason}. Status of the ranks:"
     ]
     set_at = {
-        flag: at for state in states.values() if state for flag, at in state["set_flags"].items()
+        flag: location
+        for state in states.values()
+        if state
+        for flag, location in state["set_flags"].items()
     }
     for rank, state in states.items():
         if state is None:
@@ -233,7 +239,9 @@ def _report(wait: dict[str, Any], states: dict[int, dict[str, Any] | None], over
             last = f"last set by {setter}" if setter else "never set"
             lines.append(f"  {each['at']}: waits for {rank_status.describe_wait(each)}, {last}")
     awaited = {each["flag"] for state in states.values() if state for each in state["waits"]}
-    unawaited = [f"  {flag}: set by {at}" for flag, at in set_at.items() if flag not in awaited]
+    unawaited = [
+        f"  {flag}: set by {location}" for flag, location in set_at.items() if flag not in awaited
+    ]
     if unawaited:
         lines += ["Flags that were set but are not awaited:", *unawaited]
     return "\n".join(lines)

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from triton_dist import knobs
-from triton_dist.debugging.site import kernel_frame
+from triton_dist.debugging.kernel_location import kernel_frame
 from triton_dist.runtime import deadlines, waits
 from triton_dist.runtime.job import create_job_folder, job_folder
 
@@ -58,9 +58,10 @@ def stop_at_breakpoint(frame: FrameType) -> None:
         with deadlines.paused(), socket.socket(socket.AF_UNIX) as server:
             server.bind(str(path))
             server.listen(1)
-            place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            location = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             print(
-                f"triton_dist: rank {rank} is stopped at {place}: triton-dist debug attach {rank}",
+                f"triton_dist: rank {rank} is stopped at {location}: "
+                f"triton-dist debug attach {rank}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -8,8 +8,10 @@ from triton_dist.errors import TritonDistError, WaitTimeout
 class DebugModeRefused(TritonDistError, ValueError):
     """A mode of ``TRITON_DIST_DEBUG`` does not exist, or cannot find anything in this process."""
 
-    def __init__(self, mode: str, reason: str, nearest: str) -> None:
-        super().__init__(f"TRITON_DIST_DEBUG={mode} is refused: {reason}. Use instead: {nearest}")
+    def __init__(self, mode: str, reason: str, alternative: str) -> None:
+        super().__init__(
+            f"TRITON_DIST_DEBUG={mode} is refused: {reason}. Use instead: {alternative}"
+        )
 
 
 class NoSuchJob(TritonDistError, LookupError):

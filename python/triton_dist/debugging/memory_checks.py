@@ -34,7 +34,7 @@ from triton_dist.debugging.accesses import (
     undo_all,
 )
 from triton_dist.debugging.faults import OutOfBounds, UninitialisedRead
-from triton_dist.debugging.site import Site, site
+from triton_dist.debugging.kernel_location import KernelLocation, current_location
 from triton_dist.runtime import addresses
 
 
@@ -73,11 +73,11 @@ def origin_of_tensor(tensor: torch.Tensor) -> Origin:
     begin = tensor.data_ptr()
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in steps) if tensor.numel() else -1
-    what = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    description = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
     region = addresses.region_at(begin) if tensor.numel() else None
     if region is not None:
-        what = f"{what} in {region[2]}"
-    return Origin(begin, begin + (last + 1) * tensor.element_size(), what)
+        description = f"{description} in {region[2]}"
+    return Origin(begin, begin + (last + 1) * tensor.element_size(), description)
 
 
 def _region_of(pointers: Any) -> Origin | None:
@@ -87,35 +87,39 @@ def _region_of(pointers: Any) -> Origin | None:
     return None if region is None else Origin(*region)
 
 
-class Bounds(Observer):
+class BoundsCheck(Observer):
     """Raise ``OutOfBounds`` for accesses outside of the origin of their pointers."""
 
     def before(self, access: Access) -> None:
         origin = _origin_of(access.addresses)
         if origin is None:
             return
-        touched = np.asarray(access.touched()).astype(np.int64, copy=False)
-        outside = (touched < origin.begin) | (touched + access.itemsize > origin.end)
+        accessed = np.asarray(access.accessed_addresses()).astype(np.int64, copy=False)
+        outside = (accessed < origin.begin) | (accessed + access.itemsize > origin.end)
         if outside.any():
-            raise OutOfBounds(_message(site(), access, origin, touched[outside], touched.size))
+            raise OutOfBounds(
+                _message(current_location(), access, origin, accessed[outside], accessed.size)
+            )
 
 
-def _message(at: Site, access: Access, origin: Origin, outside: Any, num_accessed: int) -> str:
+def _message(
+    location: KernelLocation, access: Access, origin: Origin, outside: Any, num_accessed: int
+) -> str:
     size = access.itemsize
     before, after = origin.begin - int(outside.min()), int(outside.max()) + size - origin.end
     distance = max(before, after)
     side = "before its first element" if before > after else "after its last element"
     addresses = {
         name: getattr(getattr(value, "handle", None), "data", None)
-        for name, value in at.values.items()
+        for name, value in location.arguments.items()
     }
     names = [name for name, address in addresses.items() if _origin_of(address) is origin]
     memory = origin.description
-    owner = "" if " of rank " in memory else f", memory of rank {at.rank}"
+    owner = "" if " of rank " in memory else f", memory of rank {location.rank}"
     return (
-        f"{at}: {access.kind} outside of {names[0] + ', ' if names else ''}{memory}{owner}: "
+        f"{location}: {access.kind} outside of {names[0] + ', ' if names else ''}{memory}{owner}: "
         f"{outside.size} of {num_accessed} elements, the farthest is {distance} bytes "
-        f"({-(-distance // size)} elements of {access.element}) {side}"
+        f"({-(-distance // size)} elements of {access.element_type}) {side}"
     )
 
 
@@ -163,21 +167,21 @@ def track_origins(upstream: Any) -> Undo:
     return undo_all(undos)
 
 
-class Uninitialised(Observer):
+class UninitialisedCheck(Observer):
     """Raise ``UninitialisedRead`` for loads of poison."""
 
     def after(self, access: Access, values: Any) -> None:
         if access.kind != "load" or values is None or access.itemsize < 2:
             return
         bits = np.asarray(values).view(np.dtype(f"u{access.itemsize}"))
-        found = bits == poison_pattern(bits.dtype, access.element.is_floating())
+        found = bits == poison_pattern(bits.dtype, access.element_type.is_floating())
         if access.mask is not None:
             found = found & access.mask
         if found.any():
             first = int(np.flatnonzero(found)[0])
             raise UninitialisedRead(
-                f"{site()}: {np.count_nonzero(found)} of {found.size} loaded elements were never "
-                f"written since torch.empty, the first at index {first} of the block"
+                f"{current_location()}: {np.count_nonzero(found)} of {found.size} loaded elements "
+                f"were never written since torch.empty, the first at index {first} of the block"
             )
 
 
@@ -189,9 +193,9 @@ def poison_empty() -> Undo:
         tensor = allocate(*args, **kwargs)
         is_plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
         if is_plain and tensor.element_size() > 1:
-            floats = tensor.is_floating_point() or tensor.is_complex()
+            is_float = tensor.is_floating_point() or tensor.is_complex()
             words = torch.tensor([], dtype=torch.int16).set_(tensor.untyped_storage())
-            words.fill_(POISON_FLOAT if floats else POISON_INTEGER)
+            words.fill_(POISON_FLOAT if is_float else POISON_INTEGER)
         return tensor
 
     return undo_all([patch(owner, name, poisoned) for owner, name in ALLOCATIONS])

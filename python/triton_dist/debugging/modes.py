@@ -36,18 +36,18 @@ class Mode:
 
     Attributes:
         finds: what the mode finds, in a few words.
-        nearest: the mode to use instead. It finds most of the errors that this mode finds.
+        alternative: the mode to use instead. It finds most of the errors that this mode finds.
         unsupported: why the mode finds nothing with a release of Triton, by release (``"3.7"``).
         variables: environment variables that the mode sets for this process and its children.
-        tool: whether the mode is a tool of compute-sanitizer, which must start the process.
+        is_sanitizer_tool: whether this is a tool of compute-sanitizer, which starts the process.
         works_on: values of ``Environment.executor`` with which the mode works.
     """
 
     finds: str
-    nearest: str
+    alternative: str
     unsupported: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
-    tool: bool = False
+    is_sanitizer_tool: bool = False
     works_on: tuple[str, ...] = (GPU,)
 
 
@@ -63,8 +63,8 @@ def _unsupported(reason: str, *releases: str) -> dict[str, str]:
     return {release: reason.format(release) for release in releases}
 
 
-def _instrumented(finds: str, name: str, nearest: str, unsupported: Mapping[str, str]) -> Mode:
-    return Mode(finds, nearest, unsupported, {_INSTRUMENTATION: name})
+def _instrumented(finds: str, name: str, alternative: str, unsupported: Mapping[str, str]) -> Mode:
+    return Mode(finds, alternative, unsupported, {_INSTRUMENTATION: name})
 
 
 MODES: Mapping[str, Mode] = {
@@ -109,10 +109,14 @@ MODES: Mapping[str, Mode] = {
         _unsupported(_UNSUPPORTED_REASON, "3.6", "3.7")
         | _unsupported(_SANITIZER_REASON, "3.8", "3.9"),
     ),
-    "memcheck": Mode("accesses outside of allocations", "interp:bounds", tool=True),
-    "initcheck": Mode("reads of memory that was never written", "interp:init", tool=True),
-    "racecheck": Mode("races on shared memory", "interp", tool=True),
-    "synccheck": Mode("barriers that not all threads reach", "interp:waits", tool=True),
+    "memcheck": Mode("accesses outside of allocations", "interp:bounds", is_sanitizer_tool=True),
+    "initcheck": Mode(
+        "reads of memory that was never written", "interp:init", is_sanitizer_tool=True
+    ),
+    "racecheck": Mode("races on shared memory", "interp", is_sanitizer_tool=True),
+    "synccheck": Mode(
+        "barriers that not all threads reach", "interp:waits", is_sanitizer_tool=True
+    ),
 }
 
 
@@ -123,12 +127,12 @@ class Environment:
     Attributes:
         version: Triton's version.
         executor: what executes kernels: ``INTERPRETER``, ``GPU`` or ``NOTHING``.
-        tool: the compute-sanitizer tool under which the process runs, or "".
+        sanitizer_tool: the compute-sanitizer tool under which the process runs, or "".
     """
 
     version: Version
     executor: str
-    tool: str = ""
+    sanitizer_tool: str = ""
 
     @classmethod
     def current(cls) -> Environment:
@@ -152,13 +156,13 @@ _NOT_MODES: Mapping[str, tuple[str, str]] = {
 """Words that users may expect to be modes: why they are not modes, and what to use instead."""
 
 
-def checks_of(names: Iterable[str]) -> tuple[str, ...]:
+def interpreter_checks(names: Iterable[str]) -> tuple[str, ...]:
     """Return the interpreter checks among ``names``, in the order of ``CHECKS``.
 
     Raises:
         DebugModeRefused: a name is not a mode.
     """
-    names, wanted = set(names), set()
+    names, requested_checks = set(names), set()
     for name in names:
         base, _, check = name.partition(":")
         if name in MODES:
@@ -168,8 +172,8 @@ def checks_of(names: Iterable[str]) -> tuple[str, ...]:
         if base != "interp" or (check and check not in CHECKS):
             known = ["interp", *(f"interp:{each}" for each in CHECKS), *MODES]
             raise DebugModeRefused(name, "no such mode", f"one of {', '.join(known)}")
-        wanted |= {check} if check else {*CHECKS}
-    return tuple(check for check in CHECKS if check in wanted)
+        requested_checks |= {check} if check else {*CHECKS}
+    return tuple(check for check in CHECKS if check in requested_checks)
 
 
 def check(names: Iterable[str], environment: Environment) -> tuple[str, ...]:
@@ -177,10 +181,10 @@ def check(names: Iterable[str], environment: Environment) -> tuple[str, ...]:
 
     Raises:
         DebugModeRefused: a name is not a mode, or the mode cannot find anything. The message has
-            the reason and the nearest mode that works.
+            the reason and an alternative that works.
     """
     names = tuple(names)
-    checks = checks_of(names)
+    checks = interpreter_checks(names)
     release = f"{environment.version.major}.{environment.version.minor}"
     if checks and environment.executor != INTERPRETER:
         raise DebugModeRefused(
@@ -192,22 +196,22 @@ def check(names: Iterable[str], environment: Environment) -> tuple[str, ...]:
         mode = MODES.get(name)
         if mode is None or (environment.executor in mode.works_on and environment.executor != GPU):
             continue
-        nearest = nearest_of(name, environment.executor)
+        alternative = alternative_to(name, environment.executor)
         if name == "attach":
-            raise DebugModeRefused(name, "pdb steps through interpreted kernels only", nearest)
+            raise DebugModeRefused(name, "pdb steps through interpreted kernels only", alternative)
         if environment.executor == INTERPRETER:
             raise DebugModeRefused(
-                name, "it requires compiled kernels, but kernels are interpreted", nearest
+                name, "it requires compiled kernels, but kernels are interpreted", alternative
             )
         if release in mode.unsupported:
-            raise DebugModeRefused(name, mode.unsupported[release], nearest)
+            raise DebugModeRefused(name, mode.unsupported[release], alternative)
         if environment.executor == NOTHING:
-            raise DebugModeRefused(name, "there is no GPU", nearest)
-        if mode.tool and environment.tool != name:
+            raise DebugModeRefused(name, "there is no GPU", alternative)
+        if mode.is_sanitizer_tool and environment.sanitizer_tool != name:
             command = f"`triton-dist debug {name} -- COMMAND`"
             raise DebugModeRefused(name, "compute-sanitizer starts the process", command)
     exclusive = [name for name in names if _INSTRUMENTATION in MODES.get(name, _NO_MODE).variables]
-    exclusive = exclusive or [name for name in names if MODES.get(name, _NO_MODE).tool]
+    exclusive = exclusive or [name for name in names if MODES.get(name, _NO_MODE).is_sanitizer_tool]
     if len(exclusive) > 1:
         raise DebugModeRefused(
             exclusive[1], f"it cannot be combined with {exclusive[0]}", "two runs"
@@ -218,20 +222,22 @@ def check(names: Iterable[str], environment: Environment) -> tuple[str, ...]:
 _NO_MODE = Mode("", "")
 
 
-def nearest_of(name: str, executor: str) -> str:
+def alternative_to(name: str, executor: str) -> str:
     """Return what to use instead of the mode ``name``: the name of another mode, or the environment
     variables for a mode of the interpreter."""
-    nearest = MODES[name].nearest
-    if nearest in MODES and executor == GPU:
-        return nearest
-    return _IN_INTERPRETER.format("interp" if nearest in MODES else nearest)
+    alternative = MODES[name].alternative
+    if alternative in MODES and executor == GPU:
+        return alternative
+    return _IN_INTERPRETER.format("interp" if alternative in MODES else alternative)
 
 
-def variables_of(names: Iterable[str]) -> dict[str, str]:
+def variables_to_set(names: Iterable[str]) -> dict[str, str]:
     """Return the environment variables that the modes in ``names`` set. Modes that slow down
     compiled kernels also turn tuning off."""
     variables = {n: v for name in names if name in MODES for n, v in MODES[name].variables.items()}
-    if any(MODES[name].tool or MODES[name].variables for name in names if name in MODES):
+    if any(
+        MODES[name].is_sanitizer_tool or MODES[name].variables for name in names if name in MODES
+    ):
         variables[knobs.autotune.variable] = "0"
     return variables
 
@@ -250,7 +256,7 @@ def activate() -> tuple[str, ...]:
     interactive = tuple(name for name in _INTERACTIVE if name in names)
     environment = Environment.current()
     checks = check(names, environment)
-    changed = variables_of(names) if environment.executor == GPU else {}
+    changed = variables_to_set(names) if environment.executor == GPU else {}
     for variable, value in changed.items():
         knobs.put(variable, value)
     # Triton has already read these variables at its import.
@@ -284,8 +290,8 @@ def install_interpreter() -> None:
         DebugModeRefused: see :func:`check`.
     """
     interpreter.install()
-    wanted = activate()
-    if wanted:  # imported lazily, because the checks are slow to import and rarely used
+    requested_checks = activate()
+    if requested_checks:  # imported lazily, because the checks are slow to import and rarely used
         from triton_dist.debugging import checks
 
-        checks.install(wanted)
+        checks.install(requested_checks)

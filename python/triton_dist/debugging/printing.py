@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 
 from triton_dist.debugging.accesses import Undo, patch, undo_all
-from triton_dist.debugging.site import is_user_code, site
+from triton_dist.debugging.kernel_location import current_location, is_user_code
 from triton_dist.runtime.addresses import describe_address
 
 # The interpreter stores blocks of these types as bit patterns.
@@ -33,10 +33,10 @@ def dump(label: str, values: Iterable[Any]) -> None:
 
 
 def _print_all(label: str, texts: Iterable[str]) -> None:
-    at = site()
+    location = current_location()
     for text in texts:
         # A single write, so that lines of ranks do not interleave.
-        sys.stdout.write(f"{at}: {label} {text}\n")
+        sys.stdout.write(f"{location}: {label} {text}\n")
     sys.stdout.flush()
 
 
@@ -54,15 +54,15 @@ def _describe_handle(handle: Any, shape: list[int]) -> str:
     name = f"{element}{shape or ''}"
     if element.is_ptr():
         flat = np.ravel(handle.data)
-        shown = [describe_address(int(address)) for address in flat[:_MAX_POINTERS]]
+        names = [describe_address(int(address)) for address in flat[:_MAX_POINTERS]]
         if flat.size > _MAX_POINTERS:
-            shown.append(f"... {describe_address(int(flat[-1]))}")
-        return f"{name} {', '.join(shown)}"
+            names.append(f"... {describe_address(int(flat[-1]))}")
+        return f"{name} {', '.join(names)}"
     numbers = _numbers(np.asarray(handle.data), str(element))
     if not shape:
         return f"{name} {numbers.flat[0]}"
-    if numbers.dtype.kind == "f" and (odd := np.count_nonzero(~np.isfinite(numbers))):
-        name += f", {odd} of {numbers.size} not finite,"
+    if numbers.dtype.kind == "f" and (num_not_finite := np.count_nonzero(~np.isfinite(numbers))):
+        name += f", {num_not_finite} of {numbers.size} not finite,"
     text = np.array2string(numbers, threshold=64)
     return f"{name} {text}" if "\n" not in text else f"{name}\n{text}"
 
@@ -80,8 +80,8 @@ def prefix_output(upstream: Any) -> Undo:
     source line. Return a function that undoes this."""
 
     def python_print(original: Any, *values: Any, **kwargs: Any) -> None:
-        if is_user_code(sys._getframe(2)) and (at := site()).kernel != "?":
-            values = (f"{at}:", *values)
+        if is_user_code(sys._getframe(2)) and (location := current_location()).kernel != "?":
+            values = (f"{location}:", *values)
         original(*values, **kwargs)
 
     def device_print(_: Any, self: Any, prefix: str, hex: bool, values: Any, *signs: Any) -> None:

@@ -36,9 +36,9 @@ def own_rank() -> int:
     return knobs.rank.get() % knobs.world_size.get()
 
 
-def actor_number(copying: bool) -> int:
+def actor_number(of_copy_streams: bool) -> int:
     """Return the actor number of this rank's programs, or of its copy streams."""
-    return own_rank() + (knobs.world_size.get() if copying else 0)
+    return own_rank() + (knobs.world_size.get() if of_copy_streams else 0)
 
 
 def num_actors() -> int:
@@ -69,14 +69,16 @@ def shadows_of(access: Access) -> list[tuple[str, Any, Any]]:
     """Return name, shadow region and accessed rows of each symmetric region that is accessed."""
     if knobs.world_size.get() == 1:
         return []
-    touched, found = np.asarray(access.touched()).view(np.int64), []
-    if not touched.size:
+    accessed_addresses, found = np.asarray(access.accessed_addresses()).view(np.int64), []
+    if not accessed_addresses.size:
         return []
-    for begin, end, name in addresses.regions_between(int(touched.min()), int(touched.max())):
+    for begin, end, name in addresses.regions_between(
+        int(accessed_addresses.min()), int(accessed_addresses.max())
+    ):
         shadow = _shadow_of(begin, name)
         if shadow is not None:
-            rows = touched - begin
-            if touched.min() < begin or touched.max() >= end:
+            rows = accessed_addresses - begin
+            if accessed_addresses.min() < begin or accessed_addresses.max() >= end:
                 rows = rows[(rows >= 0) & (rows < end - begin)]
             if rows.size:
                 rows //= (end - begin) // len(shadow)
@@ -102,11 +104,11 @@ class Clocks:
     """The vector clocks of this rank. A clock contains the last observed release of each actor.
 
     Attributes:
-        copying: file and line that queued the copy of this thread; line 0: there is no copy.
+        queued_copy: file and line that queued the copy of this thread; line 0: there is no copy.
     """
 
     def __init__(self) -> None:
-        self.copying = _Copying()
+        self.queued_copy = _QueuedCopy()
         self._clocks: dict[tuple[int, int], Any] = {}  # by actor and size of the world
         # Part of a file name, because earlier checks have left files in the folder. The number is
         # equal on all ranks, because they start checks in the same order.
@@ -114,22 +116,22 @@ class Clocks:
         self._shared: tuple[Any, Any] = (None, None)
 
     @property
-    def own(self) -> int:
+    def own_actor(self) -> int:
         """Number of the actor that this thread belongs to."""
-        return actor_number(copying=bool(self.copying.line))
+        return actor_number(of_copy_streams=bool(self.queued_copy.line))
 
     @property
     def current_clock(self) -> Any:
         """Clock of the actor that this thread belongs to."""
-        return self._clock_of(self.own)
+        return self._clock_of(self.own_actor)
 
-    def advance(self, copying: bool = False) -> Any:
+    def advance(self, of_copy_streams: bool = False) -> Any:
         """Count a release of this rank's programs or copy streams. Return the clock before it."""
-        number = actor_number(copying)
+        number = actor_number(of_copy_streams)
         clock = self._clock_of(number)
-        known = clock.copy()
+        previous = clock.copy()
         clock[number] += 1
-        return known
+        return previous
 
     def merge(self, rows: Any) -> None:
         """Merge ``rows``, the clocks of other actors, into the clock of this thread's actor."""
@@ -160,7 +162,7 @@ class Clocks:
         return self._clocks[key]
 
 
-class _Copying(threading.local):
+class _QueuedCopy(threading.local):
     file = ""
     line = 0
 

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from triton_dist import knobs
 from triton_dist.debugging.accesses import Access, Observer, Undo, patch, undo_all
 from triton_dist.debugging.faults import DataRace
+from triton_dist.debugging.kernel_location import current_location, kernel_frame
 from triton_dist.debugging.race_state import (
     FIRST_CLOCK,
     READER_PROGRAM,
@@ -45,7 +46,6 @@ from triton_dist.debugging.race_state import (
     shadows_of,
     with_shadows,
 )
-from triton_dist.debugging.site import kernel_frame, site
 from triton_dist.runtime import interpreter, symmetric, waits
 from triton_dist.runtime.device import cpu
 from triton_dist.runtime.interpreter_program import current_program_number
@@ -81,7 +81,7 @@ def expected() -> Iterator[list[str]]:
         _expected_races = before
 
 
-class Races(Observer):
+class RaceCheck(Observer):
     """Raise ``DataRace`` for accesses to symmetric memory that race with an earlier access."""
 
     def __init__(self) -> None:
@@ -95,10 +95,10 @@ class Races(Observer):
             self._release(access)
         if access.kind == "atomic" or access.semantic == "volatile":
             return
-        own, clock = self._clocks.own, self._clocks.current_clock
+        actor, clock = self._clocks.own_actor, self._clocks.current_clock
         for name, shadow, rows in shadows_of(access):
             writer, count = shadow[rows, WRITER] - 1, shadow[rows, WRITER_COUNT]
-            unordered = (writer >= 0) & (writer != own) & (count > clock[writer])
+            unordered = (writer >= 0) & (writer != actor) & (count > clock[writer])
             if unordered.any():
                 other = int(writer[unordered][0])
                 line = int(shadow[rows, WRITER_LINE][unordered][0])
@@ -107,54 +107,60 @@ class Races(Observer):
                 self._report(access, name, rows[unordered], description + by_tma)
             program = self._check_programs(access, name, shadow, rows)
             if access.kind == "load":
-                shadow[rows, FIRST_CLOCK + own], shadow[rows, READER_PROGRAM] = clock[own], program
+                shadow[rows, FIRST_CLOCK + actor] = clock[actor]
+                shadow[rows, READER_PROGRAM] = program
                 continue
             loads = shadow[rows, FIRST_CLOCK : FIRST_CLOCK + clock.size].copy()
-            loads[:, own] = 0
+            loads[:, actor] = 0
             if (loads > clock).any():
                 row, other = np.argwhere(loads > clock)[0]
                 self._report(access, name, rows[row:], f"{actor_name(int(other))} loaded")
-            shadow[rows, WRITER], shadow[rows, WRITER_COUNT] = own + 1, clock[own]
+            shadow[rows, WRITER], shadow[rows, WRITER_COUNT] = actor + 1, clock[actor]
             shadow[rows, WRITER_PROGRAM], shadow[rows, READER_PROGRAM] = program, 0
-            shadow[rows, WRITER_LINE] = self._clocks.copying.line or site().line
+            shadow[rows, WRITER_LINE] = self._clocks.queued_copy.line or current_location().line
             if access.by_tma:
-                shadow[rows, WRITER_COUNT], shadow[rows, WRITER_LINE] = _UNPUBLISHED, -site().line
+                shadow[rows, WRITER_COUNT] = _UNPUBLISHED
+                shadow[rows, WRITER_LINE] = -current_location().line
                 self._unpublished.setdefault(program, []).append((shadow, rows))
 
     def _release(self, access: Access) -> None:
-        own, clock, flags = self._clocks.own, self._clocks.current_clock, shadows_of(access)
+        actor, clock = self._clocks.own_actor, self._clocks.current_clock
+        flags = shadows_of(access)
         with self._exclusive() if flags else nullcontext():  # several ranks may add to one flag
             for _, shadow, rows in flags:
                 released = shadow[:, FIRST_CLOCK + clock.size :]
                 released[rows] = np.maximum(released[rows], clock)
-            if not self._clocks.copying.line:
-                self._order.release(access.touched().tolist(), int(clock[own]))
-            clock[own] += 1
+            if not self._clocks.queued_copy.line:
+                self._order.release(access.accessed_addresses().tolist(), int(clock[actor]))
+            clock[actor] += 1
 
     def _check_programs(self, access: Access, name: str, shadow: Any, rows: Any) -> int:
         """Raise if the access races with another program of this rank. Return the program's number
         for the columns ``WRITER_PROGRAM`` and ``READER_PROGRAM``; 0 for a copy."""
-        if self._clocks.copying.line:
+        if self._clocks.queued_copy.line:
             return 0
-        own, program, known = self._clocks.own, self._program(), self._order.visible_clock
+        actor, program = self._clocks.own_actor, self._program()
+        observed = self._order.visible_clock
         recorded = shadow[rows]
-        others = (recorded[:, WRITER_PROGRAM] >> _PROGRAM_BITS == own) & (
+        others = (recorded[:, WRITER_PROGRAM] >> _PROGRAM_BITS == actor) & (
             recorded[:, WRITER_PROGRAM] != program
         )
-        unordered = others & (recorded[:, WRITER] == own + 1) & (recorded[:, WRITER_COUNT] > known)
+        unordered = (
+            others & (recorded[:, WRITER] == actor + 1) & (recorded[:, WRITER_COUNT] > observed)
+        )
         if unordered.any():
             first = recorded[unordered][0]
             number = _program_number(first[WRITER_PROGRAM])
             description = f"program {number} stored at line {abs(first[WRITER_LINE])}"
             self._report(access, name, rows[unordered], description)
         if access.kind == "store":
-            others = (recorded[:, READER_PROGRAM] >> _PROGRAM_BITS == own) & (
+            others = (recorded[:, READER_PROGRAM] >> _PROGRAM_BITS == actor) & (
                 recorded[:, READER_PROGRAM] != program
             )
             unordered = (
                 others
                 & (recorded[:, READER_PROGRAM] > 0)
-                & (recorded[:, FIRST_CLOCK + own] > known)
+                & (recorded[:, FIRST_CLOCK + actor] > observed)
             )
             if unordered.any():
                 description = (
@@ -164,38 +170,40 @@ class Races(Observer):
         return program
 
     def _program(self) -> int:
-        return (self._clocks.own << _PROGRAM_BITS) + current_program_number() + 1
+        return (self._clocks.own_actor << _PROGRAM_BITS) + current_program_number() + 1
 
     def after(self, access: Access, values: Any) -> None:
-        own, in_program = self._clocks.own, not self._clocks.copying.line
+        actor, in_program = self._clocks.own_actor, not self._clocks.queued_copy.line
         if access.semantic in ("acquire", "acquire_release"):
             if in_program:
-                self._order.acquire(access.touched().tolist())
+                self._order.acquire(access.accessed_addresses().tolist())
             for _, shadow, rows in shadows_of(access):
                 released = shadow[rows, FIRST_CLOCK + self._clocks.current_clock.size :]
                 self._clocks.merge(released)
                 if in_program:
-                    self._order.merge(int(released[:, own].max(initial=0)))
+                    self._order.merge(int(released[:, actor].max(initial=0)))
         elif access.semantic == "volatile":
             # Volatile loads read packets, which contain data and flag. A store updates the shadow
             # before the packet, and this method runs after the load: the shadow is not older.
             for _, shadow, rows in shadows_of(access):
                 writer, count = shadow[rows, WRITER] - 1, shadow[rows, WRITER_COUNT]
-                known = (writer >= 0) & (count < _UNPUBLISHED)
-                np.maximum.at(self._clocks.current_clock, writer[known], count[known])
+                is_published = (writer >= 0) & (count < _UNPUBLISHED)
+                np.maximum.at(self._clocks.current_clock, writer[is_published], count[is_published])
                 # The shadow of a packet does not contain the releases of the sender's programs.
                 # Assume that the running program is ordered after all releases of its own rank.
-                self._order.merge(int(self._clocks.current_clock[own]))
+                self._order.merge(int(self._clocks.current_clock[actor]))
 
     def publish(self) -> None:
         """Complete the TMA stores of the running program."""
         self._complete(self._unpublished.pop(self._program(), ()))
 
     def _complete(self, stores: Iterable[tuple[Any, Any]]) -> None:
-        own = self._clocks.own
+        actor = self._clocks.own_actor
         for shadow, rows in stores:
-            still = (shadow[rows, WRITER] == own + 1) & (shadow[rows, WRITER_COUNT] == _UNPUBLISHED)
-            shadow[rows[still], WRITER_COUNT] = self._clocks.current_clock[own]
+            is_pending = (shadow[rows, WRITER] == actor + 1) & (
+                shadow[rows, WRITER_COUNT] == _UNPUBLISHED
+            )
+            shadow[rows[is_pending], WRITER_COUNT] = self._clocks.current_clock[actor]
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -207,47 +215,47 @@ class Races(Observer):
     def track(self) -> Undo:
         """Patch copy streams and collectives, to track them. Return a function that undoes this."""
 
-        def synchronising(original: Any, *args: Any, **kwargs: Any) -> Any:
+        def synchronise(original: Any, *args: Any, **kwargs: Any) -> Any:
             self._clocks.publish()
             result = original(*args, **kwargs)
             self._clocks.merge(self._clocks.shared_clocks())
             return result
 
-        def queued(original: Any, stream: Any, step: Callable[[], object]) -> None:
+        def queue_step(original: Any, stream: Any, step: Callable[[], object]) -> None:
             frame = kernel_frame()
             assert frame is not None
-            known, caller = self._clocks.advance(), (frame.f_code.co_filename, frame.f_lineno)
+            observed, caller = self._clocks.advance(), (frame.f_code.co_filename, frame.f_lineno)
 
-            def copying() -> None:
-                self._clocks.copying.file, self._clocks.copying.line = caller
-                self._clocks.merge(known)
+            def copy_step() -> None:
+                self._clocks.queued_copy.file, self._clocks.queued_copy.line = caller
+                self._clocks.merge(observed)
                 step()
 
-            original(stream, copying)
+            original(stream, copy_step)
 
-        def joined(original: Any, stream: Any) -> None:
+        def join_current(original: Any, stream: Any) -> None:
             original(stream)
-            self._clocks.merge(self._clocks.advance(copying=True))
+            self._clocks.merge(self._clocks.advance(of_copy_streams=True))
 
-        def launched(original: Any, *args: Any) -> None:
-            self._order.begin(int(self._clocks.advance()[self._clocks.own]))
+        def run_grid(original: Any, *args: Any) -> None:
+            self._order.begin(int(self._clocks.advance()[self._clocks.own_actor]))
             try:
                 original(*args)
             finally:
                 while self._unpublished:  # the end of the kernel completes its stores
                     self._complete(self._unpublished.popitem()[1])
 
-        def awaited(original: Any, flags: torch.Tensor, index: int, *rest: Any) -> None:
+        def await_flag(original: Any, flags: torch.Tensor, index: int, *rest: Any) -> None:
             original(flags, index, *rest)
             self.after(_access_to_flag(flags, index, "acquire"), None)
 
-        def written(
+        def write_flag(
             original: Any, stream: Any, flags: torch.Tensor, index: int, value: int
         ) -> None:
             stream._queue(lambda: self.before(_access_to_flag(flags, index, "release")))
             original(stream, flags, index, value)
 
-        def copied(
+        def copy(
             original: Any, stream: Any, destination: torch.Tensor, source: torch.Tensor
         ) -> None:
             if destination.numel() == 1:  # one element is a flag, so the copy is a release
@@ -260,26 +268,26 @@ class Races(Observer):
 
         return undo_all(
             [
-                *(patch(dist, name, synchronising) for name in _COLLECTIVES if hasattr(dist, name)),
-                *(patch(StoreRanks, name, synchronising) for name in _GROUP_COLLECTIVES),
-                patch(cpu, "_spin_until_equal", awaited),
-                patch(cpu.CpuCopyStream, "write_flag", written),
-                patch(cpu.CpuCopyStream, "copy", copied),
-                patch(cpu.CpuCopyStream, "_queue", queued),
-                patch(cpu.CpuCopyStream, "join_current", joined),
+                *(patch(dist, name, synchronise) for name in _COLLECTIVES if hasattr(dist, name)),
+                *(patch(StoreRanks, name, synchronise) for name in _GROUP_COLLECTIVES),
+                patch(cpu, "_spin_until_equal", await_flag),
+                patch(cpu.CpuCopyStream, "write_flag", write_flag),
+                patch(cpu.CpuCopyStream, "copy", copy),
+                patch(cpu.CpuCopyStream, "_queue", queue_step),
+                patch(cpu.CpuCopyStream, "join_current", join_current),
                 patch(symmetric, "regions_to_allocate", lambda _, regions: with_shadows(regions)),
-                patch(interpreter, "_run_grid", launched),
+                patch(interpreter, "_run_grid", run_grid),
                 patch(waits, "on_publish", lambda _: self.publish()),
             ]
         )
 
     def _report(self, access: Access, name: str, rows: Any, other: str) -> None:
-        rank, copying = knobs.rank.get(), self._clocks.copying
-        queued = f"rank {rank}, copy queued at {copying.file}:{copying.line}"
-        at = queued if copying.line else str(site())
+        rank, copy = knobs.rank.get(), self._clocks.queued_copy
+        queued_at = f"rank {rank}, copy queued at {copy.file}:{copy.line}"
+        location = queued_at if copy.line else str(current_location())
         owner = "" if " of rank " in name else f" of rank {rank}"
         message = (
-            f"{at}: {access.kind} of element {int(rows[0])} of {name}{owner}, which {other}: "
+            f"{location}: {access.kind} of element {int(rows[0])} of {name}{owner}, which {other}: "
             "neither a flag nor a collective orders the two accesses"
         )
         if _expected_races is None:

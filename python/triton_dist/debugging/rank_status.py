@@ -29,7 +29,7 @@ import triton
 
 from triton_dist import knobs
 from triton_dist.debugging.faults import NoSuchJob
-from triton_dist.debugging.site import is_user_code
+from triton_dist.debugging.kernel_location import is_user_code
 from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.job import create_job_folder, is_running, job_folders
@@ -40,7 +40,7 @@ _launches: deque[str] = deque(maxlen=_MAX_LAUNCHES)
 _is_recording = False
 
 
-Read = Callable[[torch.Tensor], torch.Tensor | None]
+ReadTensor = Callable[[torch.Tensor], torch.Tensor | None]
 """Function that copies a tensor to the host, or returns ``None`` if this takes too long."""
 
 
@@ -50,19 +50,19 @@ class SlotStatus:
 
     Attributes:
         control_words: region [slots, words], which contains the epoch of each slot.
-        word: index of the word with the epoch.
-        shift: lowest bit of the epoch in that word.
-        begun: number of calls that this rank's host has begun, by slot.
+        epoch_word: index of the word with the epoch.
+        epoch_shift: lowest bit of the epoch in that word.
+        num_begun: number of calls that this rank's host has begun, by slot.
         awaited: returns the flags of a slot and epoch that are awaited and not yet set.
         flags: returns the tensors of flags of a slot, each with a function from the index of a flag
             to the rank that sets the flag.
     """
 
     control_words: Region
-    word: int
-    shift: int
-    begun: list[int]
-    awaited: Callable[[int, int, Read], Iterable[dict[str, Any]]]
+    epoch_word: int
+    epoch_shift: int
+    num_begun: list[int]
+    awaited: Callable[[int, int, ReadTensor], Iterable[dict[str, Any]]]
     flags: Callable[[int], Iterable[tuple[torch.Tensor, Callable[[int], int]]]]
 
     def status(self) -> dict[str, Any]:
@@ -78,14 +78,14 @@ class SlotStatus:
         own = next(rank for rank, peer in enumerate(peers) if peer is self.control_words.local)
         counters: dict[str, list[int | None]] = {}
         awaited: list[dict[str, Any]] = []
-        for slot, begun in enumerate(self.begun):
-            row = [None if each is None else int(each[slot, self.word]) for each in copies]
-            epochs = [None if word is None else word >> self.shift for word in row]
+        for slot, num_begun in enumerate(self.num_begun):
+            row = [None if each is None else int(each[slot, self.epoch_word]) for each in copies]
+            epochs = [None if word is None else word >> self.epoch_shift for word in row]
             counters[f"epoch of slot {slot}"] = epochs
             epoch = epochs[own]
-            if epoch is not None and begun >= epoch:
+            if epoch is not None and num_begun >= epoch:
                 awaited += self.awaited(slot, epoch, peek)
-        calls = sum(self.begun)
+        calls = sum(self.num_begun)
         counters["calls"] = [calls if rank == own else None for rank in range(len(peers))]
         return {
             "name": describe_address(self.control_words.local.data_ptr()).rpartition(".")[0],
@@ -95,7 +95,7 @@ class SlotStatus:
 
     def writer_of(self, address: int) -> int | None:
         """Return the rank that sets the flag at ``address``, or ``None`` for other addresses."""
-        for slot in range(len(self.begun)):
+        for slot in range(len(self.num_begun)):
             for words, source_of in self.flags(slot):
                 index = (address - words.data_ptr()) // words.element_size()
                 if 0 <= index < words.numel():
@@ -151,19 +151,19 @@ def writer_of(address: int) -> int | None:
     return None
 
 
-def answer_request(folder: Path, answered: str, state: dict[str, Any]) -> str:
+def answer_request(folder: Path, last_request: str, state: dict[str, Any]) -> str:
     """If there is a new request, write this rank's status to ``folder``. Return the last request.
 
     Args:
         folder: the job's folder.
-        answered: the previous request, which this rank has answered.
+        last_request: the previous request, which this rank has answered.
         state: the part of the status that is also published without a request.
     """
     try:
         request = (folder / _REQUEST_FILE).read_text(encoding="utf-8")
     except OSError:
-        return answered
-    if request and request != answered:
+        return last_request
+    if request and request != last_request:
         # The stack of the main thread, without frames of libraries.
         frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
         lines: list[str] = []
@@ -261,8 +261,8 @@ def report(folder: Path) -> tuple[str, int]:
     end = time.monotonic() + _ANSWER_SECONDS
     while True:
         states |= _read_states(folder.glob("[0-9]*.json"))
-        found = _read_states(folder.glob("where-*.json"))
-        answers = {r: each for r, each in found.items() if each["request"] == request}
+        last_answers = _read_states(folder.glob("where-*.json"))
+        answers = {r: each for r, each in last_answers.items() if each["request"] == request}
         missing = [r for r, each in states.items() if r not in answers and is_running(each["pid"])]
         if (states and not missing) or time.monotonic() > end:
             break
@@ -275,12 +275,12 @@ def report(folder: Path) -> tuple[str, int]:
 
 
 def _read_states(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
-    found = {}
+    states = {}
     for path in paths:
         with suppress(OSError, ValueError):
             state = json.loads(path.read_text(encoding="utf-8"))
-            found[int(state["rank"])] = state
-    return found
+            states[int(state["rank"])] = state
+    return states
 
 
 def _rank_lines(state: Mapping[str, Any], answers: bool) -> list[str]:
@@ -340,9 +340,9 @@ def folder_of(job: str | None, pattern: str) -> Path:
     Raises:
         NoSuchJob: no job matches, or ``job`` is ``None`` and several jobs match.
     """
-    found = job_folders(pattern)
-    if job is None and len(found) == 1:
-        return next(iter(found.values()))
-    if job not in found:
-        raise NoSuchJob(job, sorted(found))
-    return found[job]
+    folders = job_folders(pattern)
+    if job is None and len(folders) == 1:
+        return next(iter(folders.values()))
+    if job not in folders:
+        raise NoSuchJob(job, sorted(folders))
+    return folders[job]

@@ -163,7 +163,7 @@ class EpochSlots:
             weak_method(self._find_late_flag), flags, self.disagreements, ranks,
         )  # fmt: skip
         # Load now: loading waits for running kernels, so a later load could deadlock with a kernel
-        # that waits for a peer (see Launch.followed_by).
+        # that waits for a peer (see Launch.preload).
         if self.num_ranks > 1:
             self._peer_check_launch(0).preload(self._finish_launch()).compile()
         self.device.synchronize()

@@ -28,7 +28,7 @@ _NOT_KERNEL_PATHS = (
 
 
 # Paths of code that is neither user code nor a kernel.
-_NOT_PROGRAM_PATHS = (
+_NOT_USER_CODE_PATHS = (
     *_NOT_KERNEL_PATHS,
     str(Path(os.__file__).parent),
     str(Path(torch.__file__).parent),
@@ -38,15 +38,15 @@ _NOT_PROGRAM_PATHS = (
 
 def is_user_code(frame: FrameType) -> bool:
     """Return whether a frame belongs to user code or to a kernel, not to a library."""
-    return not frame.f_code.co_filename.startswith(_NOT_PROGRAM_PATHS)
+    return not frame.f_code.co_filename.startswith(_NOT_USER_CODE_PATHS)
 
 
 @dataclass(frozen=True)
-class Site:
+class KernelLocation:
     """The line that a program of an interpreted kernel executes.
 
     Attributes:
-        values: the kernel's arguments by name, as objects of the interpreter.
+        arguments: the kernel's arguments by name, as objects of the interpreter.
     """
 
     rank: int
@@ -54,7 +54,7 @@ class Site:
     kernel: str
     file: str
     line: int
-    values: Mapping[str, Any]
+    arguments: Mapping[str, Any]
 
     def __str__(self) -> str:
         return f"rank {self.rank}, program {self.program} of {self.kernel}, {self.file}:{self.line}"
@@ -68,16 +68,16 @@ def kernel_frame() -> FrameType | None:
     return frame
 
 
-def site() -> Site:
+def current_location() -> KernelLocation:
     """Return the innermost line of a kernel on this thread's stack, and the kernel's arguments."""
     frame: FrameType | None = sys._getframe(1)
-    file, line, kernel, values = "?", 0, "?", {}
+    file, line, kernel, arguments = "?", 0, "?", {}
     while frame is not None:
         code = frame.f_code
         if file == "?" and not code.co_filename.startswith(_NOT_KERNEL_PATHS):
             file, line = code.co_filename, frame.f_lineno
         if code.co_name == "run_program" and code.co_filename == interpreter.__file__:
-            kernel, values = frame.f_locals["executor"].fn.__name__, frame.f_locals["values"]
+            kernel, arguments = frame.f_locals["executor"].fn.__name__, frame.f_locals["values"]
             break
         frame = frame.f_back
-    return Site(knobs.rank.get(), current_program(), kernel, file, line, values)
+    return KernelLocation(knobs.rank.get(), current_program(), kernel, file, line, arguments)
