@@ -130,7 +130,7 @@ class Sweep:
 
     def _shape(self, M: int) -> Any:
         N, K = self.options.sizes
-        shape = self.info.layer(M * self.scale, N, K)
+        shape = self.info.layer_shape(M * self.scale, N, K)
         return self.info.smaller(shape, self.scale, self.ranks)
 
     def _point(self, M: int, ctx: Any, regret: bool) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from triton_dist.kernels.common.gemm.sharded import kernel_gemm_persistent
 from triton_dist.kernels.nvidia import AllGatherMethod, ag_gemm, create_ag_gemm_context
 from triton_dist.runtime.device import current_device
 from triton_dist.test.utils import LAYER_CONFIGS
-from triton_dist.testing.timing import interleaved
+from triton_dist.testing.timing import time_interleaved
 from triton_dist.utils import (
     dist_print,
     finalize_distributed,
@@ -176,7 +176,7 @@ def main() -> None:
         fastest = sorted(range(len(serial)), key=serial.__getitem__)[:6]
         finalists = {str(Config(space()[i])): space()[i] for i in fastest}
         finalists |= {str(winner): winner.arguments() for _, winner in tunings}
-        samples = interleaved(
+        samples = time_interleaved(
             {
                 name: lambda c=config: ag_gemm.fn(A, B, ctx, **c)
                 for name, config in finalists.items()

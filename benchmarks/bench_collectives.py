@@ -40,7 +40,12 @@ from rich.table import Table
 from triton_dist.runtime.device import current_device
 from triton_dist.test.utils import NO_TIMES, dtype_named
 from triton_dist.testing.opinfo import OPINFOS
-from triton_dist.testing.opinfo.collectives import IN_PLACE, LIBRARY, CollectiveOpInfo, Size
+from triton_dist.testing.opinfo.collectives import (
+    IN_PLACE,
+    LIBRARY,
+    CollectiveOpInfo,
+    CollectiveSize,
+)
 from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
 
 _CPU_SCALE = 1024
@@ -49,7 +54,7 @@ _CPU_SCALE = 1024
 def _collectives() -> dict[str, CollectiveOpInfo]:
     """Return the OpInfos of the collectives by name, the most expensive collective first."""
     found = [info for info in OPINFOS.values() if isinstance(info, CollectiveOpInfo)]
-    costs = {info.name: info.cost(Size(1 << 20), torch.bfloat16, 2) for info in found}
+    costs = {info.name: info.cost(CollectiveSize(1 << 20), torch.bfloat16, 2) for info in found}
     found.sort(key=lambda info: -costs[info.name].read_bytes - costs[info.name].link_bytes)
     return {info.name: info for info in found}
 
@@ -118,7 +123,7 @@ def run(options: argparse.Namespace) -> Tree:
     choice, num_ranks = Choice(options.best, of_each_algorithm=True), dist.get_world_size()
     for op in options.ops.split(","):
         info = INFOS[op]
-        asked = info.shapes if options.sizes is None else map(Size, options.sizes)
+        asked = info.shapes if options.sizes is None else map(CollectiveSize, options.sizes)
         for size in dict.fromkeys(info.smaller(each, scale, num_ranks) for each in asked):
             # A rank that hangs prints its stacks to the original stderr and ends.
             faulthandler.dump_traceback_later(options.limit, exit=True, file=sys.__stderr__)

@@ -27,7 +27,7 @@ from triton_dist import knobs
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
 from triton_dist.runtime.device import current_device
 from triton_dist.test.utils import LAYER_CONFIGS
-from triton_dist.testing.timing import interleaved
+from triton_dist.testing.timing import time_interleaved
 from triton_dist.testing.tma_autotuned_ag_gemm import TmaAutotunedAgGemm
 from triton_dist.utils import (
     dist_print,
@@ -113,7 +113,9 @@ def main() -> None:
     for name, winner in winners.items():
         op = TmaAutotunedAgGemm(buffer, [winner])
         candidates[name] = lambda op=op: op(A, B)
-    medians = {name: sample.median for name, sample in interleaved(candidates, rounds=41).items()}
+    medians = {
+        name: sample.median for name, sample in time_interleaved(candidates, rounds=41).items()
+    }
     best = min(medians[winner] for _, _, winner in tunings["in turn"])
     bound = len(configs()) * (_N_WARMUP + _N_REPEAT) + 1
     for name, each in tunings.items():

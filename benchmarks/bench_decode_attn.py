@@ -27,7 +27,7 @@ import torch.distributed as dist
 from triton_dist.kernels.nvidia import create_sp_decode_context, sp_decode_attn
 from triton_dist.kernels.nvidia.decode_attention.algorithms import ALGORITHMS, Call
 from triton_dist.runtime.device import current_device
-from triton_dist.testing.timing import captured, interleaved
+from triton_dist.testing.timing import capture_graph, time_interleaved
 from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
 
 FIXED_US = 10.0
@@ -69,7 +69,7 @@ def read_rate() -> float:
     """Return the measured rate of reading memory in bytes per us."""
     elements = 2**29 if is_cuda() else 2**16
     memory = torch.ones(elements, device=current_device().torch_device)
-    samples = interleaved({"sum": captured(lambda: memory.sum())}, 10 if is_cuda() else 1)
+    samples = time_interleaved({"sum": capture_graph(lambda: memory.sum())}, 10 if is_cuda() else 1)
     return memory.nbytes / (samples["sum"].median * 1e3)
 
 
@@ -140,8 +140,8 @@ class Measurement:
             if max(gather_from_all_ranks(error)) > 0.02 or error != error:
                 log(f"  WRONG {name}: {error:.3g}")
                 continue
-            calls[name] = captured(lambda c=config: self.call(**c))
-        samples = interleaved(calls, options.rounds)
+            calls[name] = capture_graph(lambda c=config: self.call(**c))
+        samples = time_interleaved(calls, options.rounds)
         self.ctx.check()
         times = {name: sample.median * 1e3 for name, sample in samples.items()}
         ours = {name: t for name, t in times.items() if name.split()[0] not in LIBRARY}

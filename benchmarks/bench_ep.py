@@ -48,7 +48,7 @@ from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
 )
 from triton_dist.kernels.nvidia.expert_parallel.combine import COMBINE, CombineCall
 from triton_dist.runtime.device import current_device
-from triton_dist.testing.timing import Samples, captured, interleaved
+from triton_dist.testing.timing import Samples, capture_graph, time_interleaved
 from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
 
 ALL_GATHER, ALL_TO_ALL = "all-gather", "all-to-all"
@@ -212,8 +212,8 @@ class Measurement:
             calls[ALL_TO_ALL] = (
                 self.all_to_all_dispatch if name == "dispatch" else self.all_to_all_combine
             )
-            graphs = {each: captured(calls[each]) for each in calls}
-            samples = interleaved(graphs, options.rounds)
+            graphs = {each: capture_graph(calls[each]) for each in calls}
+            samples = time_interleaved(graphs, options.rounds)
             result[name] = self.report(name, samples, limits[name], log)
             del graphs
         self.ctx.check()

@@ -27,7 +27,7 @@ from triton_dist.kernels.common.moe.rows import grouped_mm
 from triton_dist.layers.nvidia import TensorParallel
 from triton_dist.layers.nvidia.expert_parallel import ep_experts
 from triton_dist.runtime.device import current_device
-from triton_dist.testing.timing import captured, interleaved
+from triton_dist.testing.timing import capture_graph, time_interleaved
 from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed
 
 
@@ -123,8 +123,8 @@ def measure(
         if keeps:
             calls["both, kept"] = both(lambda: ours(True))
         if graphs:
-            calls["forward, graph"] = captured(inference(ours))
-        samples = interleaved(calls, rounds=rounds)
+            calls["forward, graph"] = capture_graph(inference(ours))
+        samples = time_interleaved(calls, rounds=rounds)
         times = {name: each.median for name, each in samples.items()}
         calls.clear()
     return times

@@ -84,7 +84,7 @@ class FirstCalls:
     def _shape(self, M: int) -> Any:
         scale = 1 if is_cuda() else _CPU_SCALE
         return self.info.smaller(
-            self.info.layer(M * scale, *self.options.widths), scale, self.ranks
+            self.info.layer_shape(M * scale, *self.options.widths), scale, self.ranks
         )
 
     def _first(self, shape: Any, ctx: Any, **environment: str) -> dict[str, Any]:
@@ -103,7 +103,13 @@ class FirstCalls:
         if frozen:
             del cost["device"]  # nothing ran
         how = record.warm_started_from or "in full"
-        return {"M": shape.M, "frozen": frozen, "how": how, **cost, "own": self.info.is_own(config)}
+        return {
+            "M": shape.M,
+            "frozen": frozen,
+            "how": how,
+            **cost,
+            "own": self.info.is_our_algorithm(config),
+        }
 
 
 def summary(calls: Sequence[dict[str, Any]]) -> list[str]:

@@ -39,19 +39,19 @@ from triton_dist.kernels.nvidia.grouped_gemm.algorithms import GroupedKey
 from triton_dist.runtime.device import current_device
 from triton_dist.testing.opinfo.base import uniform
 from triton_dist.testing.opinfo.moe import (
-    FIRST_PRODUCTS,
-    SECOND_PRODUCTS,
+    FIRST_GEMMS,
+    SECOND_GEMMS,
     GroupedShape,
     uniform_ids,
 )
 from triton_dist.testing.opinfo.scaled import (
-    library_product,
+    grouped_mm_call,
     new_scales,
-    rows_of,
     scales_for_grouped_mm,
     scales_of_expert,
+    select_rows,
 )
-from triton_dist.testing.timing import captured, interleaved
+from triton_dist.testing.timing import capture_graph, time_interleaved
 
 TOKENS = (64, 512, 2048, 8192)
 _CHECKED_ROUTES = 256
@@ -148,7 +148,7 @@ def measure_grouped(shape: GroupedShape, kind: str, rounds: int, only: str = "")
     library_scales = scales_for_grouped_mm(A, B, scales)
     order_of_rows = order // (M * topk // rows)
     calls: dict[str, Callable[[], torch.Tensor]] = {
-        "library": library_product(A, B, ends, order_of_rows, scales),
+        "library": grouped_mm_call(A, B, ends, order_of_rows, scales),
         "with copies": functools.partial(
             grouped_gemm.fn, A, B, ids, algorithm="library", **library_scales
         ),
@@ -168,7 +168,7 @@ def measure_grouped(shape: GroupedShape, kind: str, rounds: int, only: str = "")
     for expert in experts.unique().tolist():
         of_expert_rows = chosen[experts == expert] // (M * topk // rows)
         each = scales_of_expert(scales, of_expert_rows, expert)
-        a = rows_of(A, of_expert_rows)
+        a = select_rows(A, of_expert_rows)
         a, b = Scaling(**each).dequantised(a, B[expert], torch.float64)
         expected[experts == expert], magnitudes[experts == expert] = a @ b, a.abs() @ b.abs()
 
@@ -200,7 +200,9 @@ def timed(
         if not errors[name] <= max(2 * errors.get("library", 0.0), 2**-8):
             failed[name] = f"wrong: error {errors[name]:.1e} of the sum of magnitudes"
             del calls[name]
-    times = interleaved({name: captured(call) for name, call in calls.items()}, rounds=rounds)
+    times = time_interleaved(
+        {name: capture_graph(call) for name, call in calls.items()}, rounds=rounds
+    )
     found = {name: samples.median for name, samples in times.items()}
     return {"ms": found, "errors": errors, "failed": failed}
 
@@ -233,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     )
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="M,N,K")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
-    parser.add_argument("--models", nargs="+", default=(), choices=FIRST_PRODUCTS)
+    parser.add_argument("--models", nargs="+", default=(), choices=FIRST_GEMMS)
     parser.add_argument(
         "--tokens", nargs="+", type=int, default=TOKENS, help="numbers of tokens, for --models"
     )
@@ -248,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     products = [
         dataclasses.replace(product[model], M=tokens)
         for model in options.models
-        for product in (FIRST_PRODUCTS, SECOND_PRODUCTS)
+        for product in (FIRST_GEMMS, SECOND_GEMMS)
         for tokens in options.tokens
     ]
     for kind in options.kinds:

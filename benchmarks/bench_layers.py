@@ -42,7 +42,7 @@ from triton_dist.models.llama import Block, LlamaConfig, RotaryEmbedding
 from triton_dist.models.utils import scaled_down
 from triton_dist.runtime.device import current_device
 from triton_dist.test.utils import NO_TIMES, dtype_named
-from triton_dist.testing.timing import captured, interleaved
+from triton_dist.testing.timing import capture_graph, time_interleaved
 from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed, is_cuda
 
 MODELS = "meta-llama/Meta-Llama-3-8B,meta-llama/Meta-Llama-3-70B"
@@ -276,10 +276,10 @@ def point(
             run = make(call, made.x, parameters)
             _, error = attempt(run)
             if error is None and which == "forward":
-                run, error = attempt(lambda run=run: captured(run))
+                run, error = attempt(lambda run=run: capture_graph(run))
             if not has_failed_anywhere(missing, name, error):
                 calls[name] = run
-        samples = interleaved(calls, rounds=args.rounds, warmup_rounds=3 if is_cuda() else 0)
+        samples = time_interleaved(calls, rounds=args.rounds, warmup_rounds=3 if is_cuda() else 0)
         calls.clear()
         yield {
             "model": model, "layer": layer, "tokens": tokens, "pass": which,

@@ -34,7 +34,7 @@ from triton_dist.kernels.nvidia import matmul
 from triton_dist.runtime.device import current_device
 from triton_dist.testing import assert_allclose
 from triton_dist.testing.opinfo.base import tolerance
-from triton_dist.testing.timing import interleaved
+from triton_dist.testing.timing import time_interleaved
 
 SHAPES = ["4096,4096,4096", "8192,8192,8192", "128,8192,8192", "1000,3000,2000", "16,4096,14336"]
 OURS, LIBRARY, TUTORIAL = "matmul", "torch.matmul", "triton.autotune"
@@ -117,7 +117,7 @@ def compare(shape: Sequence[int], rounds: int) -> dict[str, float]:
     for call in CONTENDERS.values():
         assert_allclose(call(A, B), expected, rtol=limit, atol=limit)
     calls = {n: (lambda call=call: call(A, B)) for n, call in CONTENDERS.items()}
-    return {n: s.median * 1e3 for n, s in interleaved(calls, rounds=rounds).items()}
+    return {n: s.median * 1e3 for n, s in time_interleaved(calls, rounds=rounds).items()}
 
 
 def first_result(name: str, shape: Sequence[int]) -> float:

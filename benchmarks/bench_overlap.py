@@ -82,7 +82,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.shapes is not None:
         try:
-            options.shapes = parse_shapes(options.shapes, INFOS[options.op].shape)
+            options.shapes = parse_shapes(options.shapes, INFOS[options.op].shape_type)
         except argparse.ArgumentTypeError as error:
             parser.error(f"argument --shapes: {error}")
     if options.layers is not None:

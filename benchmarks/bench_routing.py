@@ -30,7 +30,7 @@ from record_spaces import Recorder
 
 from triton_dist.testing.opinfo import OPINFOS
 from triton_dist.testing.opinfo.moe import ROUTINGS, RoutedOpInfo
-from triton_dist.testing.timing import interleaved
+from triton_dist.testing.timing import time_interleaved
 from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed
 
 SKEWS = {"even": "even", "zipf": "zipf", "one expert": "same_experts"}
@@ -63,7 +63,7 @@ def regrets(recorder: Recorder, M: int, options: argparse.Namespace) -> list[dic
                 str(i): functools.partial(op.fn, *args, **kwargs, **recorder.configs[i])
                 for i in {winner, second, *best}
             }
-            again = {name: s.median for name, s in interleaved(calls, options.again).items()}
+            again = {name: s.median for name, s in time_interleaved(calls, options.again).items()}
             fastest = min(again, key=again.__getitem__)
             regret, skewed = (again[str(i)] / again[fastest] - 1 for i in (winner, second))
             rows.append({"op": op.__name__, "shape": str(shape), "routing": routing})

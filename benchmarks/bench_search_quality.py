@@ -77,7 +77,7 @@ from triton_dist.kernels.common.gemm.sharded import (
 from triton_dist.kernels.nvidia.gemm import matmul
 from triton_dist.runtime.device import current_device
 from triton_dist.testing.replay import MakeSearch, RecordedSpace, Replay, Score, score
-from triton_dist.testing.timing import interleaved
+from triton_dist.testing.timing import time_interleaved
 
 HERE = Path(__file__).parent
 DATA = HERE / "data"
@@ -579,7 +579,7 @@ def matmul_table(options: argparse.Namespace) -> list[dict[str, Any]]:
         calls: dict[str, Callable[[], Any]] = {
             name: functools.partial(tuner, A, B) for name, tuner in tuners.items()
         }
-        times = interleaved({**calls, "torch.matmul": functools.partial(torch.matmul, A, B)})
+        times = time_interleaved({**calls, "torch.matmul": functools.partial(torch.matmul, A, B)})
         for name, row in found.items():
             row |= {"shape": [M, N, K], "by": name, "ms": times[name].median}
             rows.append(row)

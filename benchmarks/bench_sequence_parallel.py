@@ -50,7 +50,7 @@ from triton_dist.kernels.nvidia import (
 from triton_dist.kernels.nvidia.sp_ag_attention.algorithms import attention as library_attention
 from triton_dist.kernels.nvidia.sp_ag_attention.algorithms import backends
 from triton_dist.runtime.device import current_device
-from triton_dist.testing.timing import captured, interleaved
+from triton_dist.testing.timing import capture_graph, time_interleaved
 from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
 
 LIBRARY, GEMM, TUNED = "library", "GEMM", "tuned"
@@ -132,8 +132,8 @@ def measure(each: Exchange, limit_us: float, options: argparse.Namespace) -> flo
             calls[name] = call
     if each.gemm is not None:
         calls[GEMM] = each.gemm
-    graphs = {name: captured(call) for name, call in calls.items()}
-    samples = interleaved(graphs, options.rounds)
+    graphs = {name: capture_graph(call) for name, call in calls.items()}
+    samples = time_interleaved(graphs, options.rounds)
     times = {name: sample.median * 1e3 for name, sample in samples.items()}
     limit, library = max(limit_us, times.get(GEMM, 0.0)), times[LIBRARY]
     ours = {name: us for name, us in times.items() if name not in (LIBRARY, GEMM)} or times
@@ -215,13 +215,13 @@ def attention(tokens: int, heads: tuple[int, int], options: argparse.Namespace) 
             )
             if is_wrong((q, k, v), ours, library(), TOLERANCE):
                 log(f"  WRONG {backend}")
-            calls[f"copy_engine {backend}"] = captured(ours)
-            calls[f"collective {backend}"] = captured(library)
-            calls[f"alone {backend}"] = captured(
+            calls[f"copy_engine {backend}"] = capture_graph(ours)
+            calls[f"collective {backend}"] = capture_graph(library)
+            calls[f"alone {backend}"] = capture_graph(
                 lambda b=backend: library_attention(b, *whole, True, None)
             )
         packed = torch.cat([k, v], 2)
-        calls["all-gather alone"] = captured(lambda: libraries.all_gather_rows(packed, None))
+        calls["all-gather alone"] = capture_graph(lambda: libraries.all_gather_rows(packed, None))
         if is_cuda():
             others = context_parallel_calls(whole, stack)
             for name, call in others.items():
@@ -230,7 +230,7 @@ def attention(tokens: int, heads: tuple[int, int], options: argparse.Namespace) 
                     calls[name] = call
                 except Exception as failure:  # on all ranks: torch does not support the call
                     log(f"  {name}: {type(failure).__name__}: {str(failure)[:200]}")
-        samples = interleaved(calls, options.rounds)
+        samples = time_interleaved(calls, options.rounds)
         ctx.check()
     times = {each: sample.median * 1e3 for each, sample in samples.items()}
     best = {

@@ -38,7 +38,7 @@ from triton_dist.runtime.ranks import group_for
 from triton_dist.testing.opinfo import OPINFOS, OVERLAPPED_OPINFOS
 from triton_dist.testing.opinfo.base import Call, OpInfo
 from triton_dist.testing.opinfo.gemm import Shape
-from triton_dist.testing.timing import interleaved
+from triton_dist.testing.timing import time_interleaved
 from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed, is_cuda
 
 INFOS = OVERLAPPED_OPINFOS | {"grouped_gemm": OPINFOS["grouped_gemm"]}
@@ -168,7 +168,7 @@ class Recorder:
                 results[name] = error
             else:
                 calls[name] = call
-        samples = interleaved(calls, self.options.runs, warmup_rounds=1)
+        samples = time_interleaved(calls, self.options.runs, warmup_rounds=1)
         results |= {name: [round(ms, 5) for ms in s.milliseconds] for name, s in samples.items()}
         dist_print(f"M = {M}: {len(calls)} configs, {len(kept) - len(calls)} failed")
         return results

@@ -96,7 +96,7 @@ def shapes(options: argparse.Namespace, num_ranks: int) -> list[list[Shape]]:
     # Round down to a multiple of the number of ranks.
     rows = options.M or [max(M // num_ranks, 1) * num_ranks for M in every_range()]
     return [
-        list(dict.fromkeys(info.smaller(info.layer(M, N, K), scale, num_ranks) for M in rows))
+        list(dict.fromkeys(info.smaller(info.layer_shape(M, N, K), scale, num_ranks) for M in rows))
         for N, K in sorted(layers)
     ]
 

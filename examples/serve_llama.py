@@ -30,7 +30,7 @@ from triton_dist.layers.nvidia.tp_attn import _set_cos_sin_cache
 from triton_dist.models.kv_cache import KV_Cache
 from triton_dist.models.llama import Llama
 from triton_dist.models.utils import init_model_cpu, seed_everything
-from triton_dist.testing.timing import captured
+from triton_dist.testing.timing import capture_graph
 from triton_dist.utils import (
     dist_print,
     finalize_distributed,
@@ -203,7 +203,7 @@ def main() -> None:
         server.step()  # tune the shapes of a step before the capture
         tokens.append(server.token.clone())
         state = server.token.clone(), server.cache.kv_offset.clone()
-        step = captured(server.step)  # runs the step; the next lines restore the state
+        step = capture_graph(server.step)  # runs the step; the next lines restore the state
         server.token.copy_(state[0])
         server.cache.kv_offset.copy_(state[1])
         while len(tokens) < args.tokens:

@@ -18,7 +18,7 @@ from triton_dist.kernels.nvidia.ulysses.algorithms import HeadsKey
 from triton_dist.kernels.nvidia.ulysses_gemm.algorithms import HeadsProductKey
 from triton_dist.testing.opinfo import OPINFOS
 from triton_dist.testing.opinfo.base import Call
-from triton_dist.testing.opinfo.moe import FIRST_PRODUCTS
+from triton_dist.testing.opinfo.moe import FIRST_GEMMS
 
 BF16 = torch.bfloat16
 BOTH = (False, True)
@@ -41,7 +41,7 @@ def _summed_products(option: bool) -> list[Any]:
 
 def _routed_products() -> Iterator[RoutedKey]:
     for name, M, layout in product(("Mixtral 8x7B", "DeepSeek-V3"), (4, 64, 1024, 16384), LAYOUTS):
-        shape = FIRST_PRODUCTS[name]
+        shape = FIRST_GEMMS[name]
         yield RoutedKey(M, shape.N // 4, shape.K, shape.E, shape.topk, BF16, layout, 4)
 
 

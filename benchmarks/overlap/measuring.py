@@ -14,7 +14,7 @@ from triton_dist.runtime.waits import bounded_waits
 from triton_dist.testing import poisoned_empty
 from triton_dist.testing.assertions import count_mismatches
 from triton_dist.testing.opinfo.base import Baseline
-from triton_dist.testing.timing import Samples, interleaved
+from triton_dist.testing.timing import Samples, time_interleaved
 
 from .workload import Workload
 
@@ -60,7 +60,7 @@ def measure(
             except Failed as failure:
                 failures[label] = str(failure)
                 workload.recover()
-    samples = interleaved(calls, rounds, warmup_rounds)
+    samples = time_interleaved(calls, rounds, warmup_rounds)
     return [Row(*checked[label], samples[label].divided_by(num_calls)) for label in calls], failures
 
 

@@ -15,7 +15,7 @@ import triton
 
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.peaks import device_peak
-from triton_dist.testing.overlap import overlap_limit
+from triton_dist.testing.overlap import overlap_limit_ms
 
 from .measuring import Row
 from .workload import BEST_BASELINE, TUNED, TUNED_AGAIN, Workload
@@ -99,7 +99,7 @@ def _summary(rows: Sequence[Row], serial: str) -> Tree:
     summary: Tree = {}
     kinds = {row.candidate.kind for row in rows}
     if {"gemm", "transfer"} <= kinds:
-        summary["limit"] = overlap_limit(
+        summary["limit"] = overlap_limit_ms(
             {name: row.candidate for name, row in by_name.items()},
             {name: row.samples for name, row in by_name.items()},
         )

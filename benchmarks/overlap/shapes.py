@@ -54,8 +54,12 @@ def parse_shapes(text: str, shape_type: type[S] = Shape) -> list[S]:
 def layers_of(info: OpInfo[Any]) -> dict[str, Callable[[int], Any]]:
     """Return functions of M (rows) that return a shape of the op, by name of a layer or model."""
     if isinstance(info, RoutedOpInfo):
-        return {name: functools.partial(_with_rows, shape) for name, shape in info.models.items()}
-    return {name: functools.partial(_of_layer, info.shape, N, K) for name, (N, K) in LAYERS.items()}
+        return {
+            name: functools.partial(_with_rows, shape) for name, shape in info.model_shapes.items()
+        }
+    return {
+        name: functools.partial(_of_layer, info.shape_type, N, K) for name, (N, K) in LAYERS.items()
+    }
 
 
 def parse_layers(text: str, info: OpInfo[Any]) -> list[Callable[[int], Any]]:

@@ -36,7 +36,7 @@ class TunedOp:
         self, info: OpInfo[Any], shape: Hashable, dtype: torch.dtype, ctx: Any, choice: Choice
     ) -> None:
         size = dist.get_world_size()
-        self.info, self.serial = info, info.serial
+        self.info, self.serial = info, info.serial_name
         self.tolerance = info.tolerance(dtype, size)
         self.cost = info.cost(shape, dtype, size)
         self._ctx, self._choice = ctx, choice
@@ -90,7 +90,7 @@ class TunedOp:
         )
 
     def _kind(self, config: Mapping[str, Any]) -> Any:
-        return "own" if self.info.is_own(config) else "library"
+        return "own" if self.info.is_our_algorithm(config) else "library"
 
     def _others(self) -> dict[str, Any]:
         """Return recorded configs to measure in addition to the winner, by name, fastest first."""
@@ -107,8 +107,8 @@ class TunedOp:
         if self._choice.every:
             return ranked
         few = ranked[: self._choice.best]
-        if not any(map(self.info.is_own, [self._winner, *few])):
-            few += [each for each in ranked if self.info.is_own(each)][:1]
+        if not any(map(self.info.is_our_algorithm, [self._winner, *few])):
+            few += [each for each in ranked if self.info.is_our_algorithm(each)][:1]
         return few
 
     def _best_of_each_algorithm(self, ranked: list[Any]) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class TunedOp:
         seen: dict[Hashable, int] = {}
         best = {}
         for config in ranked:
-            algorithm = self.info.algorithm(config)
+            algorithm = self.info.algorithm_and_tunables(config)
             seen[algorithm] = seen.get(algorithm, 0) + 1
             if seen[algorithm] <= self._choice.best:
                 best[f"{config['algorithm']} {seen[algorithm]}"] = config

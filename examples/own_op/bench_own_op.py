@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from own_op.opinfo import SHARDED_RMS_NORM as INFO
-from triton_dist.testing.timing import captured, interleaved
+from triton_dist.testing.timing import capture_graph, time_interleaved
 from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed, is_cuda
 
 
@@ -25,7 +25,7 @@ def main() -> None:
             INFO.op(*args, **kwargs)  # tune before the capture
             calls = {INFO.name: lambda: INFO.op(*args, **kwargs)}  # noqa: B023  # called here
             calls |= {name: each.call for name, each in INFO.baselines(operands, ctx).items()}
-            samples = interleaved({name: captured(call) for name, call in calls.items()})
+            samples = time_interleaved({name: capture_graph(call) for name, call in calls.items()})
         times = ", ".join(f"{name} {each.median:.3f} ms" for name, each in samples.items())
         dist_print(f"{shape}: {times}", allowed_ranks=[0])
     finalize_distributed()

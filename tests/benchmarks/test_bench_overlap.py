@@ -337,4 +337,4 @@ def test_scaled_shapes_fit_the_ranks():
     assert Shape(8192, 28672, 8192).smaller(256, 4) == Shape(32, 112, 32)
     assert Shape(10, 3, 7).smaller(1, 4) == Shape(8, 4, 7)
     assert Shape(512, 512, 512).smaller(4096, 2) == Shape(2, 2, 1)
-    assert Shape(7, 7, 7).smaller(2, 4, any_rows=True) == Shape(3, 4, 3)
+    assert Shape(7, 7, 7).smaller(2, 4, returns_all_rows=True) == Shape(3, 4, 3)

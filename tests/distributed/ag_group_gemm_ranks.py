@@ -27,7 +27,7 @@ from triton_dist.runtime.launch import Launch, Launcher
 from triton_dist.testing import assert_allclose
 from triton_dist.testing.opinfo.allgather_group_gemm import AG_GROUP_GEMM
 from triton_dist.testing.opinfo.moe import routed_product
-from triton_dist.testing.timing import captured
+from triton_dist.testing.timing import capture_graph
 
 # Rows of a rank, N of it, K, E, topk: no multiple of tiles; one route; more experts than routes; no
 # multiple of 16 bytes.
@@ -183,7 +183,7 @@ def replayed(rounds: int, algorithms: tuple[str, ...] = ()) -> int:
             return out[-1]
 
         call()
-        replay = captured(call)
+        replay = capture_graph(call)
         for _ in range(rounds):
             shards, _, new = calls.new_operands(rows, next(routings))
             a.copy_(shards[calls.rank])

@@ -31,7 +31,7 @@ from triton_dist.runtime.launch import Launch, Launcher
 from triton_dist.testing import assert_allclose
 from triton_dist.testing.opinfo import OPINFOS
 from triton_dist.testing.opinfo.base import OpInfo
-from triton_dist.testing.opinfo.collectives import Size
+from triton_dist.testing.opinfo.collectives import CollectiveSize
 from triton_dist.testing.opinfo.decode_attention import DecodeShape
 from triton_dist.testing.opinfo.expert_parallel import MultipliedTokenShape, TokenShape
 from triton_dist.testing.opinfo.gemm import Shape
@@ -55,7 +55,7 @@ class Calls:
                 GroupedShape(6 * size, 40 * size, 16 * size, 3, 2),
                 {"gemm_config": grouped_tiles()[0]},
             ),
-            Size: (Size(512 * size), {}),
+            CollectiveSize: (CollectiveSize(512 * size), {}),
             TokenShape: (TokenShape(6 * size, 48, 2), {}),
             MultipliedTokenShape: (MultipliedTokenShape(6 * size, 48, 2, 32), {}),
             HeadsShape: (HeadsShape(6 * size, 2 * size, size, 8), {}),
@@ -64,7 +64,7 @@ class Calls:
                 {"gemm_config": default_tiles()},
             ),
             DecodeShape: (DecodeShape(6 * size, 2, 2 * size, 2, 16), {"block_n": 16}),
-        }[self.info.shape]
+        }[self.info.shape_type]
         self.operands = self.info.operands(self.shape, DTYPE, size)
 
     def context(self) -> Any:

@@ -32,7 +32,7 @@ from triton_dist.testing.opinfo.moe import GroupedShape
 from triton_dist.testing.opinfo.moe_reduce import MOE_REDUCE_AR as AR
 from triton_dist.testing.opinfo.moe_reduce import MOE_REDUCE_RS as RS
 from triton_dist.testing.opinfo.moe_reduce import MoEReduceOpInfo
-from triton_dist.testing.timing import captured
+from triton_dist.testing.timing import capture_graph
 
 INFOS: dict[str, MoEReduceOpInfo] = {info.name: info for info in (RS, AR)}
 ALONE = {
@@ -192,7 +192,7 @@ def replayed(name: str, shape: GroupedShape, rounds: int, most_algorithms: int =
         for algorithm in itertools.islice(every(name, torch.bfloat16), most_algorithms):
             data, out = operands(name, shape, torch.bfloat16), []
             args, _ = info.arguments(data, ctx)
-            replay = captured(lambda a=args, w=algorithm, o=out: o.append(info.op.fn(*a, **w)))
+            replay = capture_graph(lambda a=args, w=algorithm, o=out: o.append(info.op.fn(*a, **w)))
             for number in range(rounds):
                 info.refill(data, ctx.num_ranks)
                 reroute(data, ("random", "even", "one", "few")[number % 4])

@@ -20,7 +20,7 @@ from triton_dist.kernels.common.peers import flag_count, flag_value
 from triton_dist.kernels.common.slots.epochs import SLOTS
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
-from triton_dist.testing.timing import captured
+from triton_dist.testing.timing import capture_graph
 
 Kind: TypeAlias = type[Calls]
 
@@ -170,7 +170,7 @@ def replayed(kind: Kind, rounds: int) -> int:
         calls.set_defaults(options)
         args, _ = calls.arguments(kind.few, "row-major", options)
         # With one call before it, a capture begins with a slot that was not used.
-        replay = captured(lambda: outputs.append(kind.op.fn(*args, **options)), warmup=1)
+        replay = capture_graph(lambda: outputs.append(kind.op.fn(*args, **options)), warmup=1)
         return args, outputs, replay
 
     replays = [capture(algorithm) for algorithm in kind.algorithms]

@@ -187,7 +187,7 @@ def drawn_configs(stress: _Stress) -> list[dict[str, Any]]:
     library_runs = {method.value for method in LibraryAlgorithm}
     own = [config for config in left if config["algorithm"] not in library_runs]
     stress.shared.shuffle(own)
-    algorithms = {info.algorithm(config): config for config in own}
+    algorithms = {info.algorithm_and_tunables(config): config for config in own}
     ordered = list(dict.fromkeys([*algorithms.values(), *own]))
     drawn: list[dict[str, Any]] = []
     most = max(load.configs, len(algorithms))

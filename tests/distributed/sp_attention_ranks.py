@@ -29,8 +29,12 @@ from triton_dist.layers.nvidia.sequence_parallel import ag_attention
 from triton_dist.runtime.device import current_device
 from triton_dist.testing import assert_allclose
 from triton_dist.testing.assertions import assert_bitwise_equal
-from triton_dist.testing.opinfo.sequence_parallel import local_part, shared_heads, tokens_of_rank
-from triton_dist.testing.timing import captured
+from triton_dist.testing.opinfo.sequence_parallel import (
+    heads_by_rank,
+    local_tokens,
+    token_positions,
+)
+from triton_dist.testing.timing import capture_graph
 
 
 def whole_attention(
@@ -70,7 +74,7 @@ def random_calls(seed: int, rounds: int) -> int:
                     (torch.randn(batch, sum(lengths), n, dim).to(dtype).to(device))
                     for n in (kv * groups, kv, kv, kv * groups)
                 ]
-                mine = tokens_of_rank(lengths, rank, size, causal and zigzag)
+                mine = token_positions(lengths, rank, size, causal and zigzag)
                 q, k, v, grad = (x[:, mine] for x in whole)
                 if number % 2:  # views of packed rows
                     k, v = torch.cat([k, v], 2).split(kv, 2)
@@ -131,13 +135,13 @@ def layer(exchange_ranks: int) -> None:
         None, 1, max_seq=length, q_nheads=heads, kv_nheads=kv, k_head_dim=dim, v_head_dim=dim,
         group_size=2, dtype=torch.float32, local_world_size=size,
     )  # fmt: skip
-    parts = [local_part(x.detach(), [4] * size, rank) for x in whole]
+    parts = [local_tokens(x.detach(), [4] * size, rank) for x in whole]
     for skip in (False, True):
         found = names.pre_attn_qkv_pack_a2a(*parts, skip_q_a2a=skip)
         assert (found[0] is None) is skip
         for result, x in list(zip(found, whole, strict=True))[skip:]:
             assert result is not None
-            assert torch.equal(result, shared_heads(x.detach(), size)[rank])
+            assert torch.equal(result, heads_by_rank(x.detach(), size)[rank])
     rows = 4 * dim * 4 * (size - 1)
     heads_sent = heads // size + 2 * max(1, kv // size)
     assert names.get_comm_nbytes(*parts) == (0, rows * heads_sent, 0, rows * heads_sent)
@@ -153,7 +157,7 @@ def script_names() -> None:
     x, weight = torch.randn(2, 4, hidden), torch.randn(sum(heads) * dim, hidden)
     bias, out_weight = torch.randn(len(weight)), torch.randn(10, heads[0] * dim)
     qkv = torch.nn.functional.linear(x, weight, bias).unflatten(2, (-1, dim))
-    want = [shared_heads(each, size)[rank] for each in qkv.split(heads, 2)]
+    want = [heads_by_rank(each, size)[rank] for each in qkv.split(heads, 2)]
     for name, nnodes, gqa in (("nnodes", 2, 2), ("gqa", 1, -2)):
         with pytest.raises(InvalidArgument, match=name):
             SpUlysessQKVGemmAll2AllKernel(None, nnodes, size, 2, 8, hidden, dim, 64, gqa=gqa)
@@ -198,7 +202,7 @@ def script_names() -> None:
     torch.manual_seed(1)
     local = [4, 2]  # tokens of each sequence on a rank
     whole = [torch.randn(1, size * sum(local), n, dim) for n in heads]
-    mine = tokens_of_rank([size * n for n in local], rank, size, True)
+    mine = token_positions([size * n for n in local], rank, size, True)
     ctx = create_sp_ag_attention_context_intra_node(
         2, heads[0], heads[1], 4 * size, 4, dim, dtype, dtype, rank, size, "cpu"
     )
@@ -237,7 +241,7 @@ def replayed(rounds: int) -> int:
 
         graphs = []
         for _ in range(2):
-            replay = captured(lambda: results.__setitem__(slice(None), call(algorithm="push")))
+            replay = capture_graph(lambda: results.__setitem__(slice(None), call(algorithm="push")))
             graphs.append((replay, list(results)))
         for number in range(rounds):
             x.copy_(

@@ -25,7 +25,7 @@ from triton_dist.autotuner import contextual_autotune
 from triton_dist.errors import WATCHDOG_EXIT_STATUS, RanksFailed
 from triton_dist.kernels.common.libraries import all_gather_matmul
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
-from triton_dist.testing.tma_autotuned_ag_gemm import TmaAutotunedAgGemm, every_tile
+from triton_dist.testing.tma_autotuned_ag_gemm import TmaAutotunedAgGemm, all_tile_configs
 
 X = torch.arange(64.0)
 
@@ -257,7 +257,7 @@ def tma_autotuned_ag_gemm() -> tuple[int, list[str]]:
     """The consumer of an AllGather-GEMM, tuned inside the op; rank-dependent data, odd rows."""
     world_size, rows, N, K = dist.get_world_size(), 19, 64, 32
     buffer = AllGatherBuffer(rows * world_size, K, torch.float16, None, "test_tma_autotuned")
-    op = TmaAutotunedAgGemm(buffer, every_tile()[:2])
+    op = TmaAutotunedAgGemm(buffer, all_tile_configs()[:2])
     torch.manual_seed(dist.get_rank())
     for _ in range(2):
         A = torch.randn(rows, K, dtype=torch.float16)

@@ -81,6 +81,6 @@ def test_all_ranks_agree_and_a_second_start_tunes_nothing(spawn_ranks):
 def test_kernels_of_a_library(spawn_ranks):
     """In one rank, since the library takes six seconds to import; that ranks agree is tested
     above."""
-    (calls,) = spawn_ranks(1, two_starts_with_a_library, timeout=200, fresh=True)
+    (calls,) = spawn_ranks(1, two_starts_with_a_library, timeout=200, new_interpreters=True)
     assert calls[0] > 0
     assert calls[1] == 0

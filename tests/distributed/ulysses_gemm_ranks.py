@@ -23,7 +23,7 @@ from triton_dist.layers.nvidia import sequence_parallel
 from triton_dist.layers.nvidia.sequence_parallel import gemm_pre_attn, post_attn_gemm
 from triton_dist.testing import assert_allclose
 from triton_dist.testing.assertions import assert_bitwise_equal
-from triton_dist.testing.opinfo.sequence_parallel import local_part, shared_heads
+from triton_dist.testing.opinfo.sequence_parallel import heads_by_rank, local_tokens
 
 ALGORITHMS = ("fused", "fused", "serial", "fused", "serial", "collective")
 
@@ -66,12 +66,12 @@ def random_calls(seed: int, rounds: int) -> int:
                 if shared.random() < 0.5:
                     B = B.T.contiguous().T
                 out = ulysses_gemm_pre_attn.fn(
-                    local_part(x, every, rank), B, ctx, bias, **options
+                    local_tokens(x, every, rank), B, ctx, bias, **options
                 )  # fmt: skip
                 product = (x.float() @ B.float() + (0 if bias is None else bias)).to(dtype)
                 parts = product.split([n * d for n, d in shapes], 2)
                 for result, part, shape in zip(out, parts, shapes, strict=True):
-                    whole = shared_heads(part.unflatten(2, shape), size)[rank]
+                    whole = heads_by_rank(part.unflatten(2, shape), size)[rank]
                     assert_bitwise_equal(result, whole.contiguous())
 
                 o = ternary(shared, batch, sum(every), heads, v_dim, dtype=dtype)
@@ -82,10 +82,10 @@ def random_calls(seed: int, rounds: int) -> int:
                 if algorithm != "collective":
                     options["num_chunks"] = shared.choice([1, 3])
                 rows = ulysses_post_attn_gemm.fn(
-                    shared_heads(o, size)[rank].contiguous(), B, ctx, bias, **options
+                    heads_by_rank(o, size)[rank].contiguous(), B, ctx, bias, **options
                 )
                 product = o.flatten(2).float() @ B.float() + (0 if bias is None else bias)
-                assert_bitwise_equal(rows, local_part(product.to(dtype), every, rank))
+                assert_bitwise_equal(rows, local_tokens(product.to(dtype), every, rank))
                 count += 1
             ctx.check()
     return count
@@ -101,7 +101,7 @@ def gradients(lengths: list[int], heads: int, kv_heads: int) -> int:
     whole = [draw(shared, *each, dtype=torch.float32) / 16 for each in sizes]
     weight = draw(shared, 1, total, hidden, dtype=torch.float32)
     parts = [x.clone().requires_grad_() for x in whole]
-    parts[0] = local_part(whole[0], lengths, rank).requires_grad_()
+    parts[0] = local_tokens(whole[0], lengths, rank).requires_grad_()
     whole = [x.requires_grad_() for x in whole]
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -122,7 +122,7 @@ def gradients(lengths: list[int], heads: int, kv_heads: int) -> int:
         x, B, bias, C, out_bias = parts
         o = attention(*gemm_pre_attn(x, B, ctx, bias, lengths))
         out = post_attn_gemm(o, C, ctx, out_bias, lengths)
-        (out * local_part(weight, lengths, rank)).sum().backward()
+        (out * local_tokens(weight, lengths, rank)).sum().backward()
     x, B, bias, C, out_bias = whole
     projected = (x @ B + bias).split([n * d for n, d in shapes], 2)
     q, k, v = (part.unflatten(2, shape) for part, shape in zip(projected, shapes, strict=True))
@@ -132,6 +132,6 @@ def gradients(lengths: list[int], heads: int, kv_heads: int) -> int:
         assert each.grad is not None
         if number:
             dist.all_reduce(part.grad)
-        expected = each.grad if number else local_part(each.grad, lengths, rank)
+        expected = each.grad if number else local_tokens(each.grad, lengths, rank)
         assert_allclose(part.grad, expected, rtol=1e-4, atol=1e-4)
     return len(parts)

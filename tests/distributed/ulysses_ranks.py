@@ -23,7 +23,7 @@ from triton_dist.layers.nvidia.sequence_parallel import post_attn, pre_attn
 from triton_dist.runtime.device import current_device
 from triton_dist.testing import assert_allclose
 from triton_dist.testing.assertions import assert_bitwise_equal
-from triton_dist.testing.opinfo.sequence_parallel import local_part, shared_heads
+from triton_dist.testing.opinfo.sequence_parallel import heads_by_rank, local_tokens
 
 ALGORITHMS = ("push", "push", "collective")
 
@@ -68,7 +68,7 @@ def random_calls(seed: int, rounds: int) -> int:
                     draw(shared, batch, sum(every), n, d, dtype=dtype)
                     for n, d in ((heads, dim), (kv, dim), (kv, v_dim))
                 )
-                parts = [local_part(x, every, rank) for x in (q, k, v)]
+                parts = [local_tokens(x, every, rank) for x in (q, k, v)]
                 if shared.random() < 0.5:  # views of a packed projection
                     packed = torch.cat([x.flatten(2) for x in parts], 2)
                     widths = [x.shape[2] * x.shape[3] for x in parts]
@@ -78,14 +78,14 @@ def random_calls(seed: int, rounds: int) -> int:
                     ]
                 given = shared.choice([parts, parts, [parts[0], None, None]])
                 out = ulysses_pre_attn.fn(*given, ctx, **options)
-                whole = [shared_heads(x, size)[rank] for x in (q, k, v)][: len(out)]
+                whole = [heads_by_rank(x, size)[rank] for x in (q, k, v)][: len(out)]
                 for result, expected in zip(out, whole, strict=True):
                     assert_bitwise_equal(result, expected.contiguous())
                 o = draw(shared, batch, sum(every), heads, v_dim, dtype=dtype)
                 (back,) = ulysses_post_attn.fn(
-                    shared_heads(o, size)[rank].contiguous(), ctx, **options
+                    heads_by_rank(o, size)[rank].contiguous(), ctx, **options
                 )
-                assert_bitwise_equal(back, local_part(o, every, rank))
+                assert_bitwise_equal(back, local_tokens(o, every, rank))
                 # The transpose of the first call.
                 dq, *dkv = (
                     [draw(shared, *x.shape, dtype=dtype) for _ in range(size)] for x in whole
@@ -99,7 +99,7 @@ def random_calls(seed: int, rounds: int) -> int:
                             for first in range(0, size, ctx.replicas)
                         ]
                         expected = torch.cat(shards, 2).to(dtype)
-                        assert_bitwise_equal(total, local_part(expected, every, rank))
+                        assert_bitwise_equal(total, local_tokens(expected, every, rank))
                 count += 1
             ctx.check()
     return count
@@ -114,7 +114,7 @@ def gradients(lengths: list[int], heads: int, kv_heads: int) -> int:
         for n in (heads, kv_heads, kv_heads)
     ]
     weight = draw(shared, 1, sum(lengths), heads, dim, dtype=torch.float32)
-    parts = [local_part(x, lengths, rank).requires_grad_() for x in whole]
+    parts = [local_tokens(x, lengths, rank).requires_grad_() for x in whole]
     whole = [x.requires_grad_() for x in whole]
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -131,11 +131,11 @@ def gradients(lengths: list[int], heads: int, kv_heads: int) -> int:
         ) as ctx,
     ):  # fmt: skip
         out = post_attn(attention(*pre_attn(*parts, ctx, lengths)), ctx, lengths)
-        (out * local_part(weight, lengths, rank)).sum().backward()
+        (out * local_tokens(weight, lengths, rank)).sum().backward()
     (attention(*whole) * weight).sum().backward()
     for part, x in zip(parts, whole, strict=True):
         assert x.grad is not None
-        assert_allclose(part.grad, local_part(x.grad, lengths, rank), rtol=1e-4, atol=1e-4)
+        assert_allclose(part.grad, local_tokens(x.grad, lengths, rank), rtol=1e-4, atol=1e-4)
     return len(parts)
 
 

@@ -34,7 +34,7 @@ PUBLIC_MODULES = ["triton_dist", *(f"triton_dist.{each}" for each in _OTHER_MODU
 # Public names of modules that have no __all__.
 OTHER_NAMES = {
     "triton_dist.runtime.symmetric": ["allocate", "Region", "SymmetricMemory"],
-    "triton_dist.testing.timing": ["interleaved", "captured", "Samples"],
+    "triton_dist.testing.timing": ["time_interleaved", "capture_graph", "Samples"],
     "triton_dist.kernels.common.libraries": [
         "all_gather_rows", "all_gather_matmul", "async_tp_matmul", "has_async_tp",
     ],
@@ -44,7 +44,7 @@ OTHER_NAMES = {
     "triton_dist.testing.opinfo.base": ["OpInfo", "Cost", "Baseline", "tolerance"],
     "triton_dist.testing.opinfo.allgather_gemm": ["gather_alone"],
     "triton_dist.testing.opinfo": ["OPINFOS"],
-    "triton_dist.testing.overlap": ["overlap_limit"],
+    "triton_dist.testing.overlap": ["overlap_limit_ms"],
     "triton_dist.testing.compile_only": ["compile_only", "install", "compile_kernel", "Compiled"],
     "triton_dist.testing.assertions": [
         "bitwise_equal", "assert_bitwise_equal", "count_mismatches",

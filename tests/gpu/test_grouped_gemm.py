@@ -12,7 +12,7 @@ from triton_dist.runtime.device import current_device
 from triton_dist.testing import assert_allclose
 from triton_dist.testing.opinfo.base import tolerance
 from triton_dist.testing.opinfo.grouped_gemm import GROUPED_GEMM, GroupedShape
-from triton_dist.testing.timing import captured
+from triton_dist.testing.timing import capture_graph
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 SHAPE = GroupedShape(500, 768, 1024, 16, 3)
@@ -61,7 +61,7 @@ def test_a_graph_serves_any_routing():
     for algorithm in algorithms():
         operands, out = data(), []
         ids = operands["topk_ids"]
-        replay = captured(
+        replay = capture_graph(
             lambda o=operands, w=algorithm, c=out: c.append(grouped_gemm.fn(**o, **w))
         )
         for number in range(40):

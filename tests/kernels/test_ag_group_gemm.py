@@ -19,7 +19,7 @@ from triton_dist.kernels.nvidia.allgather_group_gemm.context import RoutedKey
 from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.testing import assert_allclose
 from triton_dist.testing.opinfo.allgather_group_gemm import AG_GROUP_GEMM
-from triton_dist.testing.opinfo.moe import FIRST_PRODUCTS, GroupedShape
+from triton_dist.testing.opinfo.moe import FIRST_GEMMS, GroupedShape
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def on_h200(monkeypatch):
 
 def kept(name, M, num_ranks, dtype=torch.bfloat16, layout="row-major"):
     """Ways, groups and all-gathers that are tried for a model."""
-    shape = FIRST_PRODUCTS[name]
+    shape = FIRST_GEMMS[name]
     sizes = (M, shape.N // num_ranks, shape.K, shape.E, shape.topk)
     key = RoutedKey(*sizes, dtype, layout, num_ranks)
     configs = [

@@ -16,14 +16,18 @@ from triton_dist.kernels.nvidia import (
     ReduceScatterMethod,
 )
 from triton_dist.testing.opinfo import OPINFOS
-from triton_dist.testing.opinfo.collectives import Size
+from triton_dist.testing.opinfo.collectives import CollectiveSize
 from triton_dist.testing.opinfo.decode_attention import DecodeShape
 from triton_dist.testing.opinfo.expert_parallel import MultipliedTokenShape, TokenShape
 from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.opinfo.moe import GroupedShape
 from triton_dist.testing.opinfo.sequence_parallel import HeadsShape, ProjectedShape
 
-SHAPES = {Shape: Shape(64, 48, 32), GroupedShape: GroupedShape(64, 48, 32, 4, 2), Size: Size(4096)}
+SHAPES = {
+    Shape: Shape(64, 48, 32),
+    GroupedShape: GroupedShape(64, 48, 32, 4, 2),
+    CollectiveSize: CollectiveSize(4096),
+}
 SHAPES |= {TokenShape: TokenShape(16, 24, 2), HeadsShape: HeadsShape(16, 4, 2, 8)}
 SHAPES[MultipliedTokenShape] = MultipliedTokenShape(16, 24, 2, 32)
 SHAPES[ProjectedShape] = ProjectedShape(16, 4, 2, 8, 24)
@@ -68,7 +72,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", OPINFOS)
 def test_keys_differ_in_what_a_tuning_depends_on(name):
     info = OPINFOS[name]
-    base, keys = SHAPES[info.shape], []
+    base, keys = SHAPES[info.shape_type], []
 
     def add(shape=base, dtype=torch.float16, change=lambda operands: None, **options):
         operands = info.operands(shape, dtype, 1)

@@ -19,7 +19,7 @@ from triton_dist.kernels.nvidia.moe_reduce import algorithms
 from triton_dist.kernels.nvidia.moe_reduce.algorithms import AllReduceCall, ReduceScatterCall
 from triton_dist.runtime.device import current_device
 from triton_dist.testing import assert_allclose, poisoned_empty
-from triton_dist.testing.opinfo.moe import SECOND_PRODUCTS, GroupedShape
+from triton_dist.testing.opinfo.moe import SECOND_GEMMS, GroupedShape
 from triton_dist.testing.opinfo.moe_reduce import MOE_REDUCE_AR as AR
 from triton_dist.testing.opinfo.moe_reduce import MOE_REDUCE_RS as RS
 
@@ -136,7 +136,7 @@ def values(configs, name):
 
 @INFOS
 def test_what_is_tried_for_many_tokens(monkeypatch, info):
-    found = tried(monkeypatch, info, SECOND_PRODUCTS["Mixtral 8x7B"])
+    found = tried(monkeypatch, info, SECOND_GEMMS["Mixtral 8x7B"])
     assert values(found["chunks"], "num_chunks") == {1, 2, 4, 8}
     own = {RS.name: {"push"}, AR.name: {"two_shot"}}[info.name]
     assert values(found["serial"], "reduction") == {*own, "collective"}
@@ -158,7 +158,7 @@ def test_nothing_is_cut_where_reading_weights_takes_longest(monkeypatch, info):
 @INFOS
 def test_the_library_is_tried_where_it_has_a_kernel(monkeypatch, info):
     for shape, dtype in (
-        (SECOND_PRODUCTS["Qwen3-30B-A3B"], torch.float16),
+        (SECOND_GEMMS["Qwen3-30B-A3B"], torch.float16),
         (GroupedShape(64, 2046, 1024, 8, 2), BF16),
     ):
         found = tried(monkeypatch, info, shape, dtype)
@@ -168,7 +168,7 @@ def test_the_library_is_tried_where_it_has_a_kernel(monkeypatch, info):
 
 @INFOS
 def test_a_caller_fixes_chunks_or_tiles(monkeypatch, info):
-    shape = SECOND_PRODUCTS["Mixtral 8x7B"]
+    shape = SECOND_GEMMS["Mixtral 8x7B"]
     found = tried(monkeypatch, info, shape, n_chunks=3)
     assert values(found["chunks"], "num_chunks") == {1}  # for which the caller's stands
     assert not found["serial"]
@@ -181,7 +181,7 @@ def test_a_caller_fixes_chunks_or_tiles(monkeypatch, info):
 
 @INFOS
 def test_one_rank_tries_products_alone(monkeypatch, info):
-    found = tried(monkeypatch, info, SECOND_PRODUCTS["Qwen3-30B-A3B"], num_ranks=1)
+    found = tried(monkeypatch, info, SECOND_GEMMS["Qwen3-30B-A3B"], num_ranks=1)
     assert not found["serial"]
     assert values(found["chunks"], "num_chunks") == {1}
 

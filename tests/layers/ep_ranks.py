@@ -17,7 +17,7 @@ from triton_dist.layers.nvidia import EP_MoE, TensorParallel, clip_grad_norm_, s
 from triton_dist.layers.nvidia.expert_parallel import ep_experts
 from triton_dist.models.llama import MLP
 from triton_dist.runtime.device import current_device
-from triton_dist.testing.timing import captured
+from triton_dist.testing.timing import capture_graph
 
 EXPERTS, HIDDEN, COLUMNS = 12, 24, 16
 
@@ -226,7 +226,7 @@ def replayed(kind: str, rounds: int = 3) -> int:
     x = drawn(dist.get_rank(), 5, 32)
     out = torch.empty_like(x)
     with torch.no_grad():
-        step = captured(lambda: out.copy_(layer(x, 8)))
+        step = capture_graph(lambda: out.copy_(layer(x, 8)))
         for number in range(rounds):
             x.copy_(drawn(10 * number + dist.get_rank(), 5, 32))
             step()

@@ -21,7 +21,7 @@ from triton_dist.layers.nvidia import TP_MLP, EP_MoE, TP_Attn, TP_MoE
 from triton_dist.layers.nvidia.fp8 import E4M3
 from triton_dist.models import LLM, ModelConfig
 from triton_dist.models.llama import MLP, RotaryEmbedding
-from triton_dist.testing.timing import captured
+from triton_dist.testing.timing import capture_graph
 
 
 class Fp8Linear(torch.nn.Linear):
@@ -142,7 +142,7 @@ def served(kind: type, recipe: str, columns: int, compiles: bool = True, **optio
         assert torch.equal(run(compiled, x), found["AR"])
     other, y = drawn(7, *x.shape), torch.empty_like(x)
     fixed = x.clone()
-    step = captured(lambda: y.copy_(run(layer, fixed)))
+    step = capture_graph(lambda: y.copy_(run(layer, fixed)))
     fixed.copy_(other)
     step()
     assert torch.equal(y, run(layer, other))

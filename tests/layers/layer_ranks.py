@@ -30,7 +30,7 @@ from triton_dist.layers.nvidia.tp_attn import _set_cos_sin_cache
 from triton_dist.models.kv_cache import KV_Cache
 from triton_dist.models.llama import MLP, Llama, LlamaConfig, Output
 from triton_dist.runtime.device import current_device
-from triton_dist.testing.timing import captured
+from triton_dist.testing.timing import capture_graph
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 24,
@@ -468,7 +468,7 @@ def steps_in_a_graph(dtype: torch.dtype, steps: int = 6) -> int:
             found[:] = [a_step(shared, x, caches[0], cos_sin)]
 
         with torch.no_grad():
-            replay = captured(step)
+            replay = capture_graph(step)
             caches[0].clear()
             for number in range(steps):
                 x.copy_(drawn(2 + number, 4, 1, 32, dtype=dtype))

@@ -24,7 +24,7 @@ from triton_dist.runtime.device import (
 from triton_dist.runtime.device.cpu import CpuCopyStream, CpuDevice
 from triton_dist.runtime.device.transfer import AwaitFlag, Copy
 from triton_dist.runtime.garbage import no_garbage_collection
-from triton_dist.testing.timing import captured
+from triton_dist.testing.timing import capture_graph
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
 
@@ -274,7 +274,7 @@ def test_runs_before_a_capture_come_after_what_is_queued():
     flag = torch.zeros(4, device=device.torch_device)
     device.sleep_milliseconds(50.0)
     flag.add_(1)
-    captured(lambda: seen.append(flag.clone()), warmup=3)
+    capture_graph(lambda: seen.append(flag.clone()), warmup=3)
     device.synchronize(30.0)
     assert [each.tolist() for each in seen[:3]] == [[1.0] * 4] * 3  # the fourth never ran
 

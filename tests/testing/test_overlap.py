@@ -21,8 +21,8 @@ from triton_dist.testing.opinfo.expert_parallel import MultipliedTokenShape, Tok
 from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.opinfo.moe import GroupedShape
 from triton_dist.testing.opinfo.sequence_parallel import HeadsShape, ProjectedShape
-from triton_dist.testing.overlap import overlap_limit
-from triton_dist.testing.timing import Samples, captured, interleaved
+from triton_dist.testing.overlap import overlap_limit_ms
+from triton_dist.testing.timing import Samples, capture_graph, time_interleaved
 
 KINDS = {
     "ag_gemm": {
@@ -144,11 +144,13 @@ def test_the_limit_is_the_slower_part_at_its_fastest(gemm, transfers, limit):
     kinds = {"g": "gemm", "t0": "transfer", "t1": "transfer", "o": "own"}
     candidates = {name: Baseline(kind, torch.Tensor) for name, kind in kinds.items()}
     samples = {name: Samples((time,) * 3) for name, time in times.items()}
-    assert overlap_limit(candidates, samples) == limit
+    assert overlap_limit_ms(candidates, samples) == limit
 
 
 def test_own_algorithms_are_distinguished_from_library_algorithms():
-    own = {algorithm for algorithm in ALGORITHMS if AG_GEMM.is_own({"algorithm": algorithm})}
+    own = {
+        algorithm for algorithm in ALGORITHMS if AG_GEMM.is_our_algorithm({"algorithm": algorithm})
+    }
     assert own == {method.value for method in AllGatherMethod}
 
 
@@ -177,7 +179,7 @@ def time_two_candidates():
 
         return call
 
-    samples = interleaved(
+    samples = time_interleaved(
         {"short": candidate("short", 0.002), "long": candidate("long", 0.01)},
         rounds=3,
         warmup_rounds=1,
@@ -196,13 +198,13 @@ def test_candidates_take_turns_and_the_slowest_rank_counts(spawn_ranks):
 
 def test_no_round_has_no_samples():
     with pytest.raises(InvalidArgument, match="rounds is 0, expected an int, 1 or more"):
-        interleaved({"call": pytest.fail}, rounds=0)
+        time_interleaved({"call": pytest.fail}, rounds=0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
 def test_without_a_gpu_nothing_is_captured():
     calls = []
-    captured(lambda: calls.append(1))()
+    capture_graph(lambda: calls.append(1))()
     assert calls == [1]
 
 

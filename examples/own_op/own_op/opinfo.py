@@ -14,30 +14,35 @@ from triton_dist.testing.opinfo.base import Baseline, Call, Cost, Group, Operand
 
 
 @dataclass(frozen=True)
-class Size:
+class Shape:
     """Number of rows, and of columns over all ranks."""
 
     rows: int
     columns: int
 
 
-class NormOpInfo(OpInfo[Size]):
+class NormOpInfo(OpInfo[Shape]):
     """Operands ``x`` and ``weight`` with uniform values from -1 to 1."""
 
-    shape, transfer, serial, overlaps = Size, "all-reduce", "library", False
-    shapes = (Size(16, 8192), Size(512, 8192), Size(4096, 8192))
+    shape_type, collective_name, serial_name, overlaps = Shape, "all-reduce", "library", False
+    shapes = (Shape(16, 8192), Shape(512, 8192), Shape(4096, 8192))
 
-    def smaller(self, shape: Size, divisor: int, num_ranks: int) -> Size:
+    def smaller(self, shape: Shape, divisor: int, num_ranks: int) -> Shape:
         columns = max(1, shape.columns // divisor // num_ranks) * num_ranks
-        return Size(max(1, shape.rows // divisor), columns)
+        return Shape(max(1, shape.rows // divisor), columns)
 
     def context(
-        self, shape: Size, dtype: torch.dtype, group: Group = None, **_: Any
+        self, shape: Shape, dtype: torch.dtype, group: Group = None, **_: Any
     ) -> NormContext:
         return NormContext(shape.rows, group)
 
     def allocate(
-        self, shape: Size, dtype: torch.dtype, num_ranks: int, generator: Generator | None, **_: Any
+        self,
+        shape: Shape,
+        dtype: torch.dtype,
+        num_ranks: int,
+        generator: Generator | None,
+        **_: Any,
     ) -> Operands:
         columns = shape.columns // num_ranks
         x = uniform((shape.rows, columns), dtype, generator)
@@ -49,9 +54,9 @@ class NormOpInfo(OpInfo[Size]):
         x = operands["x"]
         x.copy_(uniform(x.shape, x.dtype, generator))
 
-    def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> Size:
+    def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> Shape:
         rows, columns = operands["x"].shape
-        return Size(rows, columns * num_ranks)
+        return Shape(rows, columns * num_ranks)
 
     def arguments(self, operands: Operands, ctx: NormContext) -> Call:
         return (operands["x"], operands["weight"], ctx), {}
@@ -65,7 +70,7 @@ class NormOpInfo(OpInfo[Size]):
 
         return {"library": Baseline("baseline", library, library)}
 
-    def cost(self, shape: Size, dtype: torch.dtype, num_ranks: int) -> Cost:
+    def cost(self, shape: Shape, dtype: torch.dtype, num_ranks: int) -> Cost:
         nbytes = shape.rows * shape.columns / num_ranks * dtype.itemsize
         return Cost(dtype, 0, nbytes, nbytes, link_bytes=4 * shape.rows * (num_ranks - 1))
 

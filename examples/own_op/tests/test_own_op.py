@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from own_op.op import ALGORITHMS, NormContext, sharded_rms_norm
 from own_op.opinfo import SHARDED_RMS_NORM as INFO
-from own_op.opinfo import Size
+from own_op.opinfo import Shape
 from triton_dist.errors import InvalidArgument, RankDisagreement
 from triton_dist.testing import assert_allclose, spawn_ranks
 
@@ -24,9 +24,9 @@ def _own_cache(tmp_path, monkeypatch):
 def check_results():
     """Each algorithm is right at each call: calls alternate between slots, and sizes change."""
     cases = (
-        (torch.float32, Size(37, 33 * RANKS), 4),
-        (torch.bfloat16, Size(5, 8 * RANKS), 1),
-        (torch.float32, Size(1, RANKS), 4),
+        (torch.float32, Shape(37, 33 * RANKS), 4),
+        (torch.bfloat16, Shape(5, 8 * RANKS), 1),
+        (torch.float32, Shape(1, RANKS), 4),
     )
     with NormContext(max_rows=37) as ctx:
         for dtype, size, block_m in cases:
@@ -42,7 +42,7 @@ def check_errors_and_tuning():
     """Invalid arguments and different rows are errors. Afterwards the op is tuned and right."""
     with NormContext(max_rows=4) as ctx:
         ranks = dist.get_world_size()
-        operands = INFO.operands(Size(4, 8 * ranks), torch.float32, ranks)
+        operands = INFO.operands(Shape(4, 8 * ranks), torch.float32, ranks)
         for name, changed in INFO.error_inputs(operands, ranks).items():
             args, _ = INFO.arguments({**operands, **changed}, ctx)
             with pytest.raises(InvalidArgument) as error:

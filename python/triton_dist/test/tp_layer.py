@@ -27,7 +27,7 @@ from triton_dist.test.utils import (
     profile,
     report_passed,
 )
-from triton_dist.testing.timing import captured, interleaved
+from triton_dist.testing.timing import capture_graph, time_interleaved
 from triton_dist.utils import dist_print, finalize_distributed, is_cuda
 
 CPU_SCALE = 64
@@ -140,9 +140,9 @@ def run(args: argparse.Namespace, title: str, calls: Mapping[str, LayerCall], la
 def _print_times(
     args: argparse.Namespace, title: str, calls: Mapping[str, Callable[[], torch.Tensor]]
 ) -> None:
-    graphs = {name: captured(call) for name, call in calls.items()}
+    graphs = {name: capture_graph(call) for name, call in calls.items()}
     rounds, warmup = (max(2, args.iters), args.warmup) if is_cuda() else (2, 0)
-    samples = interleaved(graphs, rounds=rounds, warmup_rounds=warmup)
+    samples = time_interleaved(graphs, rounds=rounds, warmup_rounds=warmup)
     graphs.clear()  # free the graphs before the contexts whose memory they use
     base = next(iter(samples.values())).median
     if is_cuda():

@@ -20,8 +20,8 @@ from triton_dist.runtime.distributed import finalize_distributed, initialize_dis
 from triton_dist.runtime.random import init_seed
 from triton_dist.testing.assertions import assert_allclose, assert_bitwise_equal, bitwise_equal
 from triton_dist.testing.opinfo.base import RECIPES, Baseline, Call, Operands, OpInfo
-from triton_dist.testing.overlap import overlap_limit
-from triton_dist.testing.timing import Samples, captured, interleaved
+from triton_dist.testing.overlap import overlap_limit_ms
+from triton_dist.testing.timing import Samples, capture_graph, time_interleaved
 from triton_dist.tune import AutoTuner
 from triton_dist.utils import dist_print, is_cuda
 
@@ -243,10 +243,12 @@ class Script(ABC):
             info.name: Baseline("own", lambda: self.run(data)),
             **info.baselines(data, self.ctx),
         }
-        calls = {name: captured(each.call) for name, each in candidates.items()}
-        samples = interleaved(calls, rounds=rounds, warmup_rounds=warmup)
+        calls = {name: capture_graph(each.call) for name, each in candidates.items()}
+        samples = time_interleaved(calls, rounds=rounds, warmup_rounds=warmup)
         ranks = f"{self.args.dtype} on {self.num_ranks} ranks"
-        report_times(f"{title} {ranks}", candidates, samples, info.serial, info.transfer)
+        report_times(
+            f"{title} {ranks}", candidates, samples, info.serial_name, info.collective_name
+        )
         profile(trace or f"{info.name}_perf", self.args.profile, lambda: self.run(data))
 
 
@@ -296,7 +298,7 @@ def report_times(
         for name, sample in samples.items():
             dist_print(f"{name:32}{sample.median:10.3f}")
         return
-    limit, base = overlap_limit(candidates, samples), samples[serial].median
+    limit, base = overlap_limit_ms(candidates, samples), samples[serial].median
     rounds = len(samples[serial].milliseconds)
     dist_print(f"{title}, slowest rank, cold cache, median of {rounds} interleaved rounds:")
     dist_print(f"{'':32}{'ms':>10}{'quartiles':>20}{'x serial':>10}{'/ limit':>9}")

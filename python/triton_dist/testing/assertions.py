@@ -52,15 +52,15 @@ def assert_allclose(
                 f"the first at {first}: {tensor[first].item()}"
             )
     # In double precision, so that difference and bound are not rounded to the dtype.
-    found, wanted = x.to(torch.float64), y.to(torch.float64)
-    bound = atol + rtol * wanted.abs()
-    if fail_if_too_small and bool((wanted.abs() <= bound).all()):
+    actual, expected = x.to(torch.float64), y.to(torch.float64)
+    bound = atol + rtol * expected.abs()
+    if fail_if_too_small and bool((expected.abs() <= bound).all()):
         raise AssertionError(
-            f"the largest expected value is {wanted.abs().max().item():.6g}: zeros would pass with "
-            f"atol={atol} and rtol={rtol}, so nothing was checked"
+            f"the largest expected value is {expected.abs().max().item():.6g}: zeros would pass "
+            f"with atol={atol} and rtol={rtol}, so nothing was checked"
         )
-    equal = (found == wanted) | (found.isnan() & wanted.isnan())  # inf - inf would be NaN
-    difference = torch.where(equal, 0.0, found - wanted).abs()
+    equal = (actual == expected) | (actual.isnan() & expected.isnan())  # inf - inf would be NaN
+    difference = torch.where(equal, 0.0, actual - expected).abs()
     excess = torch.where(difference.isfinite(), difference - bound, torch.inf)
     excess = torch.where(equal, 0.0, excess)
     mismatches = int((excess > 0).sum())
@@ -86,9 +86,9 @@ def count_mismatches(
     synchronisation, so a test can check many outputs and read the results once. Differences are
     computed in single precision, for 16-bit tensors.
     """
-    wanted = expected.float()
-    bound = wanted.abs().mul_(rtol).add_(atol)
-    return ((actual.float() - wanted).abs_() <= bound).logical_not_().sum()
+    expected = expected.float()
+    bound = expected.abs().mul_(rtol).add_(atol)
+    return ((actual.float() - expected).abs_() <= bound).logical_not_().sum()
 
 
 def _index_of_largest(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from triton_dist.testing.opinfo.base import Baseline
 from triton_dist.testing.timing import Samples
 
 
-def overlap_limit(candidates: Mapping[str, Baseline], samples: Mapping[str, Samples]) -> float:
+def overlap_limit_ms(candidates: Mapping[str, Baseline], samples: Mapping[str, Samples]) -> float:
     """Return max(fastest GEMM alone, fastest transfer alone) in ms, by medians.
 
     Args:

@@ -59,7 +59,7 @@ class RankPool(AbstractContextManager["RankPool"]):
     share_gpus: bool = False
     init: bool = True
     poison_empty: bool = True
-    fresh: bool = False
+    new_interpreters: bool = False
     timeout: float = 300.0
 
     def __post_init__(self) -> None:
@@ -71,14 +71,14 @@ class RankPool(AbstractContextManager["RankPool"]):
         *args: Any,
         timeout: float = 60.0,
         grace: float = 10.0,
-        last: bool = False,
+        is_last: bool = False,
     ) -> list[T]:
         """Return the results of ``fn(*args)`` on all ranks, in rank order.
 
         Args:
             timeout: time limit in seconds, including the start of ranks.
             grace: seconds until the other ranks are killed after a rank has failed.
-            last: end the ranks after this call; a rank that does not exit with status 0 has failed.
+            is_last: end the ranks after this call; an exit status other than 0 is a failure.
 
         Raises:
             RanksFailed: a rank raised, died or hung. The error has a traceback for each such rank.
@@ -90,13 +90,13 @@ class RankPool(AbstractContextManager["RankPool"]):
             if not self._ranks:
                 self._start()
             for rank in self._ranks:
-                rank.send(RankCall(self._environment_of(rank.rank), call), last)
-            failures = _collect(self._ranks, begin + timeout, grace, timeout, last)
+                rank.send(RankCall(self._environment_of(rank.rank), call), is_last)
+            failures = _collect(self._ranks, begin + timeout, grace, timeout, is_last)
             values = [rank.value for rank in self._ranks]
         except BaseException:
             self.close()
             raise
-        if failures or last:
+        if failures or is_last:
             self.close()
         if failures:
             raise RanksFailed(getattr(fn, "__qualname__", repr(fn)), self.world_size, failures)
@@ -126,12 +126,16 @@ class RankPool(AbstractContextManager["RankPool"]):
         if str(getattr(main, "__file__", "")).endswith("triton/runtime/interpreter.py"):
             del main.__file__
         with _environment_of_ranks(base):
-            context = multiprocessing.get_context("spawn") if self.fresh else _process_context(base)
+            context = (
+                multiprocessing.get_context("spawn")
+                if self.new_interpreters
+                else _process_context(base)
+            )
             for rank in range(self.world_size):
                 stacks = str(Path(self._folder.name, f"{rank}.stacks"))
                 task = RankTask(
                     rank, self._environment_of(rank), self.device, self.init, self.timeout, stacks,
-                    self.poison_empty, self.fresh,
+                    self.poison_empty, self.new_interpreters,
                 )  # fmt: skip
                 self._ranks.append(_Rank(context, task))
 
@@ -159,13 +163,13 @@ class _Rank:
         self.process.start()
         child_end.close()  # the pipe then closes when the rank, which has the other copy, dies
 
-    def send(self, call: RankCall, last: bool) -> None:
+    def send(self, call: RankCall, is_last: bool) -> None:
         """Send ``call``; if the rank has died, ``receive`` reports this."""
         with suppress(BrokenPipeError):
-            for message in (call, None) if last else (call,):
+            for message in (call, None) if is_last else (call,):
                 self.messages.send_bytes(pickle.dumps(message))
 
-    def receive(self, last: bool) -> RankFailure | None:
+    def receive(self, is_last: bool) -> RankFailure | None:
         """Receive the report of a call, or detect the rank's death; return ``None`` for success."""
         try:
             report: Returned | RankFailure = pickle.loads(self.messages.recv_bytes())
@@ -174,11 +178,11 @@ class _Rank:
             return RankFailure(
                 "Died", f"{self._exit_text()} before it reported", self.stacks_text()
             )
-        if last or isinstance(report, RankFailure):
+        if is_last or isinstance(report, RankFailure):
             self.process.join(EXIT_SECONDS)
         if isinstance(report, RankFailure):
             return report
-        if last and self.process.exitcode != 0:
+        if is_last and self.process.exitcode != 0:
             self.dump_stacks()
             return RankFailure(
                 "Died", f"{self._exit_text()} after its function returned", self.stacks_text()
@@ -235,7 +239,7 @@ def _threads_of(pid: int) -> Iterator[str]:
 
 
 def _collect(
-    ranks: list[_Rank], deadline: float, grace: float, timeout: float, last: bool
+    ranks: list[_Rank], deadline: float, grace: float, timeout: float, is_last: bool
 ) -> dict[int, RankFailure]:
     """Wait for the reports of all ranks; return the failures in order of arrival."""
     failures: dict[int, RankFailure] = {}
@@ -252,7 +256,7 @@ def _collect(
             }
         for messages in ready:
             spawned = pending.pop(messages)
-            failure = spawned.receive(last)
+            failure = spawned.receive(is_last)
             if failure is None:
                 continue
             if not failures and time.monotonic() + grace < deadline:
@@ -345,7 +349,7 @@ def spawn_ranks(
     share_gpus: bool = False,
     init: bool = True,
     poison_empty: bool = True,
-    fresh: bool = False,
+    new_interpreters: bool = False,
 ) -> list[T]:
     """Run ``fn(*args)`` in ``world_size`` processes; return the results in rank order.
 
@@ -365,8 +369,8 @@ def spawn_ranks(
         share_gpus: allow fewer GPUs than ranks; several ranks then use one GPU.
         init: initialise the default process group: gloo, and NCCL on GPUs that are not shared.
         poison_empty: run ranks under :func:`triton_dist.testing.poisoned_empty`.
-        fresh: start new Python interpreters instead of forks, for libraries that must be imported
-            before any kernel. Takes some seconds.
+        new_interpreters: start new Python interpreters instead of forks, for libraries that must be
+            imported before any kernel. Takes some seconds.
 
     Returns:
         Result of each rank.
@@ -379,5 +383,7 @@ def spawn_ranks(
         raise InvalidArgument("spawn_ranks", "device", device, "'cpu' or 'cuda'")
     if not isinstance(world_size, int) or world_size < 1:
         raise InvalidArgument("spawn_ranks", "world_size", world_size, "an int, 1 or more")
-    pool = RankPool(world_size, env or {}, device, share_gpus, init, poison_empty, fresh, timeout)
-    return pool.run(fn, *args, timeout=timeout, grace=grace, last=True)
+    pool = RankPool(
+        world_size, env or {}, device, share_gpus, init, poison_empty, new_interpreters, timeout
+    )
+    return pool.run(fn, *args, timeout=timeout, grace=grace, is_last=True)

@@ -165,7 +165,7 @@ def medians(space: RecordedSpace) -> dict[str, float]:
 
 
 def regret(
-    space: RecordedSpace, make: MakeSearch, policy: Policy, seed: int
+    space: RecordedSpace, make_search: MakeSearch, policy: Policy, seed: int
 ) -> tuple[float, int, float]:
     """Replay one tuning, with the recorded runs shuffled by ``seed``.
 
@@ -173,18 +173,18 @@ def regret(
         Relative slowdown of the winner against the best config, by the medians of all recorded
         runs; number of configs tried; CPU seconds of the search algorithm.
     """
-    draw = random.Random(seed)
+    generator = random.Random(seed)
     runs = {
-        digest: times if isinstance(times, Failure) else tuple(draw.sample(times, len(times)))
+        digest: times if isinstance(times, Failure) else tuple(generator.sample(times, len(times)))
         for digest, times in space.runs.items()
     }
-    replay, outcomes, spent = Replay(runs), dict[str, Outcome](), 0.0
+    replay, outcomes, search_seconds = Replay(runs), dict[str, Outcome](), 0.0
     # The order of a recorded space is arbitrary: any config may be the default.
-    candidates = draw.sample(space.configs, len(space.configs))
+    candidates = generator.sample(space.configs, len(space.configs))
     started_at = time.process_time()
-    search = make(candidates, policy, seed)
+    search = make_search(candidates, policy, seed)
     while (request := search.ask()) is not None:
-        spent += time.process_time() - started_at
+        search_seconds += time.process_time() - started_at
         outcome = replay.attempt(request, policy)
         digest = request.config.digest
         outcomes[digest] = merge_outcomes(outcomes.get(digest), outcome)
@@ -192,19 +192,19 @@ def regret(
         search.tell(request, outcome)
     median_times = medians(space)
     chosen = winner(list(outcomes.values()), policy.indifference)
-    found = math.inf if chosen is None else median_times[list(outcomes)[chosen]]
-    return found / min(median_times.values()) - 1, len(outcomes), spent
+    chosen_ms = math.inf if chosen is None else median_times[list(outcomes)[chosen]]
+    return chosen_ms / min(median_times.values()) - 1, len(outcomes), search_seconds
 
 
 def score(
-    space: RecordedSpace, name: str, make: MakeSearch, policy: Policy, seeds: Iterable[int]
+    space: RecordedSpace, name: str, make_search: MakeSearch, policy: Policy, seeds: Iterable[int]
 ) -> Score:
     """Replay one tuning per seed; return a summary of the results."""
-    results = [regret(space, make, policy, seed) for seed in seeds]
+    results = [regret(space, make_search, policy, seed) for seed in seeds]
     percents = sorted(100 * each for each, _, _ in results)
     error = statistics.stdev(percents) / math.sqrt(len(percents)) if len(percents) > 1 else 0.0
     tried = sum(number for _, number, _ in results)
-    spent = 1e3 * sum(seconds for _, _, seconds in results) / tried
+    search_seconds = 1e3 * sum(seconds for _, _, seconds in results) / tried
     p95 = percents[math.ceil(0.95 * len(percents)) - 1]
     mean = statistics.fmean(percents)
-    return Score(space.name, name, mean, error, p95, tried / len(results), spent)
+    return Score(space.name, name, mean, error, p95, tried / len(results), search_seconds)

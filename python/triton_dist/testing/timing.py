@@ -21,7 +21,7 @@ _CALL_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Samples:
-    """Milliseconds of the slowest rank, one value per round of ``interleaved``."""
+    """Milliseconds of the slowest rank, one value per round of ``time_interleaved``."""
 
     milliseconds: tuple[float, ...]
 
@@ -44,7 +44,7 @@ class Samples:
         return float(torch.tensor(self.milliseconds, dtype=torch.float64).quantile(share))
 
 
-def interleaved(
+def time_interleaved(
     candidates: Mapping[str, Callable[[], Any]],
     rounds: int = 15,
     warmup_rounds: int = 3,
@@ -94,7 +94,7 @@ def interleaved(
     }
 
 
-def captured(call: Callable[[], Any], warmup: int = 3) -> Callable[[], Any]:
+def capture_graph(call: Callable[[], Any], warmup: int = 3) -> Callable[[], Any]:
     """Return the replay of a CUDA graph of ``call``; on CPU ranks, return ``call``.
 
     All ranks must capture the call, and must make equal numbers of replays.

@@ -16,7 +16,7 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch, dot_precision
 
 
-def every_tile() -> list[triton.Config]:
+def all_tile_configs() -> list[triton.Config]:
     """Return all configs of the persistent kernel, with EPILOGUE_SUBTILE off by default."""
     return [
         triton.Config(
@@ -36,7 +36,7 @@ class TmaAutotunedAgGemm:
 
     Args:
         buffer: symmetric buffer for the gathered rows.
-        configs: configs of the kernel; default: ``every_tile()``.
+        configs: configs of the kernel; default: ``all_tile_configs()``.
         race: see ``contextual_autotune``.
     """
 
@@ -47,7 +47,7 @@ class TmaAutotunedAgGemm:
         race: bool = False,
     ) -> None:
         self._buffer = buffer
-        self._kernel = triton.autotune(configs=configs or every_tile(), key=["M", "N", "K"])(
+        self._kernel = triton.autotune(configs=configs or all_tile_configs(), key=["M", "N", "K"])(
             kernel_consumer_gemm_persistent
         )
         self._call = contextual_autotune(is_dist=True, race=race)(self._all_gather_and_multiply)

@@ -30,7 +30,7 @@ from triton_dist.test.utils import (
 from triton_dist.testing.opinfo.allgather_gemm import AG_GEMM
 from triton_dist.testing.opinfo.base import RECIPES, Baseline, Cost, Operands
 from triton_dist.testing.opinfo.gemm import Shape
-from triton_dist.testing.timing import captured, interleaved
+from triton_dist.testing.timing import capture_graph, time_interleaved
 from triton_dist.testing.tma_autotuned_ag_gemm import TmaAutotunedAgGemm
 from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed, is_cuda
 
@@ -112,7 +112,7 @@ def perf(args: argparse.Namespace) -> None:
     )
     layer = LAYER_CONFIGS[args.shape_id]
     scale = 1 if is_cuda() else _CPU_PERF_SCALE
-    shape = info.smaller(info.layer(args.M, layer["N"], layer["K"]), scale, num_ranks)
+    shape = info.smaller(info.layer_shape(args.M, layer["N"], layer["K"]), scale, num_ranks)
     with info.context(shape, dtype) as ctx:
         script = script_of(args, ctx)
         data = script.operands(shape)
@@ -124,8 +124,8 @@ def perf(args: argparse.Namespace) -> None:
 
         candidates = {info.name: Baseline("own", ours), **info.baselines(data, ctx)}
         calls = {name: each.call for name, each in candidates.items()}
-        samples = interleaved(
-            calls | {f"{name}, CUDA graph": captured(call) for name, call in calls.items()}
+        samples = time_interleaved(
+            calls | {f"{name}, CUDA graph": capture_graph(call) for name, call in calls.items()}
             if is_cuda()
             else calls,
             rounds=15 if is_cuda() else 3,
@@ -135,10 +135,12 @@ def perf(args: argparse.Namespace) -> None:
         if is_cuda():
             own_ms = perf_func(ours, iters=10, warmup_iters=5)[1]
             report_rates(own_ms, info.cost(shape, dtype, num_ranks))
-        report_times(title, candidates, eager, info.serial, info.transfer)
+        report_times(title, candidates, eager, info.serial_name, info.collective_name)
         if is_cuda():
             graphs = {name: samples[f"{name}, CUDA graph"] for name in calls}
-            report_times(f"{title}, CUDA graphs", candidates, graphs, info.serial, info.transfer)
+            report_times(
+                f"{title}, CUDA graphs", candidates, graphs, info.serial_name, info.collective_name
+            )
         profile("ag_gemm_perf", args.profile, ours)
 
 

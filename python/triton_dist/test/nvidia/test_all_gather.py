@@ -19,8 +19,8 @@ from triton_dist.test.utils import (
     on_ranks,
     report_passed,
 )
-from triton_dist.testing.opinfo.collectives import ALL_GATHER, LIBRARY, Size
-from triton_dist.testing.timing import captured, interleaved
+from triton_dist.testing.opinfo.collectives import ALL_GATHER, LIBRARY, CollectiveSize
+from triton_dist.testing.timing import capture_graph, time_interleaved
 from triton_dist.utils import dist_print, is_cuda, rand_tensor
 
 _CPU_SCALE = 512
@@ -52,10 +52,10 @@ def check(args: argparse.Namespace, ctx: AllGatherContext, elements: int) -> Non
 def perf(args: argparse.Namespace, ctx: AllGatherContext, elements: int) -> None:
     x = rand_tensor([elements], dtype_named(args.dtype), current_device().torch_device)
     calls = {
-        LIBRARY: captured(ALL_GATHER.baselines({"x": x}, ctx)[LIBRARY].call),
-        "ours": captured(lambda: all_gather(x, ctx, autotune=args.autotune)),
+        LIBRARY: capture_graph(ALL_GATHER.baselines({"x": x}, ctx)[LIBRARY].call),
+        "ours": capture_graph(lambda: all_gather(x, ctx, autotune=args.autotune)),
     }
-    samples = interleaved(calls, max(2, args.iters), args.warmup)
+    samples = time_interleaved(calls, max(2, args.iters), args.warmup)
     library, own = (samples[name].median * 1e3 for name in calls)
     nbytes = x.nbytes * ctx.num_ranks
     compared = (
@@ -72,7 +72,7 @@ def main() -> None:
         if args.case != "check":
             heading = "median of the slowest rank; x: speedup over the library"
             dist_print(heading if is_cuda() else NO_TIMES)
-        with ALL_GATHER.context(Size(args.max_nbytes), dtype_named(args.dtype)) as ctx:
+        with ALL_GATHER.context(CollectiveSize(args.max_nbytes), dtype_named(args.dtype)) as ctx:
             elements = args.max_nbytes // ctx.num_ranks // dtype_named(args.dtype).itemsize
             while elements > 16:
                 if args.case != "perf":

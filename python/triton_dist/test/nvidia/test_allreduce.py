@@ -34,8 +34,8 @@ from triton_dist.test.utils import (
     profile,
     report_passed,
 )
-from triton_dist.testing.opinfo.collectives import ALL_REDUCE, IN_PLACE, LIBRARY, Size
-from triton_dist.testing.timing import captured, interleaved
+from triton_dist.testing.opinfo.collectives import ALL_REDUCE, IN_PLACE, LIBRARY, CollectiveSize
+from triton_dist.testing.timing import capture_graph, time_interleaved
 from triton_dist.utils import dist_print, is_cuda, rand_tensor
 
 _CPU_SCALE = 256
@@ -154,9 +154,9 @@ def perf(args: argparse.Namespace, ctx: AllReduceContext) -> None:
         x = make_data(args, elements)
         check_sum(x, run_all_reduce(args, x, ctx))
         baselines = ALL_REDUCE.baselines({"x": x}, ctx)
-        calls = {name: captured(baselines[name].call) for name in (LIBRARY, IN_PLACE)}
-        calls["ours"] = captured(lambda x=x: run_all_reduce(args, x, ctx))  # type: ignore[misc]
-        samples = interleaved(calls, max(2, args.iters), args.warmup)
+        calls = {name: capture_graph(baselines[name].call) for name in (LIBRARY, IN_PLACE)}
+        calls["ours"] = capture_graph(lambda x=x: run_all_reduce(args, x, ctx))  # type: ignore[misc]
+        samples = time_interleaved(calls, max(2, args.iters), args.warmup)
         own, library, in_place = (
             samples[name].median * 1e3 for name in ("ours", LIBRARY, IN_PLACE)
         )
@@ -181,7 +181,7 @@ def main() -> None:
     args = get_args()
     with (
         on_ranks(args.seed),
-        ALL_REDUCE.context(Size(args.max_nbytes), dtype_named(args.dtype)) as ctx,
+        ALL_REDUCE.context(CollectiveSize(args.max_nbytes), dtype_named(args.dtype)) as ctx,
     ):
         (check if args.case == "check" else perf)(args, ctx)
 

@@ -32,7 +32,7 @@ from triton_dist.test.utils import (
 )
 from triton_dist.testing.assertions import assert_bitwise_equal
 from triton_dist.testing.opinfo.base import tolerance
-from triton_dist.testing.timing import captured, interleaved
+from triton_dist.testing.timing import capture_graph, time_interleaved
 from triton_dist.utils import dist_print, is_cuda
 
 
@@ -105,9 +105,9 @@ def run_round(
             "reduce-scatter": lambda: ep_combine.fn(y, received, ctx, algorithm="collective"),
         }
         rounds, warmup = (args.iters, args.warmup) if is_cuda() else (1, 0)
-        graphs = {name: captured(call) for name, call in calls.items()}
+        graphs = {name: capture_graph(call) for name, call in calls.items()}
         dist_print("slowest rank, cold cache, median" if is_cuda() else NO_TIMES)
-        for name, sample in interleaved(graphs, rounds=rounds, warmup_rounds=warmup).items():
+        for name, sample in time_interleaved(graphs, rounds=rounds, warmup_rounds=warmup).items():
             dist_print(f"{name:32}{sample.median:10.3f} ms")
         profile("ep_a2a_perf", args.profile, calls["ep_dispatch"], calls["ep_combine"])
 

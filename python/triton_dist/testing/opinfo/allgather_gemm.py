@@ -25,7 +25,7 @@ from triton_dist.testing.opinfo.base import (
     meta_with_layout,
 )
 from triton_dist.testing.opinfo.gemm import GEMMOpInfo, Shape
-from triton_dist.testing.opinfo.scaled import gather, in_fp32, multiply, scales_of
+from triton_dist.testing.opinfo.scaled import gather_with_scales, in_fp32, multiply, scales_of
 
 ASYNC_TP = "torch async-TP"
 
@@ -59,7 +59,7 @@ class AllGatherGEMMOpInfo(GEMMOpInfo):
     """Operands ``A`` [M / W, K] and ``B`` [K, N / W], for W ranks. The result is ``all_gather(A) @
     B``, [M, N / W]."""
 
-    transfer, serial = "all-gather", "all-gather + matmul"
+    collective_name, serial_name = "all-gather", "all-gather + matmul"
     sums_over_ranks = False
 
     def operand_sizes(
@@ -74,25 +74,25 @@ class AllGatherGEMMOpInfo(GEMMOpInfo):
     def context(self, shape: Shape, dtype: torch.dtype, group: Any = None, **options: Any) -> Any:
         ranks = group_for(group)
         return create_ag_gemm_context(
-            shape.M, shape.N, shape.K, self.dtypes(dtype)[0], ranks.rank, ranks.size,
+            shape.M, shape.N, shape.K, self.io_dtypes(dtype)[0], ranks.rank, ranks.size,
             group=group, **options,
         )  # fmt: skip
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         A, B = in_fp32(operands["A"], operands["B"], scales_of(operands))
         rows = libraries.all_gather_rows(A, group)
-        return torch.matmul(rows, B).to(self.dtypes(operands["A"].dtype)[1])
+        return torch.matmul(rows, B).to(self.io_dtypes(operands["A"].dtype)[1])
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
         """Return the baselines. The GEMM alone uses rows that this method gathers once."""
         A, B, group, scales = operands["A"], operands["B"], ctx.group, scales_of(operands)
-        rows, all_scales = gather(A, scales, group)
+        rows, all_scales = gather_with_scales(A, scales, group)
 
         def serial() -> torch.Tensor:
-            rows, all_scales = gather(A, scales, group)
+            rows, all_scales = gather_with_scales(A, scales, group)
             return multiply(rows, B, all_scales)
 
-        calls = {self.serial: serial}
+        calls = {self.serial_name: serial}
         if self.has_async_tp(A, group, libraries.ALL_GATHER_MATMUL):
             calls[ASYNC_TP] = lambda: libraries.async_tp_matmul(
                 A, B, group, scales=Scaling(**scales).row_wise(A, B)
@@ -104,7 +104,8 @@ class AllGatherGEMMOpInfo(GEMMOpInfo):
         }
 
     def cost(self, shape: Shape, dtype: torch.dtype, num_ranks: int) -> Cost:
-        M, N, K, (operand, result) = shape.M, shape.N / num_ranks, shape.K, self.dtypes(dtype)
+        M, N, K = shape.M, shape.N / num_ranks, shape.K
+        operand, result = self.io_dtypes(dtype)
         return Cost(
             operand,
             flops=2 * M * N * K,

@@ -35,12 +35,12 @@ from triton_dist.testing.opinfo.base import (
     other_dtype,
 )
 from triton_dist.testing.opinfo.moe import (
-    FIRST_PRODUCTS,
+    FIRST_GEMMS,
     GroupedShape,
     RoutedOpInfo,
     routed_product,
 )
-from triton_dist.testing.opinfo.scaled import gather, new_scales, scales_of
+from triton_dist.testing.opinfo.scaled import gather_with_scales, new_scales, scales_of
 
 LIBRARIES = "all-gather + torch grouped_mm"
 
@@ -49,9 +49,9 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
     """Operands ``a`` [M / W, K], ``b`` [E, K, N / W] and ``full_topk_ids`` [M, topk], for W ranks.
     Rank 0 broadcasts the ids, so they are equal on all ranks of the world."""
 
-    models, shapes = FIRST_PRODUCTS, tuple(FIRST_PRODUCTS.values())
-    positional = ("a", "b", "ctx", "full_topk_ids")
-    transfer, serial = "all-gather", "all-gather + grouped_gemm"
+    model_shapes, shapes = FIRST_GEMMS, tuple(FIRST_GEMMS.values())
+    positional_names = ("a", "b", "ctx", "full_topk_ids")
+    collective_name, serial_name = "all-gather", "all-gather + grouped_gemm"
     library_algorithms, algorithm_tunables = (Library.name,), ("num_groups", "gather")
 
     def smaller(self, shape: GroupedShape, divisor: int, num_ranks: int) -> GroupedShape:
@@ -64,7 +64,7 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
     ) -> MoEAllGatherGroupGEMMTensorParallelContext:
         ranks = group_for(group)
         return create_ag_group_gemm_context(
-            shape.M, shape.N // ranks.size, shape.K, shape.E, shape.topk, self.dtypes(dtype)[0],
+            shape.M, shape.N // ranks.size, shape.K, shape.E, shape.topk, self.io_dtypes(dtype)[0],
             ranks.rank, ranks.size, ranks.size, group=group, **options,
         )  # fmt: skip
 
@@ -86,32 +86,32 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
         """Draw new ids and values of ``a``. Results have a standard deviation of 1."""
         a, b, ids = operands["a"], operands["b"], operands["full_topk_ids"]
         fill(a, operands, a.shape[1], generator)
-        self.draw(ids, len(b), generator)
+        self.draw_ids(ids, len(b), generator)
         if num_ranks > 1:
             dist.broadcast(ids, 0)
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         rows, scales = operands["a"], scales_of(operands)
-        dtype = self.dtypes(rows.dtype)[1]
+        dtype = self.io_dtypes(rows.dtype)[1]
         if group_for(group).size > 1:
-            rows, scales = gather(rows, scales, group)
+            rows, scales = gather_with_scales(rows, scales, group)
         return routed_product(rows, operands["b"], operands["full_topk_ids"], dtype, scales)
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
         """Return the baselines. The GEMM alone uses rows that this method gathers once."""
         a, b, ids = operands["a"], operands["b"], operands["full_topk_ids"]
         group, scales = ctx.group, scales_of(operands)
-        rows, all_scales = gather(a, scales, group)
+        rows, all_scales = gather_with_scales(a, scales, group)
         grouped_gemm(rows, b, ids, **all_scales)  # tune now, because graph capture cannot tune
 
         def serial() -> torch.Tensor:
-            rows, all_scales = gather(a, scales, group)
+            rows, all_scales = gather_with_scales(a, scales, group)
             return grouped_gemm(rows, b, ids, **all_scales)
 
         baselines = {
             "GEMM alone": Baseline("gemm", lambda: grouped_gemm(rows, b, ids, **all_scales)),
             **transfer_baselines(a, ctx),
-            self.serial: self.checked_baseline(serial, operands, group),
+            self.serial_name: self.checked_baseline(serial, operands, group),
         }
         key = check_operands(a, b, ctx, ids, scaling_of(**scales))
         if has_fast_library() and is_library_candidate(key):

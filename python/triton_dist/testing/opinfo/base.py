@@ -130,24 +130,24 @@ class OpInfo(ABC, Generic[S]):
 
     Attributes:
         op: the tuned op.
-        shape: the type ``S``, a dataclass of ints.
+        shape_type: the type ``S``, a dataclass of ints.
         shapes: shapes for which the op must be fast.
-        positional: names of the operands, and ``ctx``, that a call passes by position.
-        transfer: name of the collective that the op contains.
-        serial: name of the baseline that runs GEMM and collective in sequence.
-        overlaps: the op overlaps a collective with compute. If not, ``serial`` names a library's
-            implementation of the op.
+        positional_names: names of the operands, and ``ctx``, that a call passes by position.
+        collective_name: name of the collective that the op contains.
+        serial_name: name of the baseline that runs GEMM and collective in sequence.
+        overlaps: the op overlaps a collective with compute. If not, ``serial_name`` is the name of
+            a library's implementation of the op.
         library_algorithms: names of algorithms that call libraries, in addition to
             ``LibraryAlgorithm``.
         algorithm_tunables: tunables that, with ``algorithm``, distinguish algorithms in tables.
         recipe: kind of fp8 scales. Operands are then e4m3, results bf16. ``None``: no fp8.
     """
 
-    shape: type[S]
+    shape_type: type[S]
     shapes: Sequence[S]
-    positional: ClassVar[tuple[str, ...]]
-    transfer: ClassVar[str]
-    serial: ClassVar[str]
+    positional_names: ClassVar[tuple[str, ...]]
+    collective_name: ClassVar[str]
+    serial_name: ClassVar[str]
     overlaps: ClassVar[bool] = True
     library_algorithms: ClassVar[tuple[str, ...]] = ()
     algorithm_tunables: ClassVar[tuple[str, ...]] = ()
@@ -166,7 +166,7 @@ class OpInfo(ABC, Generic[S]):
         info.recipe = RECIPES.get(name)
         return info
 
-    def dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    def io_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtypes of operands and results: e4m3 and bf16 for fp8, else ``dtype``."""
         is_fp8 = self.recipe is not None or dtype in FP8
         return (torch.float8_e4m3fn, torch.bfloat16) if is_fp8 else (dtype, dtype)
@@ -231,7 +231,7 @@ class OpInfo(ABC, Generic[S]):
     def arguments(self, operands: Operands, ctx: Any) -> Call:
         """Return the arguments of a call, without tunables."""
         named = {**operands, "ctx": ctx}
-        return tuple(named[name] for name in self.positional), scales_of(operands)
+        return tuple(named[name] for name in self.positional_names), scales_of(operands)
 
     def output(self, result: Any) -> torch.Tensor:
         """Return the tensor to compare with ``reference``."""
@@ -268,12 +268,12 @@ class OpInfo(ABC, Generic[S]):
     def cost(self, shape: S, dtype: torch.dtype, num_ranks: int) -> Cost:
         """Return the work of a call on each rank."""
 
-    def is_own(self, config: Mapping[str, Any]) -> bool:
+    def is_our_algorithm(self, config: Mapping[str, Any]) -> bool:
         """Return whether a config runs an algorithm of this package, not a library's."""
         libraries = (*(method.value for method in LibraryAlgorithm), *self.library_algorithms)
         return config["algorithm"] not in libraries
 
-    def algorithm(self, config: Mapping[str, Any]) -> Hashable:
+    def algorithm_and_tunables(self, config: Mapping[str, Any]) -> Hashable:
         """Return a config's values of ``algorithm`` and ``algorithm_tunables``."""
         return (config["algorithm"], *(config.get(name) for name in self.algorithm_tunables))
 

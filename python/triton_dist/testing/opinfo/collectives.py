@@ -44,7 +44,7 @@ LIBRARY, IN_PLACE = "library", "library, in place"
 
 
 @dataclass(frozen=True)
-class Size:
+class CollectiveSize:
     """Bytes of a rank's input or, for an all-gather, of its output."""
 
     nbytes: int
@@ -53,16 +53,16 @@ class Size:
         return f"{self.nbytes} bytes"
 
 
-class CollectiveOpInfo(OpInfo[Size]):
+class CollectiveOpInfo(OpInfo[CollectiveSize]):
     """A collective of a one-dimensional ``x`` with uniform random values from -1 to 1.
 
     Attributes:
         scatters: the result is only this rank's shard of the sum.
     """
 
-    shape, serial, overlaps = Size, LIBRARY, False
-    positional = ("x", "ctx")
-    shapes = tuple(Size(1 << exponent) for exponent in range(14, 29))
+    shape_type, serial_name, overlaps = CollectiveSize, LIBRARY, False
+    positional_names = ("x", "ctx")
+    shapes = tuple(CollectiveSize(1 << exponent) for exponent in range(14, 29))
     scatters: ClassVar[bool] = False
 
     @abstractmethod
@@ -73,27 +73,29 @@ class CollectiveOpInfo(OpInfo[Size]):
     def library(self, x: torch.Tensor, group: Group) -> torch.Tensor:
         """Return the result of the group's collective (NCCL; gloo on CPU ranks), out of place."""
 
-    def smaller(self, shape: Size, divisor: int, num_ranks: int) -> Size:
-        return Size(max(1, shape.nbytes // divisor))
+    def smaller(self, shape: CollectiveSize, divisor: int, num_ranks: int) -> CollectiveSize:
+        return CollectiveSize(max(1, shape.nbytes // divisor))
 
-    def context(self, shape: Size, dtype: torch.dtype, group: Any = None, **options: Any) -> Any:
+    def context(
+        self, shape: CollectiveSize, dtype: torch.dtype, group: Any = None, **options: Any
+    ) -> Any:
         """Create a context with memory for at least one element per rank."""
         ranks = group_for(group)
-        room = max(shape.nbytes, ranks.size * dtype.itemsize)
-        return self.create(room, ranks.rank, ranks.size, ranks.size, group=group, **options)
+        max_nbytes = max(shape.nbytes, ranks.size * dtype.itemsize)
+        return self.create(max_nbytes, ranks.rank, ranks.size, ranks.size, group=group, **options)
 
-    def elements(self, shape: Size, dtype: torch.dtype, num_ranks: int) -> int:
+    def elements(self, shape: CollectiveSize, dtype: torch.dtype, num_ranks: int) -> int:
         """Return the number of elements of x: a positive multiple of the number of ranks."""
         return max(1, shape.nbytes // dtype.itemsize // num_ranks) * num_ranks
 
     def allocate(
-        self, shape: Size, dtype: torch.dtype, num_ranks: int, generator: Generator | None
+        self, shape: CollectiveSize, dtype: torch.dtype, num_ranks: int, generator: Generator | None
     ) -> Operands:
         elements = self.elements(shape, dtype, num_ranks)
         return {"x": torch.empty(elements, dtype=dtype, device=current_device().torch_device)}
 
-    def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> Size:
-        return Size(operands["x"].nbytes)
+    def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> CollectiveSize:
+        return CollectiveSize(operands["x"].nbytes)
 
     def refill(
         self, operands: Operands, num_ranks: int, generator: Generator | None = None
@@ -118,7 +120,7 @@ class CollectiveOpInfo(OpInfo[Size]):
         x, group = operands["x"], ctx.group
         return {LIBRARY: self.checked_baseline(lambda: self.library(x, group), operands, group)}
 
-    def cost(self, shape: Size, dtype: torch.dtype, num_ranks: int) -> Cost:
+    def cost(self, shape: CollectiveSize, dtype: torch.dtype, num_ranks: int) -> Cost:
         """Return the cost: a rank reads x, writes the result, and sends all shards but its own."""
         nbytes = shape.nbytes
         return Cost(
@@ -170,7 +172,7 @@ class CollectiveOpInfo(OpInfo[Size]):
 class AllReduceOpInfo(CollectiveOpInfo):
     """Operand ``x``; the result is the sum of x over ranks."""
 
-    transfer = "all-reduce"
+    collective_name = "all-reduce"
     create = staticmethod(create_allreduce_ctx)
 
     def library(self, x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -192,7 +194,7 @@ class AllReduceOpInfo(CollectiveOpInfo):
             IN_PLACE: Baseline("baseline", lambda: libraries.all_reduce(zeros, group)),
         }
 
-    def cost(self, shape: Size, dtype: torch.dtype, num_ranks: int) -> Cost:
+    def cost(self, shape: CollectiveSize, dtype: torch.dtype, num_ranks: int) -> Cost:
         """Return the cost: a rank sends shards to the ranks that sum them, then its sum to all."""
         cost = super().cost(shape, dtype, num_ranks)
         return dataclasses.replace(cost, link_bytes=2 * cost.link_bytes)
@@ -222,7 +224,7 @@ class ShardOpInfo(CollectiveOpInfo):
 class ReduceScatterOpInfo(ShardOpInfo):
     """Operand ``x``; the result is this rank's shard of the sum of x over ranks."""
 
-    transfer, scatters = "reduce-scatter", True
+    collective_name, scatters = "reduce-scatter", True
     create = staticmethod(create_reduce_scatter_ctx)
 
     def library(self, x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -236,14 +238,14 @@ class ReduceScatterOpInfo(ShardOpInfo):
 class AllGatherOpInfo(ShardOpInfo):
     """Operand ``x``, this rank's shard; the result is the concatenation of all shards."""
 
-    transfer = "all-gather"
+    collective_name = "all-gather"
     create = staticmethod(create_all_gather_ctx)
 
-    def elements(self, shape: Size, dtype: torch.dtype, num_ranks: int) -> int:
+    def elements(self, shape: CollectiveSize, dtype: torch.dtype, num_ranks: int) -> int:
         return super().elements(shape, dtype, num_ranks) // num_ranks
 
-    def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> Size:
-        return Size(operands["x"].nbytes * num_ranks)
+    def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> CollectiveSize:
+        return CollectiveSize(operands["x"].nbytes * num_ranks)
 
     def library(self, x: torch.Tensor, group: Group) -> torch.Tensor:
         return libraries.all_gather_rows(x, group)
@@ -255,7 +257,7 @@ class AllGatherOpInfo(ShardOpInfo):
         """Return 0: elements are copied."""
         return 0.0
 
-    def cost(self, shape: Size, dtype: torch.dtype, num_ranks: int) -> Cost:
+    def cost(self, shape: CollectiveSize, dtype: torch.dtype, num_ranks: int) -> Cost:
         nbytes, shard = shape.nbytes, shape.nbytes / num_ranks
         return Cost(
             dtype, flops=0, read_bytes=shard, written_bytes=nbytes, link_bytes=nbytes - shard

@@ -45,9 +45,9 @@ class DecodeOpInfo(ExchangeOpInfo[DecodeShape]):
     """Operands ``q`` [batch, heads, head_dim], ``k_cache``, ``v_cache`` and ``kv_lens``. ``q`` and
     ``kv_lens`` are equal on all ranks. The caches are not paged and have this rank's tokens."""
 
-    shape, shapes = DecodeShape, (DecodeShape(65536, 1, 96, 12, 128),)
-    transfer, create = "all-gather", staticmethod(create_sp_decode_context)
-    positional = ("q", "k_cache", "v_cache", "kv_lens", "ctx")
+    shape_type, shapes = DecodeShape, (DecodeShape(65536, 1, 96, 12, 128),)
+    collective_name, create = "all-gather", staticmethod(create_sp_decode_context)
+    positional_names = ("q", "k_cache", "v_cache", "kv_lens", "ctx")
     baseline_algorithm, refilled_operands = "all_to_all", ("k_cache", "v_cache")
     library_algorithms = ("library", "library_reduce_scatter")
 

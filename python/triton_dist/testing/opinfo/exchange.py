@@ -34,7 +34,7 @@ class ExchangeOpInfo(OpInfo[S]):
         refilled_operands: names of the operands that ``refill`` writes.
     """
 
-    serial, overlaps = "library", False
+    serial_name, overlaps = "library", False
     create: ClassVar[Callable[..., Any]]
     baseline_algorithm: ClassVar[str] = "collective"
     refilled_operands: ClassVar[tuple[str, ...]]
@@ -57,7 +57,7 @@ class ExchangeOpInfo(OpInfo[S]):
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
         args, _ = self.arguments(operands, ctx)
         call = lambda: self.output(self.op.fn(*args, algorithm=self.baseline_algorithm))  # noqa: E731
-        return {self.serial: self.checked_baseline(call, operands, ctx.group)}
+        return {self.serial_name: self.checked_baseline(call, operands, ctx.group)}
 
 
 def gathered(shard: torch.Tensor, group: Group) -> torch.Tensor:

@@ -33,7 +33,7 @@ from triton_dist.testing.opinfo.base import (
 from triton_dist.testing.opinfo.exchange import META_DEVICE, ExchangeOpInfo, gathered
 from triton_dist.testing.opinfo.moe import uniform_ids
 
-LOCAL_EXPERTS = 4
+EXPERTS_PER_RANK = 4
 """Number of experts per rank."""
 
 
@@ -52,9 +52,9 @@ class TokenShape:
 class EPOpInfo(ExchangeOpInfo[TokenShape]):
     """Operands ``topk_ids`` and ``topk_weights`` [M / W, topk], for W ranks, and rows to send."""
 
-    shape: type[TokenShape] = TokenShape
+    shape_type: type[TokenShape] = TokenShape
     shapes: Sequence[TokenShape] = (TokenShape(8192, 7168, 2), TokenShape(256, 7168, 4))
-    transfer, create = "all-to-all", staticmethod(create_ep_context)
+    collective_name, create = "all-to-all", staticmethod(create_ep_context)
     row_operand: ClassVar[str]
     """Name of the operand whose rows [·, hidden] are sent: ``x`` (dispatch) or ``y`` (combine)."""
 
@@ -64,7 +64,7 @@ class EPOpInfo(ExchangeOpInfo[TokenShape]):
         return TokenShape(M, hidden, shape.topk)
 
     def context_sizes(self, shape: TokenShape, num_ranks: int) -> tuple[int, ...]:
-        return shape.M // num_ranks, shape.hidden, LOCAL_EXPERTS * num_ranks, shape.topk
+        return shape.M // num_ranks, shape.hidden, EXPERTS_PER_RANK * num_ranks, shape.topk
 
     def allocate(
         self, shape: TokenShape, dtype: torch.dtype, num_ranks: int, generator: Generator | None
@@ -82,7 +82,7 @@ class EPOpInfo(ExchangeOpInfo[TokenShape]):
         self, operands: Operands, num_ranks: int, generator: Generator | None = None
     ) -> None:
         super().refill(operands, num_ranks, generator)
-        (tokens, topk), experts = operands["topk_ids"].shape, LOCAL_EXPERTS * num_ranks
+        (tokens, topk), experts = operands["topk_ids"].shape, EXPERTS_PER_RANK * num_ranks
         device = operands["topk_ids"].device
         operands["topk_ids"].copy_(uniform_ids(tokens, experts, topk, device, generator))
 
@@ -99,7 +99,7 @@ class EPOpInfo(ExchangeOpInfo[TokenShape]):
         ids, weights = operands["topk_ids"], operands["topk_weights"]
         expert, weights = (gathered(each, group).flatten() for each in (ids, weights))
         order = expert.argsort(stable=True)
-        return expert[order].long() // LOCAL_EXPERTS, order // ids.shape[1], weights[order]
+        return expert[order].long() // EXPERTS_PER_RANK, order // ids.shape[1], weights[order]
 
     def output(self, result: Any) -> torch.Tensor:
         """Return the rows that a dispatch received, sorted by expert; or a combine's result."""
@@ -144,7 +144,7 @@ class DispatchOpInfo(EPOpInfo):
     one of this rank's experts."""
 
     row_operand, refilled_operands = "x", ("x", "topk_weights")
-    positional: ClassVar[tuple[str, ...]] = ("x", "topk_ids", "ctx", "topk_weights")
+    positional_names: ClassVar[tuple[str, ...]] = ("x", "topk_ids", "ctx", "topk_weights")
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         rank, token, _ = self.sorted_routes(operands, group)
@@ -227,28 +227,31 @@ class DispatchGroupGemmOpInfo(DispatchOpInfo):
     """Operands of a dispatch, and ``B`` [experts per rank, hidden, N]. The result has a row for
     each choice of one of this rank's experts."""
 
-    shape = MultipliedTokenShape
+    shape_type = MultipliedTokenShape
     shapes = (
         MultipliedTokenShape(8192, 4096, 2, 28672), MultipliedTokenShape(8192, 2048, 8, 1536),
     )  # fmt: skip
-    positional = ("x", "topk_ids", "B", "ctx", "topk_weights")
+    positional_names = ("x", "topk_ids", "B", "ctx", "topk_weights")
     baseline_algorithm, library_algorithms = "library", ("library",)
 
     def smaller(self, shape: Any, divisor: int, num_ranks: int) -> MultipliedTokenShape:
-        sent, N = super().smaller(shape, divisor, num_ranks), max(16, shape.N // divisor // 16 * 16)
-        return MultipliedTokenShape(sent.M, sent.hidden, sent.topk, N)
+        tokens, N = (
+            super().smaller(shape, divisor, num_ranks),
+            max(16, shape.N // divisor // 16 * 16),
+        )
+        return MultipliedTokenShape(tokens.M, tokens.hidden, tokens.topk, N)
 
     def allocate(
         self, shape: Any, dtype: torch.dtype, num_ranks: int, generator: Generator | None
     ) -> Operands:
         operands = super().allocate(shape, dtype, num_ranks, generator)
-        sizes = LOCAL_EXPERTS, shape.hidden, shape.N
+        sizes = EXPERTS_PER_RANK, shape.hidden, shape.N
         # Products then have a standard deviation of 1.
         return {**operands, "B": uniform(sizes, dtype, generator, 3 / shape.hidden**0.5)}
 
     def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> MultipliedTokenShape:
-        sent = super().shape_of(operands, num_ranks)
-        return MultipliedTokenShape(sent.M, sent.hidden, sent.topk, operands["B"].shape[2])
+        tokens = super().shape_of(operands, num_ranks)
+        return MultipliedTokenShape(tokens.M, tokens.hidden, tokens.topk, operands["B"].shape[2])
 
     def output(self, result: Any) -> torch.Tensor:
         if isinstance(result, tuple):
@@ -259,8 +262,8 @@ class DispatchGroupGemmOpInfo(DispatchOpInfo):
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         rows, B = super().reference(operands, group), operands["B"]
         expert = gathered(operands["topk_ids"], group).flatten().sort().values.long()
-        expert = expert - group_for(group).rank * LOCAL_EXPERTS
-        expert = expert[(expert >= 0) & (expert < LOCAL_EXPERTS)]
+        expert = expert - group_for(group).rank * EXPERTS_PER_RANK
+        expert = expert[(expert >= 0) & (expert < EXPERTS_PER_RANK)]
         product = rows.new_empty(len(rows), B.shape[2])
         for index, weights in enumerate(B):
             chosen = expert == index
@@ -272,19 +275,22 @@ class DispatchGroupGemmOpInfo(DispatchOpInfo):
 
     def cost(self, shape: Any, dtype: torch.dtype, num_ranks: int) -> Cost:
         """Return the cost if tokens choose all experts with equal probability."""
-        sent, routes = super().cost(shape, dtype, num_ranks), shape.M * shape.topk / num_ranks
-        weights = LOCAL_EXPERTS * shape.hidden * shape.N
+        dispatch_cost, routes = (
+            super().cost(shape, dtype, num_ranks),
+            shape.M * shape.topk / num_ranks,
+        )
+        weights = EXPERTS_PER_RANK * shape.hidden * shape.N
         return replace(
-            sent, flops=int(2 * routes * shape.hidden * shape.N),
-            read_bytes=sent.read_bytes + sent.written_bytes + weights * dtype.itemsize,
-            written_bytes=sent.written_bytes + routes * shape.N * dtype.itemsize,
+            dispatch_cost, flops=int(2 * routes * shape.hidden * shape.N),
+            read_bytes=dispatch_cost.memory_bytes + weights * dtype.itemsize,
+            written_bytes=dispatch_cost.written_bytes + routes * shape.N * dtype.itemsize,
         )  # fmt: skip
 
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        B, of_dispatch = good["B"], super().error_inputs(good, num_ranks)
-        del of_dispatch["num_sms"], of_dispatch["alignment"]
+        B, dispatch_errors = good["B"], super().error_inputs(good, num_ranks)
+        del dispatch_errors["num_sms"], dispatch_errors["alignment"]
         return {
-            **of_dispatch,
+            **dispatch_errors,
             "B": {"B": None},
             "B.dtype": {"B": B.double()},
             "B.device": {"B": B.to("meta")},

@@ -50,11 +50,11 @@ class Shape:
     def __str__(self) -> str:
         return f"{self.M}x{self.N}x{self.K}"
 
-    def smaller(self, divisor: int, num_ranks: int, any_rows: bool = False) -> Shape:
+    def smaller(self, divisor: int, num_ranks: int, returns_all_rows: bool = False) -> Shape:
         """Divide every size by ``divisor``; round M and N down to multiples of ``num_ranks``. Each
-        size is at least 1. With ``any_rows``, M is not rounded."""
+        size is at least 1. With ``returns_all_rows``, M is not rounded."""
         M, N = (max(1, size // divisor // num_ranks) * num_ranks for size in (self.M, self.N))
-        if any_rows:
+        if returns_all_rows:
             M = max(1, self.M // divisor)
         return Shape(M, N, max(1, self.K // divisor))
 
@@ -75,25 +75,26 @@ class GEMMOpInfo(OpInfo[Shape]):
 
     Attributes:
         sums_over_ranks: K is sharded, as in a layer's last GEMM. If false, N is sharded.
-        any_rows: every rank gets all rows of the result, so M need not be a multiple of the ranks.
+        returns_all_rows: every rank gets all rows of the result, so M need not be a multiple of the
+            number of ranks.
     """
 
-    shape = Shape
+    shape_type = Shape
     shapes: Sequence[Shape] = SHAPES
     algorithm_tunables = ("num_chunks",)
     sums_over_ranks: ClassVar[bool]
-    any_rows: ClassVar[bool] = False
+    returns_all_rows: ClassVar[bool] = False
 
     def smaller(self, shape: Shape, divisor: int, num_ranks: int) -> Shape:
-        return shape.smaller(divisor, num_ranks, self.any_rows)
+        return shape.smaller(divisor, num_ranks, self.returns_all_rows)
 
-    def layer(self, M: int, N: int, K: int) -> Shape:
+    def layer_shape(self, M: int, N: int, K: int) -> Shape:
         """Return the op's shape in a feed-forward layer whose first GEMM has sizes M, N and K."""
         return Shape(M, K, N) if self.sums_over_ranks else Shape(M, N, K)
 
     def shape_from_rank(self, rows: int, columns: int, K: int, num_ranks: int) -> Shape:
         """Return the global shape from one rank's K, and rows and columns of its result."""
-        rows = rows if self.any_rows else rows * num_ranks
+        rows = rows if self.returns_all_rows else rows * num_ranks
         if self.sums_over_ranks:
             return Shape(rows, columns, K * num_ranks)
         return Shape(rows, columns * num_ranks, K)
@@ -117,7 +118,7 @@ class GEMMOpInfo(OpInfo[Shape]):
         column-major if ``column_major`` is set or B is fp8. With ``has_bias``, there is also a bias
         [N] with values from -1 to 1, which rank 0 broadcasts to all ranks of the world."""
         a_sizes, (K, N) = self.operand_sizes(shape, num_ranks)
-        operand, result = self.dtypes(dtype)
+        operand, result = self.io_dtypes(dtype)
         column_major |= self.recipe is not None
         B = uniform((N, K) if column_major else (K, N), operand, generator)
         operands = {"A": B.new_empty(a_sizes), "B": B.T if column_major else B}
@@ -161,7 +162,7 @@ class GEMMOpInfo(OpInfo[Shape]):
         a context that was created for the rows of ``good``."""
         A, B = good["A"], good["B"]
         (rows, K), N, other = A.shape, B.shape[1], other_dtype(A.dtype)
-        step = 1 if self.any_rows or not self.sums_over_ranks else num_ranks
+        step = 1 if self.returns_all_rows or not self.sums_over_ranks else num_ranks
         return {
             **operand_errors("A", A),
             "A (of another library)": {"A": A.cpu().numpy()},
@@ -210,7 +211,7 @@ class SummedGEMMOpInfo(GEMMOpInfo):
     def context(self, shape: Shape, dtype: torch.dtype, group: Any = None, **options: Any) -> Any:
         ranks = group_for(group)
         return self.create(
-            shape.M, shape.N, ranks.rank, ranks.size, ranks.size, self.dtypes(dtype)[1],
+            shape.M, shape.N, ranks.rank, ranks.size, ranks.size, self.io_dtypes(dtype)[1],
             tp_group=group, **options,
         )  # fmt: skip
 
@@ -218,9 +219,9 @@ class SummedGEMMOpInfo(GEMMOpInfo):
         A, bias = operands["A"], operands.get("bias")
         total = torch.matmul(*in_fp32(A, operands["B"], scales_of(operands)))
         dist.all_reduce(total, group=group)
-        if not self.any_rows:
+        if not self.returns_all_rows:
             total = own_rows(total, group)
-        return (total if bias is None else total + bias.float()).to(self.dtypes(A.dtype)[1])
+        return (total if bias is None else total + bias.float()).to(self.io_dtypes(A.dtype)[1])
 
     def checked_baseline(
         self, call: Callable[[], torch.Tensor], operands: Operands, group: Group = None
@@ -232,16 +233,17 @@ class SummedGEMMOpInfo(GEMMOpInfo):
         )
 
     def cost(self, shape: Shape, dtype: torch.dtype, num_ranks: int) -> Cost:
-        """Return the cost. Each row is sent to the rank that sums it; with ``any_rows``, the sum is
-        sent to all ranks."""
-        M, N, K, (operand, result) = shape.M, shape.N, shape.K / num_ranks, self.dtypes(dtype)
+        """Return the cost. Each row is sent to the rank that sums it. If
+        ``returns_all_rows``, the sum is sent to all ranks."""
+        M, N, K = shape.M, shape.N, shape.K / num_ranks
+        operand, result = self.io_dtypes(dtype)
         nbytes = M * N * result.itemsize
         return Cost(
             operand,
             flops=2 * M * N * K,
             read_bytes=(M * K + K * N) * operand.itemsize,
-            written_bytes=nbytes / (1 if self.any_rows else num_ranks),
-            link_bytes=(2 if self.any_rows else 1) * nbytes * (num_ranks - 1) / num_ranks,
+            written_bytes=nbytes / (1 if self.returns_all_rows else num_ranks),
+            link_bytes=(2 if self.returns_all_rows else 1) * nbytes * (num_ranks - 1) / num_ranks,
         )
 
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
@@ -262,7 +264,7 @@ class SummedGEMMOpInfo(GEMMOpInfo):
     def inputs_for(self, key: tuple[ProductKey, bool]) -> Call:
         (M, N, K, dtype, layout, contiguous, num_ranks), option = key
         # The key's M is a rounded size, which may not be a multiple of the ranks.
-        M -= 0 if self.any_rows else M % num_ranks
+        M -= 0 if self.returns_all_rows else M % num_ranks
         A = meta(dtype, M, K) if contiguous else meta(dtype, M, 2 * K)[:, ::2]
         slots = SimpleNamespace(epoch=meta(dtype, 1))
         ctx = SimpleNamespace(

@@ -26,33 +26,31 @@ from triton_dist.testing.opinfo.base import (
     other_dtype,
 )
 from triton_dist.testing.opinfo.moe import (
-    FIRST_PRODUCTS,
+    FIRST_GEMMS,
     GroupedShape,
     RoutedOpInfo,
     routed_product,
 )
 from triton_dist.testing.opinfo.scaled import (
-    library_product,
+    grouped_mm_call,
     multiply,
     new_scales,
-    rows_of,
     scales_for_grouped_mm,
     scales_of,
     scales_of_expert,
+    select_rows,
 )
 
-MODELS = {
-    name: dataclasses.replace(shape, N=shape.N // 2) for name, shape in FIRST_PRODUCTS.items()
-}
+MODELS = {name: dataclasses.replace(shape, N=shape.N // 2) for name, shape in FIRST_GEMMS.items()}
 """First GEMMs of MoE layers (gate and up together): sizes on each of two ranks."""
 
 
 class GroupedGEMMOpInfo(RoutedOpInfo):
     """Operands ``A`` [M, K], ``B`` [E, K, N] and random ``topk_ids`` [M, topk], on one GPU."""
 
-    models, shapes = MODELS, tuple(MODELS.values())
-    positional = ("A", "B", "topk_ids")
-    transfer, serial = "nothing", "grouped_mm between copies"
+    model_shapes, shapes = MODELS, tuple(MODELS.values())
+    positional_names = ("A", "B", "topk_ids")
+    collective_name, serial_name = "nothing", "grouped_mm between copies"
     overlaps, library_algorithms = False, (Library.name,)
 
     def smaller(self, shape: GroupedShape, divisor: int, num_ranks: int) -> GroupedShape:
@@ -82,10 +80,10 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
         """Draw new ids and values of ``A``. Results have a standard deviation of 1."""
         A, B, ids = operands["A"], operands["B"], operands["topk_ids"]
         fill(A, operands, A.shape[1], generator)
-        self.draw(ids, B.shape[0], generator)
+        self.draw_ids(ids, B.shape[0], generator)
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
-        A, dtype = operands["A"], self.dtypes(operands["A"].dtype)[1]
+        A, dtype = operands["A"], self.io_dtypes(operands["A"].dtype)[1]
         return routed_product(A, operands["B"], operands["topk_ids"], dtype, scales_of(operands))
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
@@ -99,7 +97,7 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
         flat = ids.flatten()
         order = flat.argsort(stable=True) // ids.shape[1]
         rows, dense_scales, library_scales = (
-            rows_of(A, order),
+            select_rows(A, order),
             scales_of_expert(scales, order, 0),
             scales_for_grouped_mm(A, B, scales),
         )
@@ -111,12 +109,12 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
 
         whole = self.checked_baseline(library, operands)
         baselines = {
-            "grouped_mm alone": Baseline("gemm", library_product(A, B, ends, order, scales)),
+            "grouped_mm alone": Baseline("gemm", grouped_mm_call(A, B, ends, order, scales)),
             "dense": Baseline("gemm", lambda: multiply(rows, B[0], dense_scales)),
-            self.serial: whole if library_scales is scales else Baseline("baseline", library),
+            self.serial_name: whole if library_scales is scales else Baseline("baseline", library),
         }
         if scales:
-            in_bf16 = library_product(A.bfloat16(), B.bfloat16(), ends, order, {})
+            in_bf16 = grouped_mm_call(A.bfloat16(), B.bfloat16(), ends, order, {})
             baselines["grouped_mm alone, bf16"] = Baseline("gemm", in_bf16)
         return baselines
 

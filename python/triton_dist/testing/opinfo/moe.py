@@ -11,7 +11,7 @@ import torch
 from torch import Generator
 
 from triton_dist.testing.opinfo.base import Cost, OpInfo, uniform
-from triton_dist.testing.opinfo.scaled import Scales, in_fp32, rows_of, scales_of_expert
+from triton_dist.testing.opinfo.scaled import Scales, in_fp32, scales_of_expert, select_rows
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class GroupedShape:
         return self.E * (1 - (1 - min(1.0, self.topk / self.E)) ** self.M)
 
 
-FIRST_PRODUCTS = {
+FIRST_GEMMS = {
     "Mixtral 8x7B": GroupedShape(8192, 28672, 4096, 8, 2),
     "Mixtral 8x22B": GroupedShape(8192, 32768, 6144, 8, 2),
     "Qwen3-30B-A3B": GroupedShape(8192, 1536, 2048, 128, 8),
@@ -43,9 +43,9 @@ FIRST_PRODUCTS = {
     "GPT-OSS-120B": GroupedShape(8192, 5760, 2880, 128, 4),
 }
 """Global sizes of the first GEMM of MoE layers (gate and up together), by model."""
-SECOND_PRODUCTS = {
+SECOND_GEMMS = {
     name: dataclasses.replace(shape, N=shape.K, K=shape.N // 2)
-    for name, shape in FIRST_PRODUCTS.items()
+    for name, shape in FIRST_GEMMS.items()
 }
 """Global sizes of the last GEMM of MoE layers (down), by model."""
 
@@ -65,8 +65,8 @@ def zipf_ids(
     """Draw like ``uniform_ids``, but expert e with a probability proportional to 1 / (e + 1)."""
     drawn = torch.rand((M, max(E, topk)), generator=generator, device=device)
     # The top k of log p + Gumbel noise are a sample without replacement.
-    rank = torch.arange(1, drawn.shape[1] + 1, device=device)
-    scores = -rank.log() - (-drawn.clamp(1e-9, 1 - 1e-7).log()).log()
+    expert_number = torch.arange(1, drawn.shape[1] + 1, device=device)
+    scores = -expert_number.log() - (-drawn.clamp(1e-9, 1 - 1e-7).log()).log()
     return (scores.topk(topk, dim=1).indices % E).int()
 
 
@@ -99,7 +99,9 @@ def routed_product(
     for expert in range(len(B)):
         route = (ids == expert).nonzero().flatten()
         rows = route // (len(ids) // len(A))
-        a, b = in_fp32(rows_of(A, rows), B[expert], scales_of_expert(scales or {}, rows, expert))
+        a, b = in_fp32(
+            select_rows(A, rows), B[expert], scales_of_expert(scales or {}, rows, expert)
+        )
         out[route] = (a @ b).to(out.dtype)
     return out
 
@@ -107,8 +109,8 @@ def routed_product(
 class RoutedOpInfo(OpInfo[GroupedShape]):
     """An op with expert ids among its operands, which ``ROUTINGS[routing]`` draws."""
 
-    shape = GroupedShape
-    models: ClassVar[Mapping[str, GroupedShape]]
+    shape_type = GroupedShape
+    model_shapes: ClassVar[Mapping[str, GroupedShape]]
     """Shapes of MoE layers, by name of the model."""
     routing = "even"
     """Key of ``ROUTINGS``."""
@@ -119,12 +121,13 @@ class RoutedOpInfo(OpInfo[GroupedShape]):
         """Return weights [E, K, N] with uniform values from -1 to 1; fp8 weights are K-major."""
         if self.recipe is None:
             return uniform((E, K, N), dtype, generator)
-        return uniform((E, N, K), self.dtypes(dtype)[0], generator).mT
+        return uniform((E, N, K), self.io_dtypes(dtype)[0], generator).mT
 
     def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:
         """Return the cost of a product of tokens that all ranks gather first. Weights are read for
         the expected number of experts with tokens."""
-        routes, N, (operand, result) = shape.M * shape.topk, shape.N / num_ranks, self.dtypes(dtype)
+        routes, N = shape.M * shape.topk, shape.N / num_ranks
+        operand, result = self.io_dtypes(dtype)
         elements = shape.M * shape.K + shape.used_experts * shape.K * N
         return Cost(
             operand,
@@ -134,7 +137,7 @@ class RoutedOpInfo(OpInfo[GroupedShape]):
             link_bytes=shape.M * shape.K * operand.itemsize * (num_ranks - 1) / num_ranks,
         )
 
-    def draw(self, ids: torch.Tensor, E: int, generator: Generator | None) -> None:
+    def draw_ids(self, ids: torch.Tensor, E: int, generator: Generator | None) -> None:
         """Write random ids of E experts to ``ids`` [M, topk]."""
         M, topk = ids.shape
         ids.copy_(ROUTINGS[self.routing](M, E, topk, ids.device, generator))

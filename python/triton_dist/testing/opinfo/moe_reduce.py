@@ -41,12 +41,12 @@ from triton_dist.testing.opinfo.base import (
     tolerance,
 )
 from triton_dist.testing.opinfo.moe import (
-    SECOND_PRODUCTS,
+    SECOND_GEMMS,
     GroupedShape,
     RoutedOpInfo,
     routed_product,
 )
-from triton_dist.testing.opinfo.scaled import library_product, new_scales, scales_of
+from triton_dist.testing.opinfo.scaled import grouped_mm_call, new_scales, scales_of
 
 
 class MoEReduceOpInfo(RoutedOpInfo):
@@ -56,8 +56,8 @@ class MoEReduceOpInfo(RoutedOpInfo):
     so it is equal on all ranks of the world.
     """
 
-    models, shapes = SECOND_PRODUCTS, tuple(SECOND_PRODUCTS.values())
-    positional = ("x", "weights", "chosen_experts", "expert_weight", "ctx")
+    model_shapes, shapes = SECOND_GEMMS, tuple(SECOND_GEMMS.values())
+    positional_names = ("x", "weights", "chosen_experts", "expert_weight", "ctx")
     library_algorithms, algorithm_tunables = ("library",), ("num_chunks", "reduction")
     scatters_rows: ClassVar[bool]
     """Each rank gets M / W rows of the sum, and W divides M. If false, each gets all rows."""
@@ -83,7 +83,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
         routes = shape.M * shape.topk
         return self.create(
             ranks.rank, ranks.size, ranks.size, routes, shape.N, shape.E, shape.topk,
-            self.dtypes(dtype)[1], tp_group=group, **options,
+            self.io_dtypes(dtype)[1], tp_group=group, **options,
         )  # fmt: skip
 
     def allocate(
@@ -113,7 +113,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
             operands[name] for name in ("x", "chosen_experts", "expert_weight")
         )
         fill(x, operands, x.shape[1] * num_ranks, generator)
-        self.draw(ids, len(operands["weights"]), generator)
+        self.draw_ids(ids, len(operands["weights"]), generator)
         drawn = (
             torch.rand(expert_weight.shape, generator=generator, device=expert_weight.device) + 0.1
         )
@@ -126,14 +126,14 @@ class MoEReduceOpInfo(RoutedOpInfo):
         x, weights, ids = operands["x"], operands["weights"], operands["chosen_experts"]
         products = routed_product(x, weights, ids, torch.float32, scales_of(operands))
         expert_weight = operands["expert_weight"]
-        named = (ids >= 0) & (ids < len(weights))
-        weighed = torch.where(named, expert_weight, 0).float()[:, :, None]
-        total = (products.view(*expert_weight.shape, -1) * weighed).sum(1)
+        is_valid = (ids >= 0) & (ids < len(weights))
+        route_weights = torch.where(is_valid, expert_weight, 0).float()[:, :, None]
+        total = (products.view(*expert_weight.shape, -1) * route_weights).sum(1)
         if dist.is_initialized():
             dist.all_reduce(total, group=group)
         if self.scatters_rows:
             total = own_rows(total, group)
-        return total.to(self.dtypes(x.dtype)[1])
+        return total.to(self.io_dtypes(x.dtype)[1])
 
     def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
         """Return the tolerance. An expert's products are rounded before they are weighted, and a
@@ -145,7 +145,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
         x, weights, group = operands["x"], operands["weights"], ctx.group
         ids, expert_weight = operands["chosen_experts"], operands["expert_weight"]
         M, N = len(ids), weights.shape[2]
-        zeros = x.new_zeros(M, N, dtype=self.dtypes(x.dtype)[1])
+        zeros = x.new_zeros(M, N, dtype=self.io_dtypes(x.dtype)[1])
         scales = scales_of(operands)
 
         # Tuning in the interpreter would take too long.
@@ -158,8 +158,10 @@ class MoEReduceOpInfo(RoutedOpInfo):
 
         baselines = {
             "our product alone": Baseline("gemm", product),
-            f"{self.transfer} alone": Baseline("transfer", lambda: self.reduce(zeros, group)),
-            self.serial: self.checked_baseline(
+            f"{self.collective_name} alone": Baseline(
+                "transfer", lambda: self.reduce(zeros, group)
+            ),
+            self.serial_name: self.checked_baseline(
                 lambda: self.reduce(product(), group), operands, group
             ),
         }
@@ -170,7 +172,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
                 0, order, torch.arange(len(flat), device=flat.device)
             )
             ends = torch.bincount(flat, minlength=len(weights)).cumsum(0).int()
-            multiply_sorted = library_product(x, weights, ends, order, scales)
+            multiply_sorted = grouped_mm_call(x, weights, ends, order, scales)
 
             def library_calls() -> torch.Tensor:
                 x.view(torch.bfloat16).index_select(0, order)  # the copy that sorts the rows
@@ -183,13 +185,14 @@ class MoEReduceOpInfo(RoutedOpInfo):
                 return self.reduce(added, group)
 
             baselines["grouped_mm alone"] = Baseline("gemm", multiply_sorted)
-            baselines[f"grouped_mm + {self.transfer}"] = Baseline("baseline", library_calls)
+            baselines[f"grouped_mm + {self.collective_name}"] = Baseline("baseline", library_calls)
         return baselines
 
     def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:
         """Return the cost. Weights are read for the expected number of experts with tokens. Rows
         are sent to the rank that adds them. If all ranks get all sums, sums are sent too."""
-        K, routes, (operand, result) = shape.K / num_ranks, shape.M * shape.topk, self.dtypes(dtype)
+        K, routes = shape.K / num_ranks, shape.M * shape.topk
+        operand, result = self.io_dtypes(dtype)
         rows = shape.M * shape.N * result.itemsize
         return Cost(
             operand,
@@ -272,7 +275,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
 class MoEReduceRSOpInfo(MoEReduceOpInfo):
     """The result is the sums of this rank's tokens, [M / W, N]."""
 
-    transfer, serial = "reduce-scatter", "our product + reduce-scatter"
+    collective_name, serial_name = "reduce-scatter", "our product + reduce-scatter"
     create = staticmethod(create_moe_rs_context)
     scatters_rows = True
 
@@ -287,7 +290,7 @@ class MoEReduceRSOpInfo(MoEReduceOpInfo):
 class MoEReduceAROpInfo(MoEReduceOpInfo):
     """The result is the sums of all tokens, [M, N], on every rank. M may be any number."""
 
-    transfer, serial = "all-reduce", "our product + all-reduce"
+    collective_name, serial_name = "all-reduce", "our product + all-reduce"
     create = staticmethod(create_moe_ar_context)
     scatters_rows = False
 

@@ -51,7 +51,7 @@ def in_fp32(A: torch.Tensor, B: torch.Tensor, scales: Scales) -> tuple[torch.Ten
     return Scaling(**scales).dequantised(A, B) if scales else (A.float(), B.float())
 
 
-def rows_of(A: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def select_rows(A: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Return ``A[index]``, also for fp8, which not every device can index."""
     return A.view(torch.uint8)[index].view(A.dtype) if A.dtype in FP8 else A[index]
 
@@ -68,7 +68,7 @@ def scales_of_expert(scales: Scales, rows: torch.Tensor, expert: int) -> Scales:
     return {"A_scale": a, "B_scale": b[expert : expert + 1] if b.ndim == 1 else b[expert]}
 
 
-def gather(
+def gather_with_scales(
     A: torch.Tensor, scales: Scales, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, Scales]:
     """Gather the rows of A of all ranks, and their scales, by the group's collective."""
@@ -92,12 +92,12 @@ def multiply(
     return library_matmul(A, B, Scaling(**scales), out)
 
 
-def library_product(
+def grouped_mm_call(
     A: torch.Tensor, B: torch.Tensor, ends: torch.Tensor, order: torch.Tensor, scales: Scales
 ) -> Callable[[], torch.Tensor]:
     """Return a call of torch's grouped GEMM of ``A[order]`` and B [E, K, N]. Rows of ``A[order]``
     are sorted by expert; ``ends`` has the end of each expert's rows."""
-    rows = rows_of(A, order)
+    rows = select_rows(A, order)
     if not scales:
         return lambda: grouped_mm(rows, B, ends)
     scales = {**scales_for_grouped_mm(A, B, scales)}

@@ -66,13 +66,13 @@ class ProjectedShape(HeadsShape):
         return (self.q_heads + 2 * self.kv_heads) * self.dim
 
 
-def local_part(x: torch.Tensor, lengths: Sequence[int], rank: int) -> torch.Tensor:
+def local_tokens(x: torch.Tensor, lengths: Sequence[int], rank: int) -> torch.Tensor:
     """Return a rank's tokens of x [batch, tokens, …]; ``lengths``: numbers of tokens by rank."""
     before = sum(lengths[:rank])
     return x[:, before : before + lengths[rank]].contiguous()
 
 
-def shared_heads(x: torch.Tensor, num_ranks: int) -> tuple[torch.Tensor, ...]:
+def heads_by_rank(x: torch.Tensor, num_ranks: int) -> tuple[torch.Tensor, ...]:
     """Split x [batch, tokens, heads, dim] into the heads of each rank. With fewer heads than ranks,
     consecutive ranks have the same head."""
     replicas = max(1, num_ranks // x.shape[2])
@@ -82,7 +82,7 @@ def shared_heads(x: torch.Tensor, num_ranks: int) -> tuple[torch.Tensor, ...]:
 class HeadsOpInfo(ExchangeOpInfo[HeadsShape]):
     """Base of ops with operands ``q``, ``k``, ``v`` [1, M / W, heads, dim], for W ranks."""
 
-    refilled_operands, positional = ("q", "k", "v"), ("q", "k", "v", "ctx")
+    refilled_operands, positional_names = ("q", "k", "v"), ("q", "k", "v", "ctx")
 
     def allocate(
         self, shape: HeadsShape, dtype: torch.dtype, num_ranks: int, generator: Generator | None
@@ -103,9 +103,9 @@ class HeadsOpInfo(ExchangeOpInfo[HeadsShape]):
 class UlyssesOpInfo(ExchangeOpInfo[HeadsShape]):
     """Base of the OpInfos of Ulysses; all ranks have equal numbers of tokens."""
 
-    shape: type[HeadsShape] = HeadsShape
+    shape_type: type[HeadsShape] = HeadsShape
     shapes = HeadsShape(8000, 32, 32, 128), HeadsShape(16384, 32, 8, 128)
-    transfer, create = "all-to-all", staticmethod(create_ulysses_context)
+    collective_name, create = "all-to-all", staticmethod(create_ulysses_context)
 
     def smaller(self, shape: HeadsShape, divisor: int, num_ranks: int) -> HeadsShape:
         M = max(1, shape.M // divisor // num_ranks) * num_ranks
@@ -173,8 +173,8 @@ class PreAttnOpInfo(HeadsOpInfo, UlyssesOpInfo):
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         ranks = group_for(group)
-        whole = [gathered(operands[name][0], group)[None] for name in "qkv"]
-        return self.output([shared_heads(x, ranks.size)[ranks.rank] for x in whole])
+        gathered_operands = [gathered(operands[name][0], group)[None] for name in "qkv"]
+        return self.output([heads_by_rank(x, ranks.size)[ranks.rank] for x in gathered_operands])
 
     def heads(self, shape: HeadsShape, num_ranks: int) -> int:
         return shape.q_heads + 2 * max(shape.kv_heads, num_ranks)
@@ -202,7 +202,7 @@ class PreAttnOpInfo(HeadsOpInfo, UlyssesOpInfo):
 class PostAttnOpInfo(UlyssesOpInfo):
     """Operand ``o`` [1, M, q_heads / W, dim], for W ranks."""
 
-    refilled_operands, positional = ("o",), ("o", "ctx")
+    refilled_operands, positional_names = ("o",), ("o", "ctx")
 
     def allocate(
         self, shape: HeadsShape, dtype: torch.dtype, num_ranks: int, generator: Generator | None
@@ -220,18 +220,18 @@ class PostAttnOpInfo(UlyssesOpInfo):
         return torch.cat(parts.split(1), 2).flatten(2)
 
     def inputs_for(self, key: Any) -> Call:
-        ctx, whole, (heads, *kv_heads), options = self.meta_inputs(key)
+        ctx, gathered_operands, (heads, *kv_heads), options = self.meta_inputs(key)
         kv = [
-            meta(key.dtype, *whole, number, dim) if width else None
+            meta(key.dtype, *gathered_operands, number, dim) if width else None
             for number, dim, width in zip(kv_heads, ctx.head_dims, key.widths[1:], strict=True)
         ]
-        return (meta(key.dtype, *whole, heads, ctx.head_dims[0]), ctx, *kv), options
+        return (meta(key.dtype, *gathered_operands, heads, ctx.head_dims[0]), ctx, *kv), options
 
 
 class ProjectedOpInfo(UlyssesOpInfo):
     """Base of the Ulysses ops with projections; operands: rows, and ``B``."""
 
-    shape, has_kv = ProjectedShape, False
+    shape_type, has_kv = ProjectedShape, False
     shapes = (
         ProjectedShape(8000, 32, 32, 128, 4096), ProjectedShape(16384, 32, 8, 128, 8192),
     )  # fmt: skip
@@ -251,13 +251,13 @@ class ProjectedOpInfo(UlyssesOpInfo):
         return tolerance(dtype)
 
     def cost(self, shape: Any, dtype: torch.dtype, num_ranks: int) -> Cost:
-        of_heads, tokens = super().cost(shape, dtype, num_ranks), shape.M / num_ranks
+        heads_cost, tokens = super().cost(shape, dtype, num_ranks), shape.M / num_ranks
         columns, rows = self.columns(shape), tokens * shape.hidden * dtype.itemsize
-        read, written = (rows, of_heads.written_bytes) if self.has_kv else (
-            of_heads.read_bytes, rows,
+        read, written = (rows, heads_cost.written_bytes) if self.has_kv else (
+            heads_cost.read_bytes, rows,
         )  # fmt: skip
         return replace(
-            of_heads, flops=int(2 * tokens * columns * shape.hidden),
+            heads_cost, flops=int(2 * tokens * columns * shape.hidden),
             read_bytes=read + columns * shape.hidden * dtype.itemsize, written_bytes=written,
         )  # fmt: skip
 
@@ -300,7 +300,7 @@ class GemmPreAttnOpInfo(ProjectedOpInfo):
     """Operands ``x`` [1, M / W, hidden] and ``B`` [hidden, columns], for W ranks. ``heads`` has the
     numbers of heads of q and k, and of elements of a head, which the context has too."""
 
-    refilled_operands, positional, has_kv = ("x",), ("x", "B", "ctx"), True
+    refilled_operands, positional_names, has_kv = ("x",), ("x", "B", "ctx"), True
 
     def allocate(
         self, shape: Any, dtype: torch.dtype, num_ranks: int, generator: Generator | None
@@ -334,7 +334,7 @@ class GemmPreAttnOpInfo(ProjectedOpInfo):
 class PostAttnGemmOpInfo(ProjectedOpInfo):
     """Operands ``o`` [1, M, q_heads / W, dim] and ``B`` [q_heads * dim, hidden], for W ranks."""
 
-    refilled_operands, positional = ("o",), ("o", "B", "ctx")
+    refilled_operands, positional_names = ("o",), ("o", "B", "ctx")
 
     def allocate(
         self, shape: Any, dtype: torch.dtype, num_ranks: int, generator: Generator | None
@@ -343,9 +343,13 @@ class PostAttnGemmOpInfo(ProjectedOpInfo):
         return {**ULYSSES_POST_ATTN.allocate(shape, dtype, num_ranks, generator), "B": B}
 
     def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> ProjectedShape:
-        of_heads = ULYSSES_POST_ATTN.shape_of(operands, num_ranks)
+        heads_shape = ULYSSES_POST_ATTN.shape_of(operands, num_ranks)
         return ProjectedShape(
-            of_heads.M, of_heads.q_heads, of_heads.kv_heads, of_heads.dim, operands["B"].shape[1]
+            heads_shape.M,
+            heads_shape.q_heads,
+            heads_shape.kv_heads,
+            heads_shape.dim,
+            operands["B"].shape[1],
         )
 
     def output(self, result: Any) -> torch.Tensor:
@@ -357,7 +361,7 @@ class PostAttnGemmOpInfo(ProjectedOpInfo):
         return (rows.float() @ operands["B"].float()).to(rows.dtype)
 
 
-def tokens_of_rank(lengths: Sequence[int], rank: int, num_ranks: int, zigzag: bool) -> list[int]:
+def token_positions(lengths: Sequence[int], rank: int, num_ranks: int, zigzag: bool) -> list[int]:
     """Return the positions of a rank's tokens among the concatenated sequences. ``lengths`` are the
     numbers of tokens of the sequences. Each rank has an equal share of each sequence: with
     ``zigzag``, one chunk from the front and one from the back."""
@@ -376,11 +380,11 @@ class SPAttentionOpInfo(HeadsOpInfo):
     """Operands ``q``, ``k``, ``v`` [1, M / W, heads, dim], for W ranks, of one causal sequence.
     Each rank has a chunk from the front and a chunk from the back of the sequence (zig-zag)."""
 
-    shape = HeadsShape
+    shape_type = HeadsShape
     shapes = HeadsShape(8192, 32, 32, 128), HeadsShape(32768, 32, 8, 128)
     # Not measured by bench_overlap (``overlaps`` is false): its lower bound is a library's
     # attention, not a GEMM.
-    transfer, serial = "all-gather", "all-gather + attention"
+    collective_name, serial_name = "all-gather", "all-gather + attention"
     create = staticmethod(create_sp_ag_attention_context)
 
     def smaller(self, shape: HeadsShape, divisor: int, num_ranks: int) -> HeadsShape:
@@ -396,25 +400,25 @@ class SPAttentionOpInfo(HeadsOpInfo):
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         ranks = group_for(group)
-        whole = [gathered(operands[name][0], group)[None] for name in "qkv"]
-        length = whole[0].shape[1]
+        gathered_operands = [gathered(operands[name][0], group)[None] for name in "qkv"]
+        length = gathered_operands[0].shape[1]
         size = ranks.size
-        order = [t for r in range(size) for t in tokens_of_rank([length], r, size, size > 1)]
-        position = torch.tensor(order, device=whole[0].device).argsort()
-        q, k, v = (x[:, position].float().transpose(1, 2) for x in whole)
+        order = [t for r in range(size) for t in token_positions([length], r, size, size > 1)]
+        position = torch.tensor(order, device=gathered_operands[0].device).argsort()
+        q, k, v = (x[:, position].float().transpose(1, 2) for x in gathered_operands)
         out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        mine = order[ranks.rank * length // size :][: length // size]
-        return out.transpose(1, 2)[:, mine].to(operands["q"].dtype)
+        own_positions = order[ranks.rank * length // size :][: length // size]
+        return out.transpose(1, 2)[:, own_positions].to(operands["q"].dtype)
 
     def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
         """Return the tolerance. Partial results are rounded before they are merged."""
         return tolerance(dtype, num_ranks + 1)
 
     def cost(self, shape: HeadsShape, dtype: torch.dtype, num_ranks: int) -> Cost:
-        token, item = shape.dim * dtype.itemsize, shape.M / num_ranks
+        token, tokens = shape.dim * dtype.itemsize, shape.M / num_ranks
         kv = 2 * shape.M * shape.kv_heads * token
         flops = 2 * shape.M**2 * shape.q_heads * shape.dim / num_ranks
-        rows = item * shape.q_heads * token
+        rows = tokens * shape.q_heads * token
         return Cost(dtype, flops, rows + kv, rows, kv * (num_ranks - 1) / num_ranks)
 
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:

@@ -26,7 +26,7 @@ class GEMMReduceScatterOpInfo(SummedGEMMOpInfo):
     """Operands ``A`` [M, K / W], ``B`` [K / W, N], optional ``bias`` [N], for W ranks. The result
     is this rank's rows of the sum over ranks, [M / W, N]."""
 
-    transfer, serial = "reduce-scatter", "matmul + reduce-scatter"
+    collective_name, serial_name = "reduce-scatter", "matmul + reduce-scatter"
     create = staticmethod(create_gemm_rs_context)
     key_option = "reduce_st"
 
@@ -46,7 +46,7 @@ class GEMMReduceScatterOpInfo(SummedGEMMOpInfo):
             "reduce-scatter alone": Baseline(
                 "transfer", lambda: libraries.reduce_scatter(product, group)
             ),
-            self.serial: self.checked_baseline(serial, operands, group),
+            self.serial_name: self.checked_baseline(serial, operands, group),
         }
         if self.has_async_tp(A, group, libraries.MATMUL_REDUCE_SCATTER):
             baselines[ASYNC_TP] = self.checked_baseline(async_tp, operands, group)
@@ -71,16 +71,16 @@ class GEMMAllReduceOpInfo(SummedGEMMOpInfo):
     """Operands ``A`` [M, K / W], ``B`` [K / W, N], optional ``bias`` [N], for W ranks. The result
     is the sum over ranks, [M, N], on every rank. M may be any number."""
 
-    transfer, serial = "all-reduce", "matmul + all-reduce"
+    collective_name, serial_name = "all-reduce", "matmul + all-reduce"
     create = staticmethod(create_gemm_ar_context)
     key_option = "copy_to_local"
-    any_rows = True
+    returns_all_rows = True
     library_algorithms = (SymmetricCollective.name,)
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
         """Return the baselines. The all-reduce alone sums zeros in place."""
         A, B, group, scales = operands["A"], operands["B"], ctx.group, scales_of(operands)
-        zeros = A.new_zeros((A.shape[0], B.shape[1]), dtype=self.dtypes(A.dtype)[1])
+        zeros = A.new_zeros((A.shape[0], B.shape[1]), dtype=self.io_dtypes(A.dtype)[1])
 
         def serial() -> torch.Tensor:
             return libraries.all_reduce(multiply(A, B, scales), group)
@@ -91,7 +91,7 @@ class GEMMAllReduceOpInfo(SummedGEMMOpInfo):
         return {
             **self.gemms_alone(A, B, scales),
             "all-reduce alone": Baseline("transfer", lambda: libraries.all_reduce(zeros, group)),
-            self.serial: self.checked_baseline(serial, operands, group),
+            self.serial_name: self.checked_baseline(serial, operands, group),
             **{
                 f"matmul + {name}": self.checked_baseline(call, operands, group)
                 for name, call in symmetric.items()
