@@ -88,6 +88,22 @@ def test_configs_that_a_failing_one_made_hopeless_race_again():
     assert rank.tuned(1)[1]["n"] in (BEST - 1, BEST + 1)
 
 
+def test_an_algorithm_is_not_skipped_before_one_of_its_configs_is_sampled():
+    space = [each | {"algorithm": "a"} for each in SPACE] + [{"n": BEST, "algorithm": "b"}]
+
+    def cheaper(rank, config):
+        return cost(rank, config) - (config["algorithm"] == "b")
+
+    def wrong(config, x, **_):
+        return cost(0, config) * (4 if config["algorithm"] == "b" else 1)
+
+    policy = Policy.on("cuda", timing="events", search="racing")
+    (own,) = thread_ranks(1)
+    rank = Rank(own, space, cheaper, prior_fn=wrong, search=search_for, policy=policy)
+    assert rank.tuned(1)[1] == {"n": BEST, "algorithm": "b"}
+    assert len({call["n"] for call in rank.calls}) < NUMBER / 2
+
+
 def test_only_the_most_promising_are_measured():
     (rank,) = some(search="prior")
     assert rank.tuned(1) == (1, {"n": BEST})

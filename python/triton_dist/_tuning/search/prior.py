@@ -5,6 +5,9 @@ measured to predicted time for each sampled config. The optimistic time of a con
 time multiplied by a ratio four standard deviations below the mean, on a logarithmic scale. A config
 is hopeless if this time is longer than the time of the fastest sampled config. If predictions are
 bad, the ratios differ widely, and nothing is skipped.
+
+Predictions of one algorithm say little about another. So a config is skipped only if a config with
+the same strings (algorithm, reduction) was sampled.
 """
 
 from __future__ import annotations
@@ -65,7 +68,13 @@ class PredictedRacing(Racing):
         compared = [each for each in ranked if predicted[each] < math.inf]
         if len(compared) < _MIN_SAMPLED or predicted[config] == math.inf:
             return False
+        if _strings(config) not in map(_strings, compared):
+            return False
         ratios = (max(self._optimistic_ms(each), 1e-9) / predicted[each] for each in compared)
         logs = list(map(math.log, ratios))
         lowest = statistics.fmean(logs) - _NUM_STANDARD_DEVIATIONS * statistics.stdev(logs)
         return predicted[config] * math.exp(lowest) > self._optimistic_ms(ranked[0])
+
+
+def _strings(config: Config) -> list[str]:
+    return [value for value in config.values() if isinstance(value, str)]

@@ -133,12 +133,13 @@ def checked_params(
 
 
 def is_worth_trying(params: LaunchParams, shard_bytes: int) -> bool:
-    """Return whether a shard of ``shard_bytes`` has a block for each chunk of each program.
+    """Return whether a shard of ``shard_bytes`` has a block for more than half of the chunks of all
+    programs. Otherwise half as many programs send the same blocks at the same time.
 
     The smallest parameters are always worth trying, so that at least one config is left.
     """
     blocks = -(-shard_bytes // params.block_bytes)
-    return params == SMALL_PARAMS[0] or blocks >= params.num_ctas * params.num_chunks
+    return params == SMALL_PARAMS[0] or 2 * blocks > params.num_ctas * params.num_chunks
 
 
 @dataclass(frozen=True)

@@ -368,4 +368,5 @@ def predict_ms(config: Mapping[str, Any], sizes: SummingSizes) -> float:
     shots = ranks if exchange.startswith(ONE_SHOT) else 2
     words = 2 if exchange.endswith("packets") else 1  # half of each packet is a flag, not data
     received_bytes = M * N * sizes.item_bytes * (ranks - 1) / ranks * shots * words
-    return op_ms(config, _COSTS[config["algorithm"]], M, N, K, sizes.A.dtype, received_bytes)
+    cost, copies = _COSTS[config["algorithm"]], words * (ranks - 1)
+    return op_ms(config, cost, M, N, K, sizes.A.dtype, received_bytes, copies=copies)

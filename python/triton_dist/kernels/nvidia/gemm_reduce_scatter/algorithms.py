@@ -382,4 +382,5 @@ def predict_ms(config: Mapping[str, Any], sizes: SummingSizes) -> float:
     """Return the predicted milliseconds of a call."""
     (M, K), N, ranks = sizes.A.shape, sizes.B.shape[1], sizes.num_ranks
     received_bytes = M * N * sizes.item_bytes * (ranks - 1) / ranks
-    return op_ms(config, _COSTS[config["algorithm"]], M, N, K, sizes.A.dtype, received_bytes)
+    cost = _COSTS[config["algorithm"]]
+    return op_ms(config, cost, M, N, K, sizes.A.dtype, received_bytes, copies=ranks - 1)
