@@ -460,18 +460,15 @@ def op_ms(
     config: Mapping[str, Any], cost: TransferCost, M: int, N: int, K: int, dtype: torch.dtype,
     received: float, shards: int = 1, copies: int = 1,
 ) -> float:  # fmt: skip
-    """Return the predicted milliseconds of a GEMM and a transfer of ``received`` bytes per rank.
-
-    ``copies`` is how often a program sends each block at the same time, for example to each peer.
-    """
+    """Return the predicted milliseconds of a GEMM and a transfer of ``received`` bytes per rank, in
+    which programs send ``copies`` of each block at the same time."""
     gemm_config, gbps = config.get("gemm_config"), device_peak().link_gbps * _LINK
     if gemm_config is not None:
         gemm = gemm_ms(gemm_config, M, N, K, dtype, bool(config["persistent"]), shards)
     else:
         gemm = library_ms(M, N, K, dtype)
-        programs = config.get("num_comm_sms") or config.get("num_ctas") or math.inf
-        sent_bytes = programs * config.get("block_bytes", _BLOCK_BYTES) * copies
-        gbps = min(gbps, sent_bytes / (_BLOCK_US * 1e3))
+        sent = copies * (config.get("num_comm_sms") or config.get("num_ctas") or math.inf)
+        gbps = min(gbps, sent * config.get("block_bytes", _BLOCK_BYTES) / (_BLOCK_US * 1e3))
     gemm, link = gemm * cost.slowdown, received / (gbps * 1e6)
     overlaps = (config.get("num_chunks") or 1) >= cost.overlapping_chunks
     return cost.overhead_us / 1e3 + _norm(_ORDER if overlaps else 1.0, gemm, link)
