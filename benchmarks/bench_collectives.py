@@ -38,7 +38,7 @@ from overlap.workload import TUNED, TUNED_AGAIN, Choice
 from rich.table import Table
 
 from triton_dist.runtime.device import current_device
-from triton_dist.test.utils import NO_TIMES, dtype_named
+from triton_dist.test.utils import TIMES_NOT_MEANINGFUL, dtype_named
 from triton_dist.testing.opinfo import OPINFOS
 from triton_dist.testing.opinfo.collectives import (
     IN_PLACE,
@@ -179,7 +179,7 @@ def tables(result: Tree) -> Iterator[Table]:
             f"us, slowest rank, medians of {result['rounds']} interleaved rounds"
             + (f" of {result['calls']} calls each" if result["calls"] > 1 else ""),
             title_justify="left",
-            caption=_LEGEND if "interpreter" not in hardware["gpu"] else NO_TIMES,
+            caption=_LEGEND if "interpreter" not in hardware["gpu"] else TIMES_NOT_MEANINGFUL,
             caption_justify="left",
         )
         for name in ("bytes", TUNED, "A/A", "x library", "x baseline", *names):

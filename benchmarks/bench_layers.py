@@ -41,7 +41,7 @@ from triton_dist.layers.nvidia.functional import shard_rows
 from triton_dist.models.llama import Block, LlamaConfig, RotaryEmbedding
 from triton_dist.models.utils import scaled_down
 from triton_dist.runtime.device import current_device
-from triton_dist.test.utils import NO_TIMES, dtype_named
+from triton_dist.test.utils import TIMES_NOT_MEANINGFUL, dtype_named
 from triton_dist.testing.timing import capture_graph, time_interleaved
 from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed, is_cuda
 
@@ -317,7 +317,7 @@ def main() -> None:
         "environment": environment(), "points": [],
     }  # fmt: skip
     if not is_cuda():
-        dist_print(NO_TIMES)
+        dist_print(TIMES_NOT_MEANINGFUL)
     todo = [(m, each, n) for m in args.models for n in args.tokens for each in args.layers]
     for model, layer, tokens in todo:
         late = [args.seconds is not None and time.perf_counter() - begin > args.seconds]

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from triton_dist.test.utils import NO_TIMES
+from triton_dist.test.utils import TIMES_NOT_MEANINGFUL
 
 from .workload import BEST_BASELINE, TUNED
 
@@ -71,7 +71,9 @@ def summary_table(report: Tree) -> Table:
     table = Table(
         title=f"{report['op']}, {report['dtype']}, {hardware['ranks']} ranks, {hardware['gpu']}; "
         f"slowest rank, medians of {report['rounds']} interleaved rounds",
-        caption=_LEGEND if "interpreter" not in hardware["gpu"] else f"{NO_TIMES}\n{_LEGEND}",
+        caption=_LEGEND
+        if "interpreter" not in hardware["gpu"]
+        else f"{TIMES_NOT_MEANINGFUL}\n{_LEGEND}",
         title_justify="left",
         caption_justify="left",
     )

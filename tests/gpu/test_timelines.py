@@ -22,7 +22,7 @@ def test_a_call_takes_what_its_work_on_the_device_takes(on_gpus, num_ranks, tmp_
     told = on_gpus(timeline_ranks.profile_calls, tmp_path)
     merged = trace.read(tmp_path / "region_merged.json.gz")
     assert [rank["device"] for rank in merged[trace.METADATA_KEY]["ranks"]] == ["cuda"] * num_ranks
-    calls = [call for call in trace.calls_of(merged) if "shape" in call]
+    calls = [call for call in trace.metadata_of_calls(merged) if "shape" in call]
     assert len(calls) == 2 * num_ranks
     base = merged["baseTimeNanoseconds"]
     for call in calls:
@@ -52,7 +52,7 @@ def test_programs_of_kernels_say_what_they_do_within_the_calls_of_their_rank(
         # These numbers include the flags that were set and awaited.
         assert 0 < len(made) < facts["marks"]["kept"] == facts["marks"]["made"]
         assert all(0 <= event["dur"] < 1e7 for event in made)
-        calls = [call for call in trace.calls_of(marked) if call["rank"] == rank]
+        calls = [call for call in trace.metadata_of_calls(marked) if call["rank"] == rank]
         for call, more in zip(calls, (set(), {"push"}), strict=True):
             assert call["on_device"]
             # Marks that are shorter than the clock's step have no share of the time.

@@ -124,12 +124,12 @@ def test_times_on_gpus_have_ratios_and_a_legend(monkeypatch, capsys):
     assert row.split() == ["op", "2.500", "2.400-2.600", "1.20", "1.25"]
     assert "limit max(GEMM, all-gather)          2.000" in printed
     assert "x serial: speedup over serial; / limit: time divided by the limit" in printed
-    assert utils.NO_TIMES not in printed
+    assert utils.TIMES_NOT_MEANINGFUL not in printed
 
 
 def test_interpreted_times_have_a_warning_and_no_ratios(monkeypatch, capsys):
     printed = printed_times(monkeypatch, capsys, on_gpus=False)
-    assert utils.NO_TIMES in printed
+    assert utils.TIMES_NOT_MEANINGFUL in printed
     (row,) = [line for line in printed.splitlines() if line.startswith("op ")]
     assert row.split() == ["op", "2.500"]
     assert "limit" not in printed

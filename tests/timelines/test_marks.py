@@ -14,7 +14,7 @@ from triton_dist.profiler_utils import group_profile
 from triton_dist.runtime import marking
 from triton_dist.runtime.marking import FlagEvent, Mark, Marks
 from triton_dist.timelines import trace
-from triton_dist.timelines.marks import shares
+from triton_dist.timelines.marks import mark_shares
 
 launches = []
 
@@ -51,7 +51,7 @@ def test_the_winner_alone_makes_marks(tmp_path):
     merged = tmp_path / "tuned_merged.json.gz"
     made = [event["name"] for event in marks_of(merged)]
     assert {word: made.count(word) for word in set(made)} == {"mma": 12, "load": 24, "store": 12}
-    tuned, warm = trace.calls_of(trace.read(merged))
+    tuned, warm = trace.metadata_of_calls(trace.read(merged))
     assert (tuned["tuned"], warm["tuned"]) == (True, False)
     assert set(warm["marks"]) == {"mma", "load", "store"}
     programs = {event["args"]["program"] for event in marks_of(merged)}
@@ -66,7 +66,7 @@ def test_without_marks_there_are_none(tmp_path):
         fill(torch.zeros(3), autotune=False)
     content = trace.read(tmp_path / "plain_merged.json.gz")
     assert not marks_of(tmp_path / "plain_merged.json.gz")
-    assert all("marks" not in call for call in trace.calls_of(content))
+    assert all("marks" not in call for call in trace.metadata_of_calls(content))
 
 
 def test_marks_end_within_what_tries_candidates_wherever_it_is():
@@ -116,5 +116,5 @@ def test_shares_are_of_the_time_of_all_programs():
         Mark("wait", 0, 0, 100, 130), Mark("mma", 0, 0, 130, 190), Mark("store", 0, 0, 195, 200),
         Mark("load", 0, 1, 100, 150), Mark("load", 1, 0, 100, 150), Mark("push", -7, 0, 0, 999, 4),
     ]  # fmt: skip
-    assert shares(made) == {"wait": 0.15, "load": 0.5, "mma": 0.3, "store": 0.025}
-    assert shares([]) == {}
+    assert mark_shares(made) == {"wait": 0.15, "load": 0.5, "mma": 0.3, "store": 0.025}
+    assert mark_shares([]) == {}

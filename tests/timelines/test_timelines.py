@@ -24,7 +24,7 @@ from triton_dist.runtime.peaks import Peak, device_peak
 from triton_dist.testing.opinfo import OPINFOS
 from triton_dist.timelines import trace
 from triton_dist.timelines.recording import ProgramRecording
-from triton_dist.timelines.scopes import facts_of, wrapped_calls
+from triton_dist.timelines.scopes import metadata_of_call, wrap_calls
 from triton_dist.timelines.summary import summaries
 
 MICROSECOND = 1000
@@ -49,7 +49,7 @@ def merged(ranks, folder):
 
 
 def test_a_timeline_has_the_calls_of_all_ranks_with_the_work_that_cases_say(ranks, merged):
-    calls = trace.calls_of(merged)
+    calls = trace.metadata_of_calls(merged)
     assert {call["rank"] for call in calls} == {0, 1}
     peak = device_peak()
     for told, _ in ranks:
@@ -71,7 +71,7 @@ def test_ranks_share_one_clock(ranks, merged):
     for told, _ in ranks:
         for op, (begin, end) in told["spans"].items():
             [call] = [
-                c for c in trace.calls_of(merged)
+                c for c in trace.metadata_of_calls(merged)
                 if (c["op"], c["rank"]) == (op, told["rank"]) and "shape" in c
             ]  # fmt: skip
             began = base + call["begin_us"] * MICROSECOND
@@ -87,7 +87,7 @@ def test_programs_of_kernels_say_what_they_do_within_the_calls_of_their_rank(ran
             event for event in marked["traceEvents"]
             if event.get("cat") == "mark" and event["pid"] == f"rank-{rank} marks in kernels"
         ]  # fmt: skip
-        calls = [call for call in trace.calls_of(marked) if call["rank"] == rank]
+        calls = [call for call in trace.metadata_of_calls(marked) if call["rank"] == rank]
         assert len(calls) == len(timeline_ranks.ALGORITHMS)
         for call, more in zip(calls, (set(), {"push"}), strict=True):
             assert set(call["marks"]) == {"wait", "load", "mma", "store", "notify"} | more
@@ -152,7 +152,7 @@ def test_perfetto_draws_all_arrows_and_counters(ranks, folder, tmp_path):
 def test_counters_are_bytes_per_time(ranks, folder):
     content = trace.read(folder / "marked_merged.json.gz")
     counters = [event for event in content["traceEvents"] if event["ph"] == "C"]
-    calls = trace.calls_of(content)
+    calls = trace.metadata_of_calls(content)
     assert calls
     for call in calls:
         steps = {
@@ -168,7 +168,7 @@ def test_counters_are_bytes_per_time(ranks, folder):
 
 
 def test_calls_without_a_known_cost_are_scopes_too(ranks, merged):
-    names = [call["op"] for call in trace.calls_of(merged) if "shape" not in call]
+    names = [call["op"] for call in trace.metadata_of_calls(merged) if "shape" not in call]
     assert sorted(names) == ["ag_gemm"] * 2 + ["doubled"] * 2
     assert "gemm_ar 32x32x32" in {event.get("name") for event in merged["traceEvents"]}
 
@@ -226,7 +226,7 @@ def test_without_a_region_calls_are_what_they_were():
         def __exit__(self, *_):
             seen.append("end")
 
-    with wrapped_calls(around):
+    with wrap_calls(around):
         assert AutoTuner.__call__ is not plain
         assert timeline_ranks.doubled(torch.ones(2), autotune=False).tolist() == [2, 2]
     assert AutoTuner.__call__ is plain
@@ -287,7 +287,7 @@ def test_a_call_took_what_its_launches_took_on_the_device():
     trace.annotate(
         content, {f"op 8x8 #{n}": {"op": "op", "shape": "8x8", "tuned": False} for n in (0, 1)}
     )
-    first, second = trace.calls_of(content)
+    first, second = trace.metadata_of_calls(content)
     assert (first["begin_us"], first["ms"], first["on_device"]) == (900, 0.6, True)
     assert (second["begin_us"], second["ms"], second["call"]) == (2000, 0.1, 1)
     assert {event["name"] for event in events} == {"op 8x8", "launch", "gemm"}
@@ -308,7 +308,7 @@ def test_clocks_of_other_hosts_and_other_bases_are_brought_to_the_first_ranks():
     }
     for content in traces.values():
         trace.annotate(content, {"op #0": {"op": "op", "tuned": False}})
-    calls = trace.calls_of(trace.merge([*traces.items()]))
+    calls = trace.metadata_of_calls(trace.merge([*traces.items()]))
     assert [(call["rank"], call["begin_us"]) for call in calls] == [(0, 10), (1, 10), (2, 10)]
 
 
@@ -385,7 +385,7 @@ def test_bounds_are_of_the_gpu_and_of_the_dtype():
 
 def test_arguments_that_the_op_will_refuse_have_no_cost():
     info = OPINFOS["grouped_gemm"]
-    assert facts_of(info.op, (1, 2), {"nonsense": 3}) == {"op": "grouped_gemm"}
+    assert metadata_of_call(info.op, (1, 2), {"nonsense": 3}) == {"op": "grouped_gemm"}
 
 
 PROGRAM = """
@@ -436,7 +436,7 @@ def test_a_command_is_recorded_without_knowing(tmp_path, capfd):
     # The third line is the fork's, which records nothing.
     made = [line.split()[-1] for line in shown.out.splitlines() if "marks are made" in line]
     assert sorted(made) == ["False"] * 3 + ["True"] * 3
-    calls = trace.calls_of(trace.read(out))
+    calls = trace.metadata_of_calls(trace.read(out))
     calls.sort(key=lambda call: (call["run"], call["call"]))
     assert [call["op"] for call in calls] == ["outer", "inner", "outer", "inner"] * 2
     assert [set(call["marks"]) for call in calls] == [{"store"}, set(), {"store"}, set()] * 2
@@ -478,7 +478,7 @@ def test_names_that_torch_writes_wrongly(tmp_path, capsys):
                 assert named(name)(torch.ones(2), autotune=False).tolist() == [2, 2]
     merged = tmp_path / "odd_merged.json.gz"
     content = trace.read(merged)
-    assert [call["op"] for call in trace.calls_of(content)] == functions
+    assert [call["op"] for call in trace.metadata_of_calls(content)] == functions
     names = {event["name"] for event in content["traceEvents"]}
     assert {'layer "mlp"', *functions} <= names
     assert main(["profile", "show", str(merged)]) == 0

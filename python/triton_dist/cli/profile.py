@@ -123,7 +123,7 @@ def _show(file: Path, as_json: bool, png: Path | None) -> int:
     except (ValueError, KeyError, TypeError, EOFError) as error:
         expected = "a timeline that triton-dist profile or group_profile(tool='torch') has merged"
         raise InvalidArgument("profile show", "FILE", str(file), expected) from error
-    found = summaries(trace.calls_of(content))
+    found = summaries(trace.metadata_of_calls(content))
     if png is not None:
         try:
             from triton_dist.cli import roofline

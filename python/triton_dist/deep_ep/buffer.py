@@ -276,7 +276,7 @@ class Buffer(LowLatencyCalls):
                 else topk_idx
             )
             received = send(ids, sizes.max_tokens, num_experts)
-            new_handle = _handle_of(received, sizes, is_token_in_rank, num_experts)
+            new_handle = _make_handle(received, sizes, is_token_in_rank, num_experts)
             choices = (None, None)
             if topk_idx is not None:
                 choices = _local_choices(received, new_handle.token_of_row)
@@ -335,7 +335,7 @@ class Buffer(LowLatencyCalls):
         biases = bias if isinstance(bias, tuple) else (bias,)
         tokens = len(handle.is_token_in_rank)
 
-        def summed(rows: torch.Tensor, kind: str) -> torch.Tensor:
+        def combine_rows(rows: torch.Tensor, kind: str) -> torch.Tensor:
             ctx = self._context(kind, handle.max_tokens, rows.shape[1], handle.num_experts)
             received = received_for_combine(
                 ctx,
@@ -350,12 +350,12 @@ class Buffer(LowLatencyCalls):
             )
 
         def work() -> tuple[torch.Tensor, torch.Tensor | None]:
-            out, weights = summed(x, "rows"), None
+            out, weights = combine_rows(x, "rows"), None
             for each in biases:
                 out = out if each is None else out + each
             if topk_weights is not None:
                 topk = topk_weights.shape[1]
-                weights = summed(pad(topk_weights, (0, MAX_TOPK - topk)), "weights")
+                weights = combine_rows(pad(topk_weights, (0, MAX_TOPK - topk)), "weights")
                 weights = weights[:, :topk].contiguous()
             return out, weights
 
@@ -364,7 +364,7 @@ class Buffer(LowLatencyCalls):
         return *result, event
 
 
-def _handle_of(
+def _make_handle(
     received: Received, sizes: _Sizes, is_token_in_rank: torch.Tensor, num_experts: int
 ) -> Handle:
     is_received = (received.local_ids >= 0).any(1)

@@ -179,9 +179,9 @@ class LowLatencyCalls:
             InvalidArgument: options exclude each other, or two earlier sends are not yet received.
         """
         max_tokens, hidden = num_max_dispatch_tokens_per_rank, x.shape[1]
-        groups = -(-hidden // SCALE_ELEMENTS)
+        num_groups = -(-hidden // SCALE_ELEMENTS)
         _check_async_options("low_latency_dispatch", async_finish, return_recv_hook)
-        if use_ue8m0 and not (round_scale and groups % _EXPONENTS_PER_INT == 0):
+        if use_ue8m0 and not (round_scale and num_groups % _EXPONENTS_PER_INT == 0):
             expected = "False, or round_scale=True and a hidden that is a multiple of 512"
             raise InvalidArgument("low_latency_dispatch", "use_ue8m0", use_ue8m0, expected)
         for _ in range(2):
@@ -200,8 +200,10 @@ class LowLatencyCalls:
             return x.new_empty(shape, dtype=dtype)
 
         out = empty(experts, capacity, hidden, dtype=torch.float8_e4m3fn if use_fp8 else x.dtype)
-        scales = empty(experts, groups, capacity, dtype=torch.float32) if use_fp8 else None
-        exponents = empty(experts, groups // _EXPONENTS_PER_INT, capacity) if use_ue8m0 else None
+        scales = empty(experts, num_groups, capacity, dtype=torch.float32) if use_fp8 else None
+        exponents = (
+            empty(experts, num_groups // _EXPONENTS_PER_INT, capacity) if use_ue8m0 else None
+        )
         counts, ranges = empty(experts), empty(experts, self.group_size, dtype=torch.int64)
         handle = LowLatencyHandle(
             empty(experts, capacity), ranges, max_tokens, hidden, num_experts,
@@ -238,8 +240,8 @@ class LowLatencyCalls:
             receive(send(ep_dispatch))
             return out, scales, exponents, counts, handle
 
-        kind, packed = f"slot {self._slot}", scales if exponents is None else exponents
-        result: Rows = out if packed is None else (out, packed.mT)
+        kind, returned_scales = f"slot {self._slot}", scales if exponents is None else exponents
+        result: Rows = out if returned_scales is None else (out, returned_scales.mT)
         inputs = x, topk_idx, cumulative_local_expert_recv_stats
         if return_recv_hook:
             pending, event = self._run(kind, lambda: send(ep_send), None, False)

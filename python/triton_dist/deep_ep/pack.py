@@ -15,7 +15,7 @@ from triton_dist.runtime.launch import Launch
 @jit(do_not_specialize=["max_tokens"])
 def kernel_pack(
     rows_ptr, scales_ptr, row_of_position_ptr, ends_ptr, out_ptr, out_scales_ptr, tokens_ptr,
-    hidden, groups, max_tokens, capacity, EXPERTS: tl.constexpr, EXPERT_LANES: tl.constexpr,
+    hidden, num_groups, max_tokens, capacity, EXPERTS: tl.constexpr, EXPERT_LANES: tl.constexpr,
     BLOCK: tl.constexpr, GROUP_LANES: tl.constexpr,
 ):  # fmt: skip
     """Copy rows, in order of experts, to out [EXPERTS, capacity, hidden]; leave gaps unwritten.
@@ -41,9 +41,11 @@ def kernel_pack(
                 tl.store(out_ptr + out_row * hidden + column, x, mask=column < hidden)
             if scales_ptr is not None:
                 group = tl.arange(0, GROUP_LANES)
-                scale = tl.load(scales_ptr + row * groups + group, mask=group < groups)
-                target = out_scales_ptr + (owner_expert * groups + group) * capacity + row_in_expert
-                tl.store(target, scale, mask=group < groups)
+                scale = tl.load(scales_ptr + row * num_groups + group, mask=group < num_groups)
+                target = (
+                    out_scales_ptr + (owner_expert * num_groups + group) * capacity + row_in_expert
+                )
+                tl.store(target, scale, mask=group < num_groups)
         position += tl.num_programs(0)
 
 
@@ -58,14 +60,14 @@ def pack_launch(
         tokens: int32 [local experts, capacity], index of each row on its source.
     """
     experts, capacity, hidden = out.shape
-    groups = 1 if scales is None else scales.shape[1]
+    num_groups = 1 if scales is None else scales.shape[1]
     arguments = (
         received.rows, None if scales is None else received.scales, received.row_of_position,
-        received.ends, out, scales, tokens, hidden, groups, received.max_tokens, capacity,
+        received.ends, out, scales, tokens, hidden, num_groups, received.max_tokens, capacity,
     )  # fmt: skip
     options = {
         "EXPERTS": experts, "EXPERT_LANES": triton.next_power_of_2(experts),
         "BLOCK": min(4096, triton.next_power_of_2(hidden)),
-        "GROUP_LANES": triton.next_power_of_2(groups), "num_warps": 8,
+        "GROUP_LANES": triton.next_power_of_2(num_groups), "num_warps": 8,
     }  # fmt: skip
     return Launch(kernel_pack, (8 * current_device().num_sms,), arguments, options)

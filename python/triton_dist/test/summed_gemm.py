@@ -28,7 +28,7 @@ def make_parser(description: str | None, M: int) -> ScriptParser:
         parser.add_argument(f"-{option}", f"--{option}", type=int, default=default, help=help_)
     parser.add_dtype("bfloat16", has_fp8=True)
     parser.add_rounds(iters=15, warmup=3)
-    parser.add_common("trans_b", "autotune", "profile", "persistent", "seed")
+    parser.add_common_options("trans_b", "autotune", "profile", "persistent", "seed")
     parser.add_argument(
         "--verify-iters", type=at_least(1), default=5, help="number of rounds of --case check"
     )
@@ -41,7 +41,7 @@ def fixed_tunables(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
-class SummedScript(Script):
+class SummedGEMMScript(Script):
     """The script of a GEMM with a sum over ranks."""
 
     def operands(self, shape: Any, **layout: Any) -> Operands:

@@ -20,7 +20,7 @@ from triton_dist.models.llama import Block, LlamaConfig
 from triton_dist.models.utils import scaled_down
 from triton_dist.runtime.device import current_device
 from triton_dist.test.utils import (
-    NO_TIMES,
+    TIMES_NOT_MEANINGFUL,
     ScriptParser,
     check_rank_by_rank,
     dtype_named,
@@ -52,7 +52,7 @@ def make_parser(description: str | None, model: str, bsz: int = 0) -> ScriptPars
     )
     parser.add_dtype("bfloat16")
     parser.add_rounds(iters=100, warmup=20)
-    parser.add_common("seed", "profile")
+    parser.add_common_options("seed", "profile")
     parser.add_argument(
         "--allreduce_method", default="", choices=["", *get_allreduce_methods()],
         help="ignored: the algorithm is tuned",
@@ -63,7 +63,7 @@ def make_parser(description: str | None, model: str, bsz: int = 0) -> ScriptPars
     return parser
 
 
-def add_mode(parser: argparse.ArgumentParser) -> None:
+def add_mode_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of scripts that prefill and decode."""
     parser.add_argument(
         "--run_type", default="prefill", choices=["prefill", "decode"],
@@ -75,13 +75,13 @@ def add_mode(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def add_ignored(parser: argparse.ArgumentParser, *flags: str) -> None:
+def add_ignored_options(parser: argparse.ArgumentParser, *flags: str) -> None:
     """Accept and ignore options that select a kernel, because the kernel is tuned."""
     for flag in flags:
         parser.add_argument(flag, action="store_true", help="ignored: calls are tuned")
 
 
-def block_of(args: argparse.Namespace) -> tuple[Block, LlamaConfig]:
+def random_block(args: argparse.Namespace) -> tuple[Block, LlamaConfig]:
     """Return a block of the model with random weights, and the model's config. Weights are equal on
     all ranks. Sizes are reduced on CPU ranks."""
     config = LlamaConfig.of(args.model)
@@ -148,7 +148,7 @@ def _print_times(
     if is_cuda():
         dist_print(f"{title}, slowest rank, cold cache, median of {rounds} interleaved rounds:")
     else:
-        dist_print(f"{title}\n{NO_TIMES}")
+        dist_print(f"{title}\n{TIMES_NOT_MEANINGFUL}")
     for name, sample in samples.items():
         ratio = f"{base / sample.median:10.2f} x {next(iter(samples))}" if is_cuda() else ""
         dist_print(f"{name:32}{sample.median:10.3f} ms{ratio}")

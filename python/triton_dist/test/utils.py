@@ -53,7 +53,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 @contextmanager
-def on_ranks(seed: int) -> Iterator[None]:
+def initialized_ranks(seed: int) -> Iterator[None]:
     """Context manager for the body of a script: initialise the ranks, each with its own seed."""
     initialize_distributed(seed)
     init_seed(seed + dist.get_rank())
@@ -67,13 +67,13 @@ _SECONDS_BEFORE_EXIT = 60.0
 """Seconds of a sleep. The launcher ends this process earlier, when rank 0 has exited."""
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """Return an argparse type that accepts integers of at least ``least``."""
+def at_least(minimum: int) -> Callable[[str], int]:
+    """Return an argparse type that accepts integers of at least ``minimum``."""
 
     def number(word: str) -> int:
         value = int(word) if word.isdecimal() else -1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{word!r}: expected an integer, {least} or more")
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{word!r}: expected an integer, {minimum} or more")
         return value
 
     return number
@@ -111,9 +111,12 @@ class ScriptParser(argparse.ArgumentParser):
         super().__init__(
             description=description, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        shown = "all" if default is None else default
+        default_text = "all" if default is None else default
         self.add_argument(
-            "--case", choices=list(cases), default=default, help=f"case to run; default: {shown}"
+            "--case",
+            choices=list(cases),
+            default=default,
+            help=f"case to run; default: {default_text}",
         )
         if check_alias:
             self.add_argument(
@@ -121,7 +124,7 @@ class ScriptParser(argparse.ArgumentParser):
                 default=argparse.SUPPRESS, help="same as --case check",
             )  # fmt: skip
 
-    def add_common(self, *names: str) -> None:
+    def add_common_options(self, *names: str) -> None:
         """Add the options ``names``, which several scripts have."""
         for name in names:
             self.add_argument(f"--{name}", **_COMMON_OPTIONS[name])
@@ -133,10 +136,10 @@ class ScriptParser(argparse.ArgumentParser):
             type=lambda name: DTYPES.get(name, name), help="short names such as bf16 work too",
         )  # fmt: skip
 
-    def add_rounds(self, iters: int, warmup: int, least: int = 1) -> None:
-        """Add ``--iters`` (at least ``least``), and ``--warmup`` with its alias."""
+    def add_rounds(self, iters: int, warmup: int, minimum: int = 1) -> None:
+        """Add ``--iters`` (at minimum ``least``), and ``--warmup`` with its alias."""
         self.add_argument(
-            "--iters", type=at_least(least), default=iters, help="number of measured rounds"
+            "--iters", type=at_least(minimum), default=iters, help="number of measured rounds"
         )
         self.add_argument(
             "--warmup",
@@ -157,26 +160,26 @@ class ScriptParser(argparse.ArgumentParser):
         super().exit(status, message)
 
 
-NO_TIMES = "interpreted: times are not meaningful; they only show that everything runs"
+TIMES_NOT_MEANINGFUL = "interpreted: times are not meaningful; they only show that everything runs"
 """Text printed with times on CPU ranks instead of rates and ratios."""
 
 
-def check_rank_by_rank(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
-    """Compare ``found`` with ``expected``, one rank after the other. Collective.
+def check_rank_by_rank(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    """Compare ``actual`` with ``expected``, one rank after the other. Collective.
 
     The errors of several ranks are then not mixed.
     """
-    for turn in range(dist.get_world_size()):
+    for rank in range(dist.get_world_size()):
         dist.barrier()
-        if turn == dist.get_rank():
-            assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
+        if rank == dist.get_rank():
+            assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-def profile(name: str, wanted: bool, *calls: Callable[[], object]) -> None:
-    """Write a trace of 20 runs of each call to prof/ if ``wanted``. Collective."""
-    with group_profile(name, wanted):
+def profile(name: str, enabled: bool, *calls: Callable[[], object]) -> None:
+    """Write a trace of 20 runs of each call to prof/ if ``enabled``. Collective."""
+    with group_profile(name, enabled):
         for call in calls:
-            for _ in range(20 if wanted else 0):
+            for _ in range(20 if enabled else 0):
                 call()
 
 
@@ -202,7 +205,7 @@ class Script(ABC):
         self.op, self.info, self.args, self.ctx = info.op, info, args, ctx
         self.options, self.fixed = dict(options or {}), dict(fixed or {})
         self.dtype, self.num_ranks = dtype_named(args.dtype), dist.get_world_size()
-        self._tuned_before = self.op.tuning_count
+        self._num_tunings_before = self.op.tuning_count
 
     def operands(self, shape: Any, **layout: Any) -> Operands:
         """Return random operands of the dtype of the command line. Collective."""
@@ -228,7 +231,7 @@ class Script(ABC):
         """Print the config in use and its origin, unless the command line sets tunables."""
         if not self.fixed or not self.args.autotune:
             operands, options = self.arguments(data)
-            tuned_now = self.op.tuning_count > self._tuned_before
+            tuned_now = self.op.tuning_count > self._num_tunings_before
             report_tuning(self.op, self.args.autotune, tuned_now, *operands, **options)
 
     def perf(
@@ -281,8 +284,8 @@ def report_times(
     title: str,
     candidates: Mapping[str, Baseline],
     samples: Mapping[str, Samples],
-    serial: str,
-    transfer: str,
+    serial_name: str,
+    collective_name: str,
 ) -> None:
     """Print a table of median times; on GPUs, also quartiles and ratios.
 
@@ -290,24 +293,24 @@ def report_times(
         title: line above the table.
         candidates: measured calls by name.
         samples: measurements by name.
-        serial: name of the candidate that runs GEMM and collective in sequence.
-        transfer: name of the op's collective.
+        serial_name: name of the candidate that runs GEMM and collective in sequence.
+        collective_name: name of the op's collective.
     """
     if not is_cuda():
-        dist_print(f"{title}\n{NO_TIMES}\n{'':32}{'ms':>10}")
+        dist_print(f"{title}\n{TIMES_NOT_MEANINGFUL}\n{'':32}{'ms':>10}")
         for name, sample in samples.items():
             dist_print(f"{name:32}{sample.median:10.3f}")
         return
-    limit, base = overlap_limit_ms(candidates, samples), samples[serial].median
-    rounds = len(samples[serial].milliseconds)
+    limit_ms, base = overlap_limit_ms(candidates, samples), samples[serial_name].median
+    rounds = len(samples[serial_name].milliseconds)
     dist_print(f"{title}, slowest rank, cold cache, median of {rounds} interleaved rounds:")
     dist_print(f"{'':32}{'ms':>10}{'quartiles':>20}{'x serial':>10}{'/ limit':>9}")
     for name, sample in samples.items():
         quartiles = "{:.3f}-{:.3f}".format(*sample.spread)
-        ratios = f"{base / sample.median:10.2f}{sample.median / limit:9.2f}"
+        ratios = f"{base / sample.median:10.2f}{sample.median / limit_ms:9.2f}"
         dist_print(f"{name:32}{sample.median:10.3f}{quartiles:>20}{ratios}")
-    dist_print(f"{f'limit max(GEMM, {transfer})':32}{limit:10.3f}")
+    dist_print(f"{f'limit max(GEMM, {collective_name})':32}{limit_ms:10.3f}")
     dist_print(
-        f"x serial: speedup over {serial}; / limit: time divided by the limit, the larger of "
-        f"GEMM alone and the fastest {transfer} alone"
+        f"x serial: speedup over {serial_name}; / limit: time divided by the limit, the larger of "
+        f"GEMM alone and the fastest {collective_name} alone"
     )

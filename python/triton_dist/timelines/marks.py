@@ -27,7 +27,7 @@ _NUM_READINGS = 5
 
 
 @contextmanager
-def compiled_with_marks() -> Iterator[None]:
+def compile_with_marks() -> Iterator[None]:
     """Context manager for the call before the first recorded call. Kernels are compiled with marks
     in this call, and its marks are discarded."""
     device, marks = current_device(), KernelMarks()
@@ -67,19 +67,19 @@ class KernelMarks:
 
     def add_to(self, content: trace.Trace) -> None:
         """Add the marks to ``content``, this rank's timeline. Add the share of each mark in the
-        time of programs to the facts about calls."""
+        time of programs to the metadata of calls."""
         stored, num_made = self._marks.read()
         marks = [each for each in stored if isinstance(each, Mark)]
         flags = [each for each in stored if isinstance(each, FlagEvent)]
         # Relate the marks' clock to the timeline by the reading whose scope took the least time.
         spans = trace.spans(content, self._readings)
         name = min(spans, key=lambda each: spans[each].end - spans[each].begin)
-        middle = (spans[name].begin + spans[name].end) / 2
-        trace_start_ns = self._readings[name].nanoseconds() - int(middle * 1e3)
-        for facts in trace.calls_of(content):
-            begin_ns = trace_start_ns + facts["begin_us"] * 1e3
-            end_ns = begin_ns + facts["ms"] * 1e6
-            facts["marks"] = shares([m for m in marks if begin_ns <= m.begin_ns <= end_ns])
+        middle_us = (spans[name].begin + spans[name].end) / 2
+        trace_start_ns = self._readings[name].nanoseconds() - int(middle_us * 1e3)
+        for metadata in trace.metadata_of_calls(content):
+            begin_ns = trace_start_ns + metadata["begin_us"] * 1e3
+            end_ns = begin_ns + metadata["ms"] * 1e6
+            metadata["marks"] = mark_shares([m for m in marks if begin_ns <= m.begin_ns <= end_ns])
         rows = _rows(marks)
         content["traceEvents"] += _trace_events(rows, trace_start_ns)
         content[trace.METADATA_KEY]["marks"] = {"kept": len(stored), "made": num_made}
@@ -98,7 +98,7 @@ def _rows(marks: Iterable[Mark]) -> _Rows:
     return dict(sorted(rows.items()))
 
 
-def shares(marks: list[Mark]) -> dict[str, float]:
+def mark_shares(marks: list[Mark]) -> dict[str, float]:
     """Return for each name of marks its share of the time of all programs. The time of a program is
     from the begin of its first mark to the end of its last mark. The time of a nested mark counts
     for the mark and for the surrounding mark."""
@@ -123,19 +123,19 @@ def _trace_events(rows: _Rows, trace_start_ns: int) -> Iterator[trace.Event]:
         name = f"program {program}{warps}" if program >= 0 else f"copy stream {number}"
         yield _name_event("thread_name", number, name)
         for mark in marks:
-            about: dict[str, Any] = {"program": program, "group": warp_group}
-            about |= {trace.COPIED_BYTES: mark.nbytes} if mark.nbytes else {}
+            event_args: dict[str, Any] = {"program": program, "group": warp_group}
+            event_args |= {trace.COPIED_BYTES: mark.nbytes} if mark.nbytes else {}
             yield {
                 "ph": "X", "cat": "mark", "name": mark.name, "pid": PROCESS, "tid": number,
                 "ts": (mark.begin_ns - trace_start_ns) / 1e3,
-                "dur": (mark.end_ns - mark.begin_ns) / 1e3, "args": about,
+                "dur": (mark.end_ns - mark.begin_ns) / 1e3, "args": event_args,
             }  # fmt: skip
 
 
 def _flags_in_marks(
     flags: Iterable[FlagEvent], rows: _Rows, trace_start_ns: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the facts for the arrows of ``trace.merge``, for flags whose memory still exists."""
+    """Yield the data for the arrows of ``trace.merge``, for flags whose memory still exists."""
     numbers = {row: number for number, row in enumerate(rows)}
     begins = {row: [mark.begin_ns for mark in marks] for row, marks in rows.items()}
     for flag in flags:

@@ -23,7 +23,7 @@ from triton_dist.runtime.peaks import device_peak
 from triton_dist.runtime.profiling import timeline_profile
 from triton_dist.runtime.ranks import Group, ProcessGroupRanks, SoloRank, group_for
 from triton_dist.timelines import scopes, trace
-from triton_dist.timelines.marks import KernelMarks, compiled_with_marks
+from triton_dist.timelines.marks import KernelMarks, compile_with_marks
 
 TOOLS = ("torch", "proton")
 _PROTON_SUFFIX = "hatchet"
@@ -125,8 +125,10 @@ class Recording:
 
     def __init__(self, file: Path, clock_ns: int = 0, marks: bool = False) -> None:
         self._marks = KernelMarks() if marks else None
-        marked = nullcontext if self._marks is None else self._marks.around_call
-        self.scopes = scopes.Scopes(lambda name, _: torch.profiler.record_function(name), marked)
+        make_marking = nullcontext if self._marks is None else self._marks.around_call
+        self.scopes = scopes.Scopes(
+            lambda name, _: torch.profiler.record_function(name), make_marking
+        )
         self._file, self._clock_ns = file, clock_ns
         self._profile, self._process = timeline_profile(), os.getpid()
         self.failure = ""
@@ -157,13 +159,17 @@ class Recording:
                     self._marks.read_clock()
                 self._profile.__exit__(None, None, None)
                 self._file.parent.mkdir(parents=True, exist_ok=True)
-                plain = self._file.with_name(f"{self._file.name.partition('.json')[0]}.torch.json")
-                self._profile.export_chrome_trace(str(plain))
+                torch_file = self._file.with_name(
+                    f"{self._file.name.partition('.json')[0]}.torch.json"
+                )
+                self._profile.export_chrome_trace(str(torch_file))
                 try:
-                    content = trace.read(plain)
+                    content = trace.read(torch_file)
                 except ValueError as error:
-                    raise ValueError(f"torch wrote invalid JSON to {plain} ({error})") from error
-                plain.unlink()
+                    raise ValueError(
+                        f"torch wrote invalid JSON to {torch_file} ({error})"
+                    ) from error
+                torch_file.unlink()
                 trace.annotate(content, self.scopes.calls)
                 content[trace.METADATA_KEY] = {
                     "process": self._process,
@@ -236,8 +242,8 @@ class ProgramRecording:
 
     def __init__(self, file: Path, first: int, last: int, marks: bool) -> None:
         self._file, self._first, self._last, self._marks = file, first, last, marks
-        self._failed = file.with_name(f"{file.name}{FAILURE_SUFFIX}")
-        self._count = 0
+        self._failure_file = file.with_name(f"{file.name}{FAILURE_SUFFIX}")
+        self._num_calls = 0
         self._recording: Recording | None = None
         self._thread = threading.local()
         self._lock = threading.Lock()
@@ -245,7 +251,9 @@ class ProgramRecording:
         os.register_at_fork(after_in_child=self._end)
 
     @contextmanager
-    def around(self, tuned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    def wrap_call(
+        self, tuned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[None]:
         if self._is_over:
             yield
             return
@@ -273,10 +281,10 @@ class ProgramRecording:
         self, is_outer: bool, tuned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> AbstractContextManager[None]:
         """Return a context manager for a call, and start or stop the recording before the call."""
-        count = self._count
+        count = self._num_calls
         if is_outer:
             with self._lock:
-                count, self._count = self._count, self._count + 1
+                count, self._num_calls = self._num_calls, self._num_calls + 1
                 if count == self._first:
                     if torch.autograd._profiler_enabled():  # torch has one profiler per process
                         raise RuntimeError("the program itself uses torch's profiler at that time")
@@ -286,9 +294,9 @@ class ProgramRecording:
             if count == self._last:
                 self.stop()
         if self._recording is not None:
-            return self._recording.scopes.around(tuned, args, kwargs)
+            return self._recording.scopes.wrap_call(tuned, args, kwargs)
         if is_outer and self._marks and count + 1 == self._first:
-            return compiled_with_marks()
+            return compile_with_marks()
         return nullcontext()
 
     @contextmanager
@@ -298,11 +306,11 @@ class ProgramRecording:
         except Exception as error:
             self._fail(f"{type(error).__name__}: {error}")
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, reason: str) -> None:
         self._end()
-        warn_without_raising(f"triton-dist profile: {why}", ArtefactWarning)
+        warn_without_raising(f"triton-dist profile: {reason}", ArtefactWarning)
         with suppress(OSError):
-            self._failed.write_text(f"process {os.getpid()}: {why}", encoding="utf-8")
+            self._failure_file.write_text(f"process {os.getpid()}: {reason}", encoding="utf-8")
 
     def _end(self) -> None:
         self._is_over, self._recording, self._lock = True, None, threading.Lock()
@@ -317,5 +325,5 @@ def install() -> None:
         program = ProgramRecording(file, first, last, knobs.profile_marks.get())
         at_exit = ExitStack()
         at_exit.callback(program.stop)
-        at_exit.enter_context(scopes.wrapped_calls(program.around))
+        at_exit.enter_context(scopes.wrap_calls(program.wrap_call))
         atexit.register(at_exit.close)

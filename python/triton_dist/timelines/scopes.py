@@ -18,9 +18,9 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.peaks import device_peak
 from triton_dist.timelines import trace
 
-Facts: TypeAlias = dict[str, Any]
-"""Texts and numbers about a call, by name."""
-MakeScope: TypeAlias = Callable[[str, Facts], AbstractContextManager[object]]
+CallMetadata: TypeAlias = dict[str, Any]
+"""Texts and numbers that describe a call, by name."""
+MakeScope: TypeAlias = Callable[[str, CallMetadata], AbstractContextManager[object]]
 """Function that returns a profiler scope, given its name and the numbers of ``_WORK_KEYS``."""
 MakeMarking: TypeAlias = Callable[[], AbstractContextManager[object]]
 """Function that returns a context manager in which kernels make marks (time spans in kernels)."""
@@ -31,8 +31,8 @@ class Scopes:
     """Opens a profiler scope for each call of a tuned function.
 
     Attributes:
-        calls: facts about each call, by scope name: ``<op> <shape> #<number>``. See
-            :func:`facts_of`.
+        calls: metadata of each call, by scope name: ``<op> <shape> #<number>``. See
+            :func:`metadata_of_call`.
 
     Args:
         make_scope: opens a scope of the profiler.
@@ -46,7 +46,7 @@ class Scopes:
         make_marking: MakeMarking = nullcontext,
         nvtx_range: bool = True,
     ) -> None:
-        self.calls: dict[str, Facts] = {}
+        self.calls: dict[str, CallMetadata] = {}
         self._make_scope, self._make_marking = make_scope, make_marking
         self._nvtx_range = current_device().nvtx_range if nvtx_range else nullcontext
         # Import all ops and query the driver now, so that the first recorded call does not do this.
@@ -55,31 +55,32 @@ class Scopes:
 
     def on(self) -> AbstractContextManager[None]:
         """Context manager in which calls open scopes."""
-        return wrapped_calls(self.around)
+        return wrap_calls(self.wrap_call)
 
     @contextmanager
-    def around(self, tuned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        facts = facts_of(tuned, args, kwargs)
+    def wrap_call(
+        self, tuned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[None]:
+        metadata = metadata_of_call(tuned, args, kwargs)
         # torch writes "unknown" for a name that is not ASCII, and does not escape a quote.
-        title = trace.title_of(facts).encode("ascii", "replace").decode().replace('"', "?")
+        title = trace.call_title(metadata).encode("ascii", "replace").decode().replace('"', "?")
         name = f"{title} #{len(self.calls)}"
-        self.calls[name] = facts
-        before = tuned.tuning_count
+        self.calls[name] = metadata
+        num_tunings_before = tuned.tuning_count
         with ExitStack() as scopes:
             scopes.enter_context(self._nvtx_range(title))
-            numbers = {key: value for key, value in facts.items() if key in _WORK_KEYS}
+            numbers = {key: value for key, value in metadata.items() if key in _WORK_KEYS}
             scopes.enter_context(self._make_scope(name, numbers))
             scopes.enter_context(self._make_marking())
             try:
                 yield
             finally:
-                facts["tuned"] = tuned.tuning_count > before
+                metadata["tuned"] = tuned.tuning_count > num_tunings_before
 
 
-def facts_of(tuned: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Facts:
-    """Return name, shape, FLOPs, bytes and time limits of a call. These facts come from the op's
-    OpInfo (``triton_dist.testing.opinfo``). If the function has no OpInfo, or if the arguments are
-    invalid, return only the name."""
+def metadata_of_call(tuned: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallMetadata:
+    """Return name, shape, FLOPs, bytes and time limits of a call, from the op's OpInfo. Return only
+    the name if the function has no OpInfo, or if the arguments are invalid."""
     info = _opinfos().get(id(tuned))
     if info is None:
         return {"op": tuned.__name__}
@@ -115,26 +116,26 @@ CallWrapper: TypeAlias = Callable[
 
 
 @contextmanager
-def wrapped_calls(wrapper: CallWrapper) -> Iterator[None]:
+def wrap_calls(wrapper: CallWrapper) -> Iterator[None]:
     """Context manager in which each call of a tuned function is made inside ``wrapper(...)``.
 
     This affects all tuned functions of the process, except for calls in code that torch compiles.
     ``AutoTuner.__call__`` is replaced while the context is active, so other calls have no overhead.
     """
-    before: Any = AutoTuner.__call__
+    original_call: Any = AutoTuner.__call__
 
     def call(self: AutoTuner[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self._is_compiled():
-            return before(self, *args, **kwargs)
+            return original_call(self, *args, **kwargs)
         with wrapper(self, args, {key: kwargs[key] for key in kwargs if key not in CALL_KEYWORDS}):
-            return before(self, *args, **kwargs)
+            return original_call(self, *args, **kwargs)
 
     register_entry_points([call])
     AutoTuner.__call__ = call  # type: ignore[method-assign]
     try:
         yield
     finally:
-        AutoTuner.__call__ = before  # type: ignore[method-assign]
+        AutoTuner.__call__ = original_call  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -169,7 +170,7 @@ def proton_recording(file: Path) -> Iterator[None]:
 
 def merge(files: Sequence[tuple[int, Path]], merged: Path) -> None:
     """Merge Proton's trees of all ranks into one tree, in which each rank is a child of the root.
-    Facts about devices are taken from the first rank."""
+    Metadata of devices is taken from the first rank."""
     children: list[Any] = []
     devices: Any = {}
     for rank, file in files:

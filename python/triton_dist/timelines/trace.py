@@ -15,8 +15,8 @@ Trace: TypeAlias = dict[str, Any]
 Event: TypeAlias = dict[str, Any]
 
 METADATA_KEY = "triton_dist"
-"""Key under which this package stores facts. In ``args`` of an event: facts about a call (op,
-shape, times). In a trace: facts about the rank (such as ``clock_ns``)."""
+"""Key of the metadata of this package: in ``args`` of an event, of a call (op, shape, times); in a
+trace, of the rank (such as ``clock_ns``)."""
 COPIED_BYTES = "bytes"
 """Key of the size of a copy in ``args`` of an event, as in the events of torch's profiler."""
 _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
@@ -103,16 +103,16 @@ def spans(trace: Trace, names: Container[str]) -> dict[str, Span]:
     return found
 
 
-def title_of(facts: Mapping[str, Any]) -> str:
+def call_title(metadata: Mapping[str, Any]) -> str:
     """Return the title of a call on a timeline: op and shape."""
-    return " ".join(filter(None, (facts["op"], facts.get("shape"))))
+    return " ".join(filter(None, (metadata["op"], metadata.get("shape"))))
 
 
 def annotate(trace: Trace, calls: Mapping[str, Mapping[str, Any]]) -> None:
-    """Add the facts and the device time of each call to its event, and set the event's title.
+    """Add the metadata and the device time of each call to its event, and set the event's title.
 
     Args:
-        calls: facts of each call, by the name of its scope, which ends in ``#<number>``.
+        calls: metadata of each call, by the name of its scope, which ends in ``#<number>``.
     """
     for name, (event, begin, end, on_device) in spans(trace, calls).items():
         number = int(name.rpartition("#")[2])
@@ -124,16 +124,17 @@ def annotate(trace: Trace, calls: Mapping[str, Mapping[str, Any]]) -> None:
     for event in trace["traceEvents"]:
         name = str(event.get("name"))
         if event.get("cat") in (_SCOPE_CATEGORY, _DEVICE_SCOPE_CATEGORY) and name in calls:
-            event["name"] = title_of(calls[name])
+            event["name"] = call_title(calls[name])
 
 
 def merge(traces: Sequence[tuple[int, Trace]]) -> Trace:
     """Merge the traces of ranks, in the given order, into one trace on the first rank's clock.
 
-    ``clock_ns`` in a rank's facts is added to the times of the rank's events. Their process ids are
-    prefixed with ``rank-<r>``. If a rank has run several programs one after another, the calls of
-    the first program have ``run`` 0, the calls of the second program ``run`` 1, and so on. Arrows
-    from the set of a flag to the waits for the flag, and counters of transfer rates, are added.
+    ``clock_ns`` in a rank's metadata is added to the times of the rank's events. Their process ids
+    are prefixed with ``rank-<r>``. If a rank has run several programs one after another, the calls
+    of the first program have ``run`` 0, the calls of the second program ``run`` 1, and so on.
+    Arrows from the set of a flag to the waits for the flag, and counters of transfer rates, are
+    added.
     """
     events: list[Event] = []
     ranks: list[dict[str, Any]] = []
@@ -142,26 +143,26 @@ def merge(traces: Sequence[tuple[int, Trace]]) -> Trace:
     base = first.get("baseTimeNanoseconds", 0)
     for rank, trace in traces:
         run = sum(each["rank"] == rank for each in ranks)
-        facts = dict(trace.get(METADATA_KEY, {}))
-        shift = (trace.get("baseTimeNanoseconds", 0) - base + facts.get("clock_ns", 0)) / 1e3
-        for event in facts.pop("flags", ()):
+        metadata = dict(trace.get(METADATA_KEY, {}))
+        shift = (trace.get("baseTimeNanoseconds", 0) - base + metadata.get("clock_ns", 0)) / 1e3
+        for event in metadata.pop("flags", ()):
             flags.append({**event, "pid": f"rank-{rank} {event['pid']}", "ts": event["ts"] + shift})
-        ranks.append({"rank": rank, **facts})
+        ranks.append({"rank": rank, **metadata})
         first_event = len(events)
         for event in trace["traceEvents"]:
-            moved = dict(event)
+            shifted_event = dict(event)
             if "pid" in event:
-                moved["pid"] = f"rank-{rank} {event['pid']}"
+                shifted_event["pid"] = f"rank-{rank} {event['pid']}"
             if "ts" in event:
-                moved["ts"] = event["ts"] + shift
+                shifted_event["ts"] = event["ts"] + shift
             if METADATA_KEY in event.get("args", {}):
                 call = event["args"][METADATA_KEY]
                 begin = {"begin_us": call["begin_us"] + shift}
-                moved["args"] = {
+                shifted_event["args"] = {
                     **event["args"],
                     METADATA_KEY: {**call, **begin, "rank": rank, "run": run},
                 }
-            events.append(moved)
+            events.append(shifted_event)
         events += _counters(f"rank-{rank} transfers", events[first_event:])
     events += _arrows(flags)
     rest = {key: value for key, value in first.items() if key not in ("traceEvents", METADATA_KEY)}
@@ -205,9 +206,13 @@ def _arrows(flags: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
         }  # fmt: skip
         for first_set in arrows:
             number += 1
-            about = {"cat": "flag", "name": first_set["flag"], "id": number}
-            yield {"ph": "s", **about, **{key: first_set[key] for key in ("pid", "tid", "ts")}}
-            yield {"ph": "f", "bp": "e", **about, **row, "ts": (last + end) / 2}
+            common_fields = {"cat": "flag", "name": first_set["flag"], "id": number}
+            yield {
+                "ph": "s",
+                **common_fields,
+                **{key: first_set[key] for key in ("pid", "tid", "ts")},
+            }
+            yield {"ph": "f", "bp": "e", **common_fields, **row, "ts": (last + end) / 2}
 
 
 def _counters(process: str, events: Iterable[Event]) -> Iterator[Event]:
@@ -230,19 +235,19 @@ def _counters(process: str, events: Iterable[Event]) -> Iterator[Event]:
                 changes.setdefault(name, []).extend([(begin, rate), (begin + us, -rate)])
     for name, steps in changes.items():
         active: list[float] = []
-        for at, rate in sorted(steps):
+        for time_us, rate in sorted(steps):
             active.append(rate) if rate > 0 else active.remove(-rate)
             # Perfetto 52 misreads numbers of more than 18 decimals.
             yield {
-                "ph": "C", "cat": "transfer", "name": name, "pid": process, "ts": at,
+                "ph": "C", "cat": "transfer", "name": name, "pid": process, "ts": time_us,
                 "args": {"GB/s": float(f"{sum(active):.6g}")},
             }  # fmt: skip
 
 
-def calls_of(trace: Trace) -> list[dict[str, Any]]:
-    """Return the facts about all calls of tuned functions in a trace."""
+def metadata_of_calls(trace: Trace) -> list[dict[str, Any]]:
+    """Return the metadata of all calls of tuned functions in a trace."""
     found = (event.get("args", {}).get(METADATA_KEY) for event in trace["traceEvents"])
-    return [facts for facts in found if facts is not None]
+    return [metadata for metadata in found if metadata is not None]
 
 
 def clock_offsets(readings: Sequence[tuple[str, Sequence[int]]]) -> list[int]:

@@ -39,7 +39,7 @@ def deinit_triton_dist_ep_op() -> None:
         ranks.finalize()
 
 
-def current_ranks() -> TensorParallel:
+def current_tensor_parallel() -> TensorParallel:
     """Return the ``TensorParallel`` of ``init_triton_dist_ep_op``.
 
     Raises:

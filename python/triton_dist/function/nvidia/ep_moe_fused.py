@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from triton_dist.function.nvidia.common import current_ranks
+from triton_dist.function.nvidia.common import current_tensor_parallel
 from triton_dist.layers.nvidia.ep_a2a_layer import masked_ids
 from triton_dist.layers.nvidia.expert_parallel import ep_experts
 from triton_dist.runtime.ranks import Group
@@ -43,7 +43,7 @@ class TritonDistFusedEpMoeFunction:
             InvalidArgument: see ``ep_experts``.
             ContextFinalized: ``init_triton_dist_ep_op`` was not called.
         """
-        ranks = current_ranks()
+        ranks = current_tensor_parallel()
         ids = masked_ids(selected_experts, num_experts)
         gate_up = fc1_1 if fc1_2 is None else torch.cat([fc1_1, fc1_2], dim=1)
         return ep_experts(

@@ -43,7 +43,7 @@ def get_args() -> argparse.Namespace:
     parser = ScriptParser(__doc__, CASES, default="check", check_alias="")
     parser.add_argument("--shape_id", default="LLaMA-3.1-70B", choices=list(LAYER_CONFIGS))
     parser.add_argument("--M", "-M", type=int, default=8192, help="global number of rows (perf)")
-    parser.add_common("persistent", "profile", "autotune", "trans_b")
+    parser.add_common_options("persistent", "profile", "autotune", "trans_b")
     parser.add_argument(
         "--local-copy", action=argparse.BooleanOptionalAction, default=True,
         help="with --no-local-copy, A is already in the workspace when the op is called",
@@ -78,7 +78,7 @@ class AllGatherScript(Script):
         return C
 
 
-def script_of(args: argparse.Namespace, ctx: Any) -> AllGatherScript:
+def make_script(args: argparse.Namespace, ctx: Any) -> AllGatherScript:
     fixed = {} if args.persistent is None else {"persistent": args.persistent}
     info = AG_GEMM.with_dtype(args.dtype)
     return AllGatherScript(info, args, ctx, {"local_copy": args.local_copy}, fixed)
@@ -93,7 +93,7 @@ def check_shape(num_ranks: int) -> Shape:
 def check(args: argparse.Namespace) -> None:
     shape = check_shape(dist.get_world_size())
     with AG_GEMM.with_dtype(args.dtype).context(shape, dtype_named(args.dtype)) as ctx:
-        script = script_of(args, ctx)
+        script = make_script(args, ctx)
         for round_number in range(5):
             ctx.symm_workspace[: shape.M].view(torch.uint8).random_()
             data = script.operands(shape)
@@ -114,7 +114,7 @@ def perf(args: argparse.Namespace) -> None:
     scale = 1 if is_cuda() else _CPU_PERF_SCALE
     shape = info.smaller(info.layer_shape(args.M, layer["N"], layer["K"]), scale, num_ranks)
     with info.context(shape, dtype) as ctx:
-        script = script_of(args, ctx)
+        script = make_script(args, ctx)
         data = script.operands(shape)
         script.check(data)
         script.report_tuning(data)
@@ -166,7 +166,7 @@ def correctness_tma_autotune(args: argparse.Namespace) -> None:
     buffer = AllGatherBuffer(
         shape.M, shape.K, dtype_named(args.dtype), None, "ag_gemm_tma_autotune"
     )
-    op, script = TmaAutotunedAgGemm(buffer), script_of(args, None)
+    op, script = TmaAutotunedAgGemm(buffer), make_script(args, None)
     for _ in range(5):
         data = script.operands(shape)
         script.check(data, op(data["A"], data["B"]))

@@ -12,7 +12,13 @@ import argparse
 import torch
 import torch.distributed as dist
 
-from triton_dist.test.utils import Script, ScriptParser, dtype_named, on_ranks, report_passed
+from triton_dist.test.utils import (
+    Script,
+    ScriptParser,
+    dtype_named,
+    initialized_ranks,
+    report_passed,
+)
 from triton_dist.testing.opinfo.allgather_group_gemm import AG_GROUP_GEMM
 from triton_dist.testing.opinfo.base import Operands
 from triton_dist.testing.opinfo.moe import GroupedShape
@@ -36,7 +42,7 @@ def get_args() -> argparse.Namespace:
     parser.add_argument("--layer", choices=list(LAYERS), help="run one layer; default: all")
     parser.add_rounds(iters=10, warmup=5)
     parser.add_dtype("float16", has_fp8=True)
-    parser.add_common("autotune", "profile", "seed")
+    parser.add_common_options("autotune", "profile", "seed")
     parser.add_argument("--debug", action="store_true", help="tune verbosely")
     return parser.parse_args()
 
@@ -47,7 +53,7 @@ def shape_of(layer: str, M: int) -> GroupedShape:
     return AG_GROUP_GEMM.smaller(GroupedShape(M, *LAYERS[layer]), scale, dist.get_world_size())
 
 
-class RoutedScript(Script):
+class AllGatherGroupGEMMScript(Script):
     """The script of AllGather + grouped GEMM."""
 
     def run(self, data: Operands) -> torch.Tensor:
@@ -71,12 +77,12 @@ def check(script: Script, data: Operands, title: str) -> None:
 
 def main() -> None:
     args = get_args()
-    with on_ranks(args.seed):
+    with initialized_ranks(args.seed):
         for layer in LAYERS if args.layer is None else [args.layer]:
             shape = shape_of(layer, args.M)
             info = AG_GROUP_GEMM.with_dtype(args.dtype)
             with info.context(shape, dtype_named(args.dtype)) as ctx:
-                script = RoutedScript(info, args, ctx)
+                script = AllGatherGroupGEMMScript(info, args, ctx)
                 data = script.operands(shape)
                 check(script, data, f"{layer}, {args.dtype}, {shape}")
                 if args.case == "perf":

@@ -12,11 +12,11 @@ import argparse
 from triton_dist.kernels.nvidia import AllGatherContext, GatherMethod, all_gather
 from triton_dist.runtime.device import current_device
 from triton_dist.test.utils import (
-    NO_TIMES,
+    TIMES_NOT_MEANINGFUL,
     ScriptParser,
     assert_bitwise_equal,
     dtype_named,
-    on_ranks,
+    initialized_ranks,
     report_passed,
 )
 from triton_dist.testing.opinfo.collectives import ALL_GATHER, LIBRARY, CollectiveSize
@@ -32,8 +32,8 @@ def get_args() -> argparse.Namespace:
         "--max_nbytes", type=int, default=16 << 20, help="bytes of the largest result"
     )
     parser.add_dtype("bfloat16")
-    parser.add_rounds(iters=15, warmup=3, least=0)  # 0: only check
-    parser.add_common("autotune", "seed")
+    parser.add_rounds(iters=15, warmup=3, minimum=0)  # 0: only check
+    parser.add_common_options("autotune", "seed")
     args = parser.parse_args()
     if not is_cuda():
         args.max_nbytes = max(1024, args.max_nbytes // _CPU_SCALE)
@@ -68,10 +68,10 @@ def perf(args: argparse.Namespace, ctx: AllGatherContext, elements: int) -> None
 
 def main() -> None:
     args = get_args()
-    with on_ranks(args.seed):
+    with initialized_ranks(args.seed):
         if args.case != "check":
             heading = "median of the slowest rank; x: speedup over the library"
-            dist_print(heading if is_cuda() else NO_TIMES)
+            dist_print(heading if is_cuda() else TIMES_NOT_MEANINGFUL)
         with ALL_GATHER.context(CollectiveSize(args.max_nbytes), dtype_named(args.dtype)) as ctx:
             elements = args.max_nbytes // ctx.num_ranks // dtype_named(args.dtype).itemsize
             while elements > 16:

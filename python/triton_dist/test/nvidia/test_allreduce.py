@@ -24,13 +24,13 @@ from triton_dist.kernels.nvidia import (
 )
 from triton_dist.runtime.device import current_device
 from triton_dist.test.utils import (
-    NO_TIMES,
+    TIMES_NOT_MEANINGFUL,
     ScriptParser,
     assert_allclose,
     assert_bitwise_equal,
     at_least,
     dtype_named,
-    on_ranks,
+    initialized_ranks,
     profile,
     report_passed,
 )
@@ -65,7 +65,7 @@ def get_args() -> argparse.Namespace:
     parser.add_argument(
         "--method", choices=get_allreduce_methods(), help="algorithm; default: tuned"
     )
-    parser.add_common("autotune", "profile")
+    parser.add_common_options("autotune", "profile")
     parser.add_argument(
         "--simulate_straggler", action="store_true", help="delay a random rank in each call"
     )
@@ -146,7 +146,7 @@ def perf(args: argparse.Namespace, ctx: AllReduceContext) -> None:
         "times in us: ours, the library's, and the library's in place; GB/s: bytes / our time; "
         "x: speedup over the faster library time"
         if measured
-        else NO_TIMES
+        else TIMES_NOT_MEANINGFUL
     )
     heads = f"{'GB/s':>8}{'library':>10}{'in place':>10}{'x':>6}" if measured else ""
     dist_print(f"{'bytes':>10}{'us':>10}{heads}  config")
@@ -180,7 +180,7 @@ def _config(args: argparse.Namespace, x: torch.Tensor, ctx: AllReduceContext) ->
 def main() -> None:
     args = get_args()
     with (
-        on_ranks(args.seed),
+        initialized_ranks(args.seed),
         ALL_REDUCE.context(CollectiveSize(args.max_nbytes), dtype_named(args.dtype)) as ctx,
     ):
         (check if args.case == "check" else perf)(args, ctx)

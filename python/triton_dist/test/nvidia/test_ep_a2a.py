@@ -20,12 +20,12 @@ from triton_dist.test.nvidia.ep_a2a_utils import (
     torch_ll_dispatch,
 )
 from triton_dist.test.utils import (
-    NO_TIMES,
+    TIMES_NOT_MEANINGFUL,
     ScriptParser,
     at_least,
     check_rank_by_rank,
     dtype_named,
-    on_ranks,
+    initialized_ranks,
     profile,
     report_passed,
     report_tuning,
@@ -49,7 +49,7 @@ def make_parser(description: str | None, M: int) -> ScriptParser:
     parser.add_argument("--drop_ratio", type=float, default=0.1, help="share of masked choices")
     parser.add_rounds(iters=20, warmup=5)
     parser.add_dtype("bfloat16")
-    parser.add_common("autotune", "profile", "seed")
+    parser.add_common_options("autotune", "profile", "seed")
     # Options of Triton-distributed's scripts without effect.
     for option in ("--rounds", "--bench_iters", "--sm_margin", "--weight_dtype"):
         parser.add_argument(option, help=argparse.SUPPRESS)
@@ -106,7 +106,7 @@ def run_round(
         }
         rounds, warmup = (args.iters, args.warmup) if is_cuda() else (1, 0)
         graphs = {name: capture_graph(call) for name, call in calls.items()}
-        dist_print("slowest rank, cold cache, median" if is_cuda() else NO_TIMES)
+        dist_print("slowest rank, cold cache, median" if is_cuda() else TIMES_NOT_MEANINGFUL)
         for name, sample in time_interleaved(graphs, rounds=rounds, warmup_rounds=warmup).items():
             dist_print(f"{name:32}{sample.median:10.3f} ms")
         profile("ep_a2a_perf", args.profile, calls["ep_dispatch"], calls["ep_combine"])
@@ -114,7 +114,7 @@ def run_round(
 
 def main(args: argparse.Namespace, quantise: bool, cpu_scale: int) -> None:
     """Check both ops with random numbers of tokens; ``cpu_scale`` divides M on CPU ranks."""
-    with on_ranks(args.seed):
+    with initialized_ranks(args.seed):
         rank, size, dtype = dist.get_rank(), dist.get_world_size(), dtype_named(args.dtype)
         M, N, experts = args.M, args.N, args.G
         if not is_cuda():

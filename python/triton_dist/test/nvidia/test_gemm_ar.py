@@ -18,8 +18,8 @@ import torch.distributed as dist
 from triton_dist.kernels.nvidia import GEMMAllReduceMethod
 from triton_dist.runtime.device import current_device
 from triton_dist.test import summed_gemm
-from triton_dist.test.summed_gemm import CPU_SCALE, SummedScript
-from triton_dist.test.utils import dtype_named, on_ranks, report_passed
+from triton_dist.test.summed_gemm import CPU_SCALE, SummedGEMMScript
+from triton_dist.test.utils import dtype_named, initialized_ranks, report_passed
 from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.opinfo.summed_gemm import GEMM_AR
 from triton_dist.utils import is_cuda
@@ -67,7 +67,7 @@ def fixed_tunables(args: argparse.Namespace) -> dict[str, Any]:
     return fixed
 
 
-def check(script: SummedScript, shape: Shape) -> None:
+def check(script: SummedGEMMScript, shape: Shape) -> None:
     """Compare results: in the first round with M rows, later with M / 2 + 1 to M rows."""
     args, M = script.args, shape.M
     drawn = random.Random(args.seed)  # equal on all ranks
@@ -84,12 +84,12 @@ def check(script: SummedScript, shape: Shape) -> None:
 
 def main() -> None:
     args = get_args()
-    with on_ranks(args.seed):
+    with initialized_ranks(args.seed):
         shape = shape_of(args)
         info = GEMM_AR.with_dtype(args.dtype)
         with info.context(shape, dtype_named(args.dtype)) as ctx:
             options = {"copy_to_local": args.copy_to_local}
-            script = SummedScript(info, args, ctx, options, fixed_tunables(args))
+            script = SummedGEMMScript(info, args, ctx, options, fixed_tunables(args))
             if args.case == "check":
                 check(script, shape)
             else:

@@ -12,8 +12,8 @@ import argparse
 import torch.distributed as dist
 
 from triton_dist.test import summed_gemm
-from triton_dist.test.summed_gemm import CPU_SCALE, SummedScript, fixed_tunables
-from triton_dist.test.utils import dtype_named, on_ranks, report_passed
+from triton_dist.test.summed_gemm import CPU_SCALE, SummedGEMMScript, fixed_tunables
+from triton_dist.test.utils import dtype_named, initialized_ranks, report_passed
 from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.opinfo.summed_gemm import GEMM_RS
 from triton_dist.utils import is_cuda
@@ -59,7 +59,7 @@ def shapes(args: argparse.Namespace) -> list[Shape]:
     return [Shape(max(1, M // scale // size) * size, N, K) for M in rows]
 
 
-def check(script: SummedScript, shape: Shape) -> None:
+def check(script: SummedGEMMScript, shape: Shape) -> None:
     for _ in range(script.args.verify_iters):
         data = script.operands(shape)
         script.check(data)
@@ -69,14 +69,14 @@ def check(script: SummedScript, shape: Shape) -> None:
 
 def main() -> None:
     args = get_args()
-    with on_ranks(args.seed):
-        asked = shapes(args)
-        largest = max(asked, key=lambda shape: shape.M)
+    with initialized_ranks(args.seed):
+        requested_shapes = shapes(args)
+        largest = max(requested_shapes, key=lambda shape: shape.M)
         info = GEMM_RS.with_dtype(args.dtype)
         with info.context(largest, dtype_named(args.dtype), reduce_st=args.reduce_st) as ctx:
             fixed = fixed_tunables(args, "persistent", "fuse_scatter")
-            script = SummedScript(info, args, ctx, fixed=fixed)
-            for shape in asked:
+            script = SummedGEMMScript(info, args, ctx, fixed=fixed)
+            for shape in requested_shapes:
                 if args.case == "check":
                     check(script, shape)
                 else:

@@ -12,16 +12,16 @@ from __future__ import annotations
 import argparse
 
 from triton_dist.kernels.nvidia import run_moe_reduce_ar_triton_non_overlap
-from triton_dist.test import summed_routes
+from triton_dist.test import moe_reduce
 from triton_dist.testing.opinfo.moe_reduce import MOE_REDUCE_AR
 
 
 def get_args() -> argparse.Namespace:
-    return summed_routes.make_parser(__doc__).parse_args()
+    return moe_reduce.make_parser(__doc__).parse_args()
 
 
 def main() -> None:
-    summed_routes.main(MOE_REDUCE_AR, run_moe_reduce_ar_triton_non_overlap, get_args())
+    moe_reduce.main(MOE_REDUCE_AR, run_moe_reduce_ar_triton_non_overlap, get_args())
 
 
 if __name__ == "__main__":

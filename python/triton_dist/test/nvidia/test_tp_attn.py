@@ -29,8 +29,8 @@ _FREE_POSITIONS = 128  # of the cache, after the prompt
 
 def get_args() -> argparse.Namespace:
     parser = tp_layer.make_parser(__doc__, "Qwen/Qwen3-32B", bsz=128)
-    tp_layer.add_mode(parser)
-    tp_layer.add_ignored(parser, "--ag_gemm_persistent", "--gemm_rs_persistent")
+    tp_layer.add_mode_options(parser)
+    tp_layer.add_ignored_options(parser, "--ag_gemm_persistent", "--gemm_rs_persistent")
     return parser.parse_args()
 
 
@@ -41,7 +41,7 @@ def main() -> None:
     batch, prompt = tp_layer.batch_and_tokens(args, _CPU_BATCH, _CPU_TOKENS)
     is_decoding = args.run_type == "decode"
     first, tokens = (prompt, 1) if is_decoding else (0, prompt)
-    block, config = tp_layer.block_of(args)
+    block, config = tp_layer.random_block(args)
     layer = TP_Attn(rank=dist.get_rank(), world_size=size, group=group)
     layer._init_parameters(block.self_attn, verbose=True)
     layer._init_ctx(max_M=batch * tokens)

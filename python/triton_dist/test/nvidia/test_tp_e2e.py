@@ -31,7 +31,7 @@ _MODES = {"ag_rs": "triton_dist", "allreduce": "triton_dist_AR", "gemm_ar": "tri
 def get_args() -> argparse.Namespace:
     parser = tp_layer.make_parser(__doc__, "Qwen/Qwen3-32B", bsz=128)
     parser.add_argument("--num_layers", type=int, help="number of layers; default: all")
-    tp_layer.add_mode(parser)
+    tp_layer.add_mode_options(parser)
     return parser.parse_args()
 
 

@@ -23,7 +23,7 @@ def get_args() -> argparse.Namespace:
     parser = tp_layer.make_parser(__doc__, "Qwen/Qwen3-32B")
     parser.add_argument("-M", "--M", type=int, default=4096, help="tokens over all ranks")
     parser.add_argument("--use_allreduce", action="store_true", help="only the all-reduce mode")
-    tp_layer.add_ignored(parser, "--ag_gemm_persistent", "--gemm_rs_persistent")
+    tp_layer.add_ignored_options(parser, "--ag_gemm_persistent", "--gemm_rs_persistent")
     return parser.parse_args()
 
 
@@ -32,7 +32,7 @@ def main() -> None:
     group = initialize_distributed(args.seed)
     size = dist.get_world_size()
     M = max(1, (args.M if is_cuda() else args.M // CPU_SCALE) // size) * size
-    block, config = tp_layer.block_of(args)
+    block, config = tp_layer.random_block(args)
     x = tp_layer.random_input(args, M, config.hidden_size)
     layer = TP_MLP(rank=dist.get_rank(), world_size=size, group=group)
     layer._init_parameters(block.mlp, verbose=True)

@@ -24,7 +24,7 @@ _CPU_BATCH, _CPU_TOKENS = 4, 4
 
 def get_args() -> argparse.Namespace:
     parser = tp_layer.make_parser(__doc__, "Qwen/Qwen3-30B-A3B", bsz=32)
-    tp_layer.add_ignored(parser, "--autotune")
+    tp_layer.add_ignored_options(parser, "--autotune")
     return parser.parse_args()
 
 
@@ -33,7 +33,7 @@ def main() -> None:
     group = initialize_distributed(args.seed)
     size = dist.get_world_size()
     batch, tokens = tp_layer.batch_and_tokens(args, _CPU_BATCH, _CPU_TOKENS)
-    block, config = tp_layer.block_of(args)
+    block, config = tp_layer.random_block(args)
     if not config.num_experts:
         raise InvalidArgument("test_tp_moe", "model", args.model, "a model with experts")
     x = tp_layer.random_input(args, batch, tokens, config.hidden_size)

@@ -10,7 +10,13 @@ import torch.distributed as dist
 
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
 from triton_dist.runtime.device import current_device
-from triton_dist.test.utils import Script, ScriptParser, dtype_named, on_ranks, report_passed
+from triton_dist.test.utils import (
+    Script,
+    ScriptParser,
+    dtype_named,
+    initialized_ranks,
+    report_passed,
+)
 from triton_dist.testing.opinfo.base import Operands
 from triton_dist.testing.opinfo.moe import GroupedShape
 from triton_dist.testing.opinfo.moe_reduce import MoEReduceOpInfo
@@ -33,7 +39,7 @@ def make_parser(description: str | None) -> ScriptParser:
         parser.add_argument(name, type=int, help=help_)
     parser.add_dtype("float16", has_fp8=True)
     parser.add_rounds(iters=100, warmup=10)
-    parser.add_common("autotune", "profile", "seed")
+    parser.add_common_options("autotune", "profile", "seed")
     parser.add_argument("--n_chunks", type=int, help="number of chunks of columns; default: tuned")
     parser.add_argument("--debug", action="store_true", help="use constant operands")
     parser.add_argument(
@@ -51,7 +57,7 @@ def shape_of(args: argparse.Namespace) -> GroupedShape:
     return GroupedShape(M, max(1, args.N // scale), K, max(1, args.E // experts), args.TOPK)
 
 
-class RoutedScript(Script):
+class MoEReduceScript(Script):
     """The script of an op that ends an MoE layer."""
 
     def operands(self, shape: GroupedShape) -> Operands:  # type: ignore[override]
@@ -80,11 +86,11 @@ def main(
     """Check results, print the config, and for ``--case perf`` time the op. The checked calls are
     the op, the op in ``_CHUNKS`` chunks, and ``unfused``, without overlap."""
     info = info.with_dtype(args.dtype)
-    with on_ranks(args.seed):
+    with initialized_ranks(args.seed):
         shape = shape_of(args)
         with info.context(shape, dtype_named(args.dtype)) as ctx:
             options = {} if args.n_chunks is None else {"n_chunks": args.n_chunks}
-            script = RoutedScript(info, args, ctx, options)
+            script = MoEReduceScript(info, args, ctx, options)
             data = script.operands(shape)
             operands, scales = info.arguments(data, ctx)
             in_chunks = {"n_chunks": _CHUNKS, "config": grouped_tiles()[0]}
