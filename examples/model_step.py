@@ -46,31 +46,31 @@ _BLOCKS = [
 
 @triton.autotune(_ROWS, key=["N"])
 @triton_dist.jit
-def rms_norm_kernel(x_ptr, weight_ptr, y_ptr, inverse_ptr, N, eps, WIDTH: tl.constexpr):
+def rms_norm_kernel(x_ptr, weight_ptr, y_ptr, inverse_rms_ptr, N, eps, WIDTH: tl.constexpr):
     """y = x / rms(x) * weight, one row per program; 1 / rms(x) is stored for the backward pass."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     x = tl.load(x_ptr + row * N + column, mask=column < N, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=column < N, other=0.0).to(tl.float32)
-    inverse = 1.0 / tl.sqrt(tl.sum(x * x) / N + eps)
-    tl.store(inverse_ptr + row, inverse)
-    y = (x * inverse * weight).to(y_ptr.dtype.element_ty)
+    inverse_rms = 1.0 / tl.sqrt(tl.sum(x * x) / N + eps)
+    tl.store(inverse_rms_ptr + row, inverse_rms)
+    y = (x * inverse_rms * weight).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + row * N + column, y, mask=column < N)
 
 
 @triton.autotune(_ROWS, key=["N"])
 @triton_dist.jit
 def rms_norm_backward_kernel(
-    x_ptr, weight_ptr, inverse_ptr, dy_ptr, dx_ptr, N, WIDTH: tl.constexpr
+    x_ptr, weight_ptr, inverse_rms_ptr, dy_ptr, dx_ptr, N, WIDTH: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     x = tl.load(x_ptr + row * N + column, mask=column < N, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=column < N, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + row * N + column, mask=column < N, other=0.0).to(tl.float32)
-    inverse = tl.load(inverse_ptr + row)
+    inverse_rms = tl.load(inverse_rms_ptr + row)
     scaled = dy * weight
-    dx = inverse * (scaled - x * inverse * inverse * (tl.sum(scaled * x) / N))
+    dx = inverse_rms * (scaled - x * inverse_rms * inverse_rms * (tl.sum(scaled * x) / N))
     tl.store(dx_ptr + row * N + column, dx.to(dx_ptr.dtype.element_ty), mask=column < N)
 
 
@@ -103,19 +103,21 @@ class RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x = x.contiguous()
         N = x.shape[-1]
-        y, inverse = torch.empty_like(x), x.new_empty(x.numel() // N, dtype=torch.float32)
+        y, inverse_rms = torch.empty_like(x), x.new_empty(x.numel() // N, dtype=torch.float32)
         width = triton.next_power_of_2(N)
-        rms_norm_kernel[(len(inverse),)](x, weight, y, inverse, N, eps, WIDTH=width)
-        ctx.save_for_backward(x, weight, inverse)
+        rms_norm_kernel[(len(inverse_rms),)](x, weight, y, inverse_rms, N, eps, WIDTH=width)
+        ctx.save_for_backward(x, weight, inverse_rms)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        x, weight, inverse = ctx.saved_tensors
+        x, weight, inverse_rms = ctx.saved_tensors
         dy, dx, N = dy.contiguous(), torch.empty_like(x), x.shape[-1]
         width = triton.next_power_of_2(N)
-        rms_norm_backward_kernel[(len(inverse),)](x, weight, inverse, dy, dx, N, WIDTH=width)
-        normalised = x.reshape(-1, N) * inverse[:, None]
+        rms_norm_backward_kernel[(len(inverse_rms),)](
+            x, weight, inverse_rms, dy, dx, N, WIDTH=width
+        )
+        normalised = x.reshape(-1, N) * inverse_rms[:, None]
         dweight = (dy.reshape(-1, N) * normalised).sum(0).to(weight.dtype)
         return dx, dweight, None
 
@@ -204,7 +206,7 @@ class Block(torch.nn.Module):
         return x + self.down(hidden)
 
 
-def agreed(choices: dict[str, Any]) -> int:
+def check_and_count_configs(choices: dict[str, Any]) -> int:
     """Return the number of tuned kernels and keys; raise if ranks chose different configs."""
     own = {name: str(config) for name, config in choices.items()}
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -253,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         loss = forward_backward(torch.randn(batch, tokens, width, device=device, dtype=dtype))
         optimizer.step()
         dist_print(f"step {step}: loss {float(loss):.4f}")
-    count = agreed(forward_backward.choices())
+    count = check_and_count_configs(forward_backward.choices())
     for name, config in forward_backward.choices().items():
         dist_print(f"  {name}: {config}")
     calls = forward_backward.tuning_calls

@@ -25,14 +25,14 @@ class OptunaSearch:
         self._study, self._states = optuna.create_study(sampler=sampler), optuna.trial.TrialState
         self._values = {name: list(each) for name, each in values.items()}
         # Optuna chooses an index into each list of values. It treats near integers as similar.
-        self._axes = {
+        self._index_distributions = {
             name: optuna.distributions.IntDistribution(0, len(each) - 1)
             for name, each in self._values.items()
         }
         self._pending: list[tuple[dict[str, Any], Any]] = []
 
     def ask(self) -> dict[str, Any]:
-        trial = self._study.ask(self._axes)
+        trial = self._study.ask(self._index_distributions)
         config = {name: self._values[name][index] for name, index in trial.params.items()}
         self._pending.append((config, trial))
         return config

@@ -42,15 +42,17 @@ from triton_dist.utils import (
 class ShardedCache:
     """Keys and values of all heads. Token t of a sequence is stored on rank t % ranks."""
 
-    def __init__(self, config: Any, batch: int, most: int, dtype: torch.dtype, device: Any) -> None:
+    def __init__(
+        self, config: Any, batch: int, max_tokens: int, dtype: torch.dtype, device: Any
+    ) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.room = -(-most // self.size)
+        self.tokens_per_rank = -(-max_tokens // self.size)
         self.replicas = max(1, self.size // config.num_key_value_heads)
         heads, kv_heads, dim = (
             config.num_attention_heads, config.num_key_value_heads, config.head_dim,
         )  # fmt: skip
         # The last position receives the tokens of other ranks, and is never read.
-        shape = (config.num_hidden_layers, batch, self.room + 1, kv_heads, dim)
+        shape = (config.num_hidden_layers, batch, self.tokens_per_rank + 1, kv_heads, dim)
         self.k, self.v = torch.zeros(2, *shape, dtype=dtype, device=device)
         self.kv_offset = torch.zeros(batch, dtype=torch.int32, device=device)
         self.ctx = create_sp_decode_context(
@@ -64,11 +66,13 @@ class ShardedCache:
         """Store the new tokens, and return the attention of this rank's heads."""
         batch, tokens = q.shape[:2]
         position = self.kv_offset[:, None] + torch.arange(tokens, device=q.device)
-        place = torch.where(position % self.size == self.rank, position // self.size, self.room)
+        cache_position = torch.where(
+            position % self.size == self.rank, position // self.size, self.tokens_per_rank
+        )
         sequence = torch.arange(batch, device=q.device)[:, None]
         for cache, new in ((self.k, k), (self.v, v)):
             heads = all_gather_rows(new.contiguous()[None])[:: self.replicas]
-            cache[layer][sequence, place] = heads.movedim(0, 2).flatten(2, 3)
+            cache[layer][sequence, cache_position] = heads.movedim(0, 2).flatten(2, 3)
         if tokens > 1:  # prefill: the cache is empty
             heads = (each.transpose(1, 2) for each in (q, k, v))
             out = scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
@@ -85,18 +89,18 @@ class Server:
     """A parallelized model, with its cache and current tokens."""
 
     def __init__(
-        self, model: Llama, ranks: TensorParallel, batch: int, most: int, shards_tokens: bool
+        self, model: Llama, ranks: TensorParallel, batch: int, max_tokens: int, shards_tokens: bool
     ) -> None:
         self.model, config = model, model.config
         dtype = model.lm_head.weight.dtype
-        self.cos_sin = _set_cos_sin_cache(model.model.rotary_emb.inv_freq, most)
+        self.cos_sin = _set_cos_sin_cache(model.model.rotary_emb.inv_freq, max_tokens)
         self.cache: Any
         if shards_tokens:
-            self.cache = ShardedCache(config, batch, most, dtype, ranks.device)
+            self.cache = ShardedCache(config, batch, max_tokens, dtype, ranks.device)
         else:
             self.cache = KV_Cache(
-                config.num_hidden_layers, batch, most, config.num_key_value_heads, config.head_dim,
-                dtype, ranks.num_ranks,
+                config.num_hidden_layers, batch, max_tokens, config.num_key_value_heads,
+                config.head_dim, dtype, ranks.num_ranks,
             )  # fmt: skip
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=ranks.device)
 
@@ -137,14 +141,14 @@ def quantise(module: torch.nn.Module, recipe: str) -> None:
             continue
         weight = child.weight.detach()
         (N, K), is_block = weight.shape, recipe == "block"
-        down, along = (128, 128) if is_block else (1, K)
-        tiles = pad(weight, (0, -K % along, 0, -N % down))
-        tiles = tiles.unflatten(1, (-1, along)).unflatten(0, (-1, down))
+        block_rows, block_columns = (128, 128) if is_block else (1, K)
+        tiles = pad(weight, (0, -K % block_columns, 0, -N % block_rows))
+        tiles = tiles.unflatten(1, (-1, block_columns)).unflatten(0, (-1, block_rows))
         scale = tiles.abs().amax((1, 3)).clamp(min=1e-12) / 448
         quotients = (tiles / scale[:, None, :, None]).flatten(2).flatten(0, 1)[:N, :K]
         child.weight = torch.nn.Parameter(quotients.to(torch.float8_e4m3fn), requires_grad=False)
-        end = "weight_scale_inv" if is_block else "weight_scale"
-        setattr(child, end, torch.nn.Parameter(scale, requires_grad=False))
+        scale_name = "weight_scale_inv" if is_block else "weight_scale"
+        setattr(child, scale_name, torch.nn.Parameter(scale, requires_grad=False))
 
 
 def quantise_layers(model: Llama, recipe: str) -> None:
@@ -159,14 +163,16 @@ def quantise_layers(model: Llama, recipe: str) -> None:
         quantise(block.mlp, recipe)
 
 
-def check(found: torch.Tensor, stock: Llama, prompts: torch.Tensor) -> float:
+def largest_logit_gap(served_tokens: torch.Tensor, stock: Llama, prompts: torch.Tensor) -> float:
     """Return the largest difference between the best logit of a step and the served token's logit.
 
     The unit is the standard deviation of the logits.
     """
     with torch.no_grad():
-        logits = stock(torch.cat([prompts, found[:, :-1]], 1)).logits[:, prompts.shape[1] - 1 :]
-    gap = logits.amax(-1, keepdim=True) - logits.gather(-1, found[..., None])
+        logits = stock(torch.cat([prompts, served_tokens[:, :-1]], 1)).logits[
+            :, prompts.shape[1] - 1 :
+        ]
+    gap = logits.amax(-1, keepdim=True) - logits.gather(-1, served_tokens[..., None])
     return float(gap.max() / logits.std())
 
 
@@ -209,19 +215,21 @@ def main() -> None:
         while len(tokens) < args.tokens:
             step()
             tokens.append(server.token.clone())
-        found = torch.cat(tokens, 1).cpu()
+        served_tokens = torch.cat(tokens, 1).cpu()
         del step  # delete the graph before the contexts that it uses
         if args.kv_shards:
             server.cache.ctx.finalize()
     if args.fp8:
-        gap = check(found, stock, prompts)
+        gap = largest_logit_gap(served_tokens, stock, prompts)
         assert gap < 0.5, gap
         as_expected = f"logits at most {gap:.2f} standard deviations below the best"
     else:
         golden = on_one_rank(stock, prompts, args.tokens)
-        assert torch.equal(found, golden), f"{found}, on one rank {golden}"
+        assert torch.equal(served_tokens, golden), f"{served_tokens}, on one rank {golden}"
         as_expected = "as on one rank"
-    dist_print(f"{args.tokens} tokens of {args.batch} sequences, {as_expected}: {found.tolist()}")
+    dist_print(
+        f"{args.tokens} tokens of {args.batch} sequences, {as_expected}: {served_tokens.tolist()}"
+    )
     assert dist.get_world_size() == ranks.num_ranks
     finalize_distributed()
 

@@ -34,45 +34,48 @@ from triton_dist.utils import (
 MAX_NORM = 1.0
 
 
-def optimiser_of(model: Llama) -> torch.optim.Optimizer:
+def make_optimiser(model: Llama) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def train_on_parts_of_sequences(
-    args: argparse.Namespace, dtype: torch.dtype, tolerance: float
-) -> None:
+def train_sequence_parallel(args: argparse.Namespace, dtype: torch.dtype, tolerance: float) -> None:
     """Train with ``SP_Attn``: each rank has some tokens of each sequence, and all weights."""
     world, device_type = dist.get_world_size(), "cuda" if is_cuda() else "cpu"
     mesh = init_device_mesh(device_type, (world // args.sp, args.sp))
-    model, whole = (init_model_cpu(args.model, dtype) for _ in range(2))
+    model, reference_model = (init_model_cpu(args.model, dtype) for _ in range(2))
     config, length = model.config, -(-args.tokens // (2 * world)) * 2 * world
     attention = SP_Attn(
         mesh, args.batch * length // world, config.num_attention_heads,
         config.num_key_value_heads, config.head_dim, dtype,
     )  # fmt: skip
-    mine = attention.tokens(length)
-    model.to(mine.device)
-    whole.to(mine.device)
+    own_tokens = attention.tokens(length)
+    model.to(own_tokens.device)
+    reference_model.to(own_tokens.device)
     for block in model.model.layers:
         block.self_attn.sp_attn = attention
-    ids = torch.randint(config.vocab_size, (args.batch, length + 1)).to(mine.device)
+    ids = torch.randint(config.vocab_size, (args.batch, length + 1)).to(own_tokens.device)
     inputs, targets = ids[:, :-1], ids[:, 1:]
-    optimiser, alone = optimiser_of(model), optimiser_of(whole)
+    optimiser, reference_optimiser = make_optimiser(model), make_optimiser(reference_model)
     for step in range(args.steps):
         optimiser.zero_grad()
-        logits = model(inputs[:, mine], position_ids=mine).logits.flatten(0, 1).float()
-        own = cross_entropy(logits, targets[:, mine].flatten(), reduction="sum") / targets.numel()
-        own.backward()
+        logits = model(inputs[:, own_tokens], position_ids=own_tokens).logits.flatten(0, 1).float()
+        own_loss = (
+            cross_entropy(logits, targets[:, own_tokens].flatten(), reduction="sum")
+            / targets.numel()
+        )
+        own_loss.backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
         optimiser.step()
-        loss = own.detach().clone()
+        loss = own_loss.detach().clone()
         dist.all_reduce(loss)
 
-        alone.zero_grad()
-        expected = cross_entropy(whole(inputs).logits.flatten(0, 1).float(), targets.flatten())
+        reference_optimiser.zero_grad()
+        expected = cross_entropy(
+            reference_model(inputs).logits.flatten(0, 1).float(), targets.flatten()
+        )
         expected.backward()
-        alone.step()
+        reference_optimiser.step()
         close = abs(loss.item() - expected.item()) <= tolerance * abs(expected.item())
         assert close, f"step {step}: loss {loss.item()}, on one rank {expected.item()}"
         dist_print(f"step {step}: loss {loss.item():.4f}, on one rank {expected.item():.4f}")
@@ -99,13 +102,13 @@ def main() -> None:
     initialize_distributed()
     seed_everything(0)
     if args.sp:
-        train_on_parts_of_sequences(args, dtype, tolerance)
+        train_sequence_parallel(args, dtype, tolerance)
         finalize_distributed()
         return
     sizes = (args.fsdp, dist.get_world_size() // args.fsdp)
     device_type = "cuda" if is_cuda() else "cpu"
     mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("fsdp", "tp"))
-    model, whole = (init_model_cpu(args.model, dtype) for _ in range(2))
+    model, reference_model = (init_model_cpu(args.model, dtype) for _ in range(2))
     rows = args.batch * args.tokens
     ids = torch.randint(model.config.vocab_size, (args.fsdp * args.batch, args.tokens + 1))
 
@@ -115,7 +118,7 @@ def main() -> None:
             for block in model.model.layers:
                 fully_shard(block, mesh=mesh["fsdp"])
             fully_shard(model, mesh=mesh["fsdp"])
-        whole.to(ranks.device)
+        reference_model.to(ranks.device)
         ids = ids.to(ranks.device)
         all_inputs, all_targets = ids[:, :-1], ids[:, 1:]
         replica = mesh["fsdp"].get_local_rank()
@@ -125,27 +128,27 @@ def main() -> None:
         own_rows = shard_rows(torch.arange(1, rows + 1, device=ranks.device), *shard)
         own_rows = own_rows[own_rows > 0] - 1
         own_targets = all_targets.chunk(args.fsdp)[replica].flatten()[own_rows]
-        optimiser, alone = optimiser_of(model), optimiser_of(whole)
+        optimiser, reference_optimiser = make_optimiser(model), make_optimiser(reference_model)
         for step in range(args.steps):
             optimiser.zero_grad()
             # This rank's share of the replica's mean loss: the sum over tensor-parallel ranks is
             # the mean. FSDP2 averages the gradients over the replicas.
             logits = model(inputs, shard).logits.flatten(0, -2).float()
-            own = cross_entropy(logits, own_targets, reduction="sum") / rows
-            own.backward()
+            own_loss = cross_entropy(logits, own_targets, reduction="sum") / rows
+            own_loss.backward()
             sum_gradients(model)
             norm = clip_grad_norm_(model, MAX_NORM)
             optimiser.step()
-            loss = own.detach().clone()
+            loss = own_loss.detach().clone()
             dist.all_reduce(loss)
             loss = loss.item() / args.fsdp
 
-            alone.zero_grad()
-            logits = whole(all_inputs).logits.flatten(0, 1).float()
+            reference_optimiser.zero_grad()
+            logits = reference_model(all_inputs).logits.flatten(0, 1).float()
             expected = cross_entropy(logits, all_targets.flatten())
             expected.backward()
-            golden_norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), MAX_NORM)
-            alone.step()
+            golden_norm = torch.nn.utils.clip_grad_norm_(reference_model.parameters(), MAX_NORM)
+            reference_optimiser.step()
             for name, value, golden in (("loss", loss, expected), ("norm", norm, golden_norm)):
                 close = abs(float(value) - golden.item()) <= tolerance * abs(golden.item())
                 assert close, f"step {step}: {name} {value}, on one rank {golden.item()}"

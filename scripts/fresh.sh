@@ -20,8 +20,8 @@ fi
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 
-# bare COMMAND...: runs COMMAND in the clone with an empty environment.
-bare() {
+# run_in_clone COMMAND...: runs COMMAND in the clone with an empty environment.
+run_in_clone() {
     say "$*"
     (cd "$folder/clone" && time env -i HOME="$folder/home" PATH=/usr/bin:/bin "$@")
 }
@@ -35,6 +35,6 @@ for kind in ${KINDS:-default cpu}; do
     rm -rf "$folder/home" "$folder/clone"
     mkdir "$folder/home"
     git clone --quiet "$ROOT" "$folder/clone"
-    bare "${environment[@]}" bash scripts/launch.sh test_ag_gemm.py --case check
-    bare "${environment[@]}" bash scripts/test.sh "$@"
+    run_in_clone "${environment[@]}" bash scripts/launch.sh test_ag_gemm.py --case check
+    run_in_clone "${environment[@]}" bash scripts/test.sh "$@"
 done

@@ -40,7 +40,7 @@ END
 
 nproc=${ARNOLD_WORKER_GPU:-}
 options=()
-share="" took=""
+share="" read_as_value=""
 is_path=1 # SCRIPT is a file, not a module or a program, and is searched for
 while (($# > 0)); do
     case $1 in
@@ -63,7 +63,7 @@ while (($# > 0)); do
         -*) # all other options of torchrun take a value
             (($# > 1)) || die "$1 requires a value"
             options+=("$1" "$2")
-            took=" ($2 was read as the value of $1)"
+            read_as_value=" ($2 was read as the value of $1)"
             shift
             ;;
         *) break ;;
@@ -80,7 +80,7 @@ case ${asked,,} in
     '' | 0 | false | off | no) ;;
     *) die "TRITON_DIST_SHARE_GPUS=$asked, expected 0 or 1" ;;
 esac
-(($# > 0)) || die "SCRIPT is missing$took. See: bash scripts/launch.sh --help"
+(($# > 0)) || die "SCRIPT is missing$read_as_value. See: bash scripts/launch.sh --help"
 
 script=$1
 shift

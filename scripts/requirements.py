@@ -27,38 +27,40 @@ PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 def requirements(extras: list[str]) -> list[str]:
     """Return the requirement strings of the package and of ``extras``."""
-    return [item for name in ["dependencies", *extras] for item in _listed(name)]
+    return [
+        requirement for name in ["dependencies", *extras] for requirement in _requirement_list(name)
+    ]
 
 
-def _listed(name: str) -> list[str]:
+def _requirement_list(name: str) -> list[str]:
     """Return the strings of list ``name`` in pyproject.toml; Python 3.10 has no TOML parser."""
     text = PYPROJECT.read_text(encoding="utf-8")
     block = re.search(rf"^{re.escape(name)} = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
     if block is None:
         raise SystemExit(f"{PYPROJECT} has no list of requirements named {name!r}")
     found: list[str] = []
-    for item in re.findall(r'^\s*"([^"]+)"', block[1], re.MULTILINE):
-        own_extra = re.fullmatch(r"triton-dist-tuner\[(\w+)\]", item)
-        found += _listed(own_extra[1]) if own_extra else [item]
+    for requirement in re.findall(r'^\s*"([^"]+)"', block[1], re.MULTILINE):
+        nested_extra = re.fullmatch(r"triton-dist-tuner\[(\w+)\]", requirement)
+        found += _requirement_list(nested_extra[1]) if nested_extra else [requirement]
     return found
 
 
-def problem(requirement: str) -> str | None:
+def unmet_reason(requirement: str) -> str | None:
     """Return why ``requirement`` is not met, or ``None``."""
     from packaging.requirements import Requirement
 
-    wanted = Requirement(requirement)
-    module = wanted.name.replace("-", "_")
+    requirement_spec = Requirement(requirement)
+    module = requirement_spec.name.replace("-", "_")
     try:
-        version = importlib.metadata.version(wanted.name)
+        version = importlib.metadata.version(requirement_spec.name)
     except importlib.metadata.PackageNotFoundError:
         # In nightly builds and source trees the distribution may have a different name.
         if importlib.util.find_spec(module) is None:
-            return f"{wanted.name} is missing"
+            return f"{requirement_spec.name} is missing"
         version = importlib.import_module(module).__version__
-    if wanted.specifier.contains(version, prereleases=True):
+    if requirement_spec.specifier.contains(version, prereleases=True):
         return None
-    return f"{wanted.name} {version} is not {wanted.specifier}"
+    return f"{requirement_spec.name} {version} is not {requirement_spec.specifier}"
 
 
 def torch_lacks_cuda() -> bool:
@@ -74,18 +76,18 @@ def check(extras: list[str], cuda: bool) -> list[str]:
     if not (3, 10) <= sys.version_info[:2] < (3, 14):
         return [f"Python {sys.version.split()[0]} is not 3.10 to 3.13"]
     if importlib.util.find_spec("packaging") is None:  # versions cannot be compared without it
-        names = [re.match(r"[\w-]+", item)[0] for item in requirements(extras)]  # type: ignore[index]
+        names = [re.match(r"[\w-]+", requirement)[0] for requirement in requirements(extras)]  # type: ignore[index]
         missing = [
             name for name in names if importlib.util.find_spec(name.replace("-", "_")) is None
         ]
         return [f"{name} is missing" for name in missing]
-    problems = [text for text in map(problem, requirements(extras)) if text is not None]
+    problems = [text for text in map(unmet_reason, requirements(extras)) if text is not None]
     if not problems and cuda and torch_lacks_cuda():
         return ["torch was built without CUDA"]
     return problems
 
 
-UV = {
+UV_VARIABLES = {
     "index-url": "UV_INDEX_URL",
     "extra-index-url": "UV_EXTRA_INDEX_URL",
     "find-links": "UV_FIND_LINKS",
@@ -112,7 +114,7 @@ def run_uv(*arguments: str) -> NoReturn:
 
     # Like pip, use the best version of all indexes instead of the first index with the package.
     variables = {"UV_INDEX_STRATEGY": "unsafe-best-match"}
-    for name, variable in UV.items():
+    for name, variable in UV_VARIABLES.items():
         words = [os.path.abspath(w) if os.path.exists(w) else w for w in setting(name).split()]
         if words:
             variables[variable] = ("," if name == "find-links" else " ").join(words)

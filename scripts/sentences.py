@@ -60,8 +60,8 @@ def main() -> None:
     if sys.argv[1:]:
         groups = {"pages": [Path(page) for page in sys.argv[1:]]}
     for name, pages in groups.items():
-        average, most, longest = lengths(pages)
-        print(f"{name}: {average:.1f} words on average, longest {most}: {longest}")
+        average, max_words, longest = lengths(pages)
+        print(f"{name}: {average:.1f} words on average, longest {max_words}: {longest}")
 
 
 if __name__ == "__main__":

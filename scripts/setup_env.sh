@@ -88,8 +88,8 @@ find_python() {
     local device=$1 extra=${2:-} asked=${PYTHON:-python3} missing
     local -a need=(${extra:+"$extra"})
     if [[ $device == cuda ]]; then need+=(--cuda); fi
-    PAIR=$ROOT/constraints/triton-${TRITON_VERSION:-$DEFAULT_TRITON}.txt
-    if [[ ! -f $PAIR ]]; then
+    TRITON_CONSTRAINTS=$ROOT/constraints/triton-${TRITON_VERSION:-$DEFAULT_TRITON}.txt
+    if [[ ! -f $TRITON_CONSTRAINTS ]]; then
         local -a known=("$ROOT"/constraints/triton-*.txt)
         if [[ ! -f ${known[0]} ]]; then die "$ROOT has no folder constraints: clone the whole repository"; fi
         known=("${known[@]##*/triton-}")
@@ -120,9 +120,9 @@ find_python() {
 # does not write to folders without this file.
 MARKER=.made-by-triton-dist
 
-# stamp FLAVOUR: prints a text that changes if an input of the installation changes. The environment is then
-# installed again. FLAVOUR is the kind of torch, gpu or cpu.
-stamp() { echo "$1 $(cat "$ROOT/pyproject.toml" "$ROOT/constraints/tested.txt" "$PAIR" | cksum) $ROOT"; }
+# installation_stamp FLAVOUR: prints a text that changes if an input of the installation changes. The
+# environment is then installed again. FLAVOUR is the kind of torch, gpu or cpu.
+installation_stamp() { echo "$1 $(cat "$ROOT/pyproject.toml" "$ROOT/constraints/tested.txt" "$TRITON_CONSTRAINTS" | cksum) $ROOT"; }
 
 # is_ready DEVICE EXTRA: succeeds if $VENV was installed for DEVICE and at least EXTRA.
 is_ready() {
@@ -133,7 +133,7 @@ is_ready() {
     if [[ -z $2 ]]; then extras+=(run); fi
     for extra in "${extras[@]}"; do
         for flavour in "${flavours[@]}"; do
-            if [[ "$(cat "$VENV/.ready-$extra" 2>/dev/null)" == "$(stamp "$flavour")" ]]; then
+            if [[ "$(cat "$VENV/.ready-$extra" 2>/dev/null)" == "$(installation_stamp "$flavour")" ]]; then
                 runs "$VENV/bin/python" && return 0
             fi
         done
@@ -198,16 +198,16 @@ install() {
     rm -f "$VENV"/.ready-*
     # The extra "bench" is installed too. A Python of the user need not have it, because few scripts use it.
     mapfile -t wanted < <("$base" "$ROOT/scripts/requirements.py" list bench ${extra:+pins "$extra"})
-    say "installing ${wanted[*]} ($(grep -v '^#' "$PAIR" | paste -sd ' '))"
+    say "installing ${wanted[*]} ($(grep -v '^#' "$TRITON_CONSTRAINTS" | paste -sd ' '))"
     for tool in uv pip; do
         if [[ $tool == uv ]] && ! find_uv "$base"; then continue; fi
         # A single command, so that the versions of torch and triton match.
-        "install_with_$tool" "$base" -c "$ROOT/constraints/tested.txt" -c "$PAIR" "${wanted[@]}" >&2 && break
+        "install_with_$tool" "$base" -c "$ROOT/constraints/tested.txt" -c "$TRITON_CONSTRAINTS" "${wanted[@]}" >&2 && break
         if [[ $tool == uv ]]; then
             say "uv failed; trying pip"
             continue
         fi
-        say "pip must find all versions of constraints/tested.txt and ${PAIR#"$ROOT/"}, and a build of torch that" \
+        say "pip must find all versions of constraints/tested.txt and ${TRITON_CONSTRAINTS#"$ROOT/"}, and a build of torch that" \
             "accepts this triton. $(remedy)"
         return 1
     done
@@ -224,7 +224,7 @@ install() {
         'import torch.distributed.run, triton_dist.kernels.nvidia' 2>/dev/null || true
     printf '#!/usr/bin/env bash\nexec %q -m triton_dist "$@"\n' "$VENV/bin/python" >"$VENV/bin/triton-dist"
     chmod +x "$VENV/bin/triton-dist"
-    stamp "$flavour" >"$VENV/.ready-${extra:-run}"
+    installation_stamp "$flavour" >"$VENV/.ready-${extra:-run}"
     say "installation with $tool took $((SECONDS - begin)) s"
 }
 

@@ -54,14 +54,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     Tests read this word and Git hosts ignore it, but MkDocs would not recognise the block.
     """
 
-    def moved(found: re.Match[str]) -> str:
+    def link_to_source_page(found: re.Match[str]) -> str:
         path = _source_file(page.file, found[1])
         up = "../" * page.file.src_uri.count("/")
         return found[0] if path is None else f"]({up}source/{path}.md)"
 
     title = {"output": ' title="Output"'}
     markdown = _FENCE.sub(lambda found: found[1] + found[2] + title.get(found[3], ""), markdown)
-    return _LINK.sub(moved, markdown)
+    return _LINK.sub(link_to_source_page, markdown)
 
 
 def _source_file(file: Any, link: str) -> str | None:

@@ -59,8 +59,8 @@ status=0
 # Two workers. Tests of a file run on one worker, in the order of tests/conftest.py. Long tests are
 # excluded unless the caller passes -m, which overrides this option.
 run=("$PYTHON" -m pytest -m "not chaos and not stress" -n 2 --dist loadfile --no-loadscope-reorder)
-# note STATUS: record a failure. Status 5 (no tests) is accepted with a selection (-k, -m).
-note() {
+# record_status STATUS: record a failure. Status 5 (no tests) is accepted with a selection (-k, -m).
+record_status() {
     if (($1 != 0 && !($1 == 5 && ${#options[@]} > 0))); then status=$1; fi
 }
 report="" compile_pid=""
@@ -79,10 +79,10 @@ interpret() {
 }
 if ((${#interpreted[@]} == 0)); then
     (compile_only)
-    note $?
+    record_status $?
 elif ((${#compiled[@]} == 0)); then
     interpret
-    note $?
+    record_status $?
 else
     # Waiting ranks leave cores idle, so the compile tests run concurrently. Their output is printed at
     # the end, and their last failures have a separate pytest cache. They need one process: workers
@@ -92,10 +92,10 @@ else
     compile_only -n 0 >"$report" 2>&1 &
     compile_pid=$!
     interpret
-    note $?
+    record_status $?
     say "tests/compile, in a separate process:"
     wait "$compile_pid"
-    note $?
+    record_status $?
     compile_pid=""
     cat "$report"
 fi

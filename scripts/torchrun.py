@@ -15,13 +15,13 @@ from types import FrameType
 from typing import Any
 
 
-def end_by(number: int, _: FrameType | None = None) -> None:
+def exit_by_signal(number: int, _: FrameType | None = None) -> None:
     """End the process with the status that a shell reports for a signal."""
     print(f"launch.sh: ended by {signal.Signals(number).name}", file=sys.stderr, flush=True)
     os._exit(128 + number)
 
 
-def start_whole(context: Any, start: Callable[[Any], None]) -> None:
+def start_uninterrupted(context: Any, start: Callable[[Any], None]) -> None:
     """Start the ranks, and handle signals only after the last rank has started.
 
     torchrun ends only ranks that it has registered, and it registers them after the last start: a
@@ -45,14 +45,14 @@ def main() -> int:
     """Run the command line; return the status of the rank that failed first, or 1 if a signal
     ended that rank."""
     for number in (signal.SIGINT, signal.SIGTERM):  # torch takes seconds to install its handlers
-        signal.signal(number, end_by)
+        signal.signal(number, exit_by_signal)
     import logging
 
     from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    SubprocessContext._start = partialmethod(start_whole, SubprocessContext._start)
+    SubprocessContext._start = partialmethod(start_uninterrupted, SubprocessContext._start)
     options = parse_args(None)
     if not options.max_restarts:  # with restarts, these logs show the reason of each restart
         for name in ("multiprocessing.api", "agent.server.api"):
@@ -60,13 +60,13 @@ def main() -> int:
     try:
         run(options)
     except SignalException as error:
-        end_by(error.sigval)
+        exit_by_signal(error.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        by_signal = failure.exitcode < 0
+        was_signalled = failure.exitcode < 0
         end = (
             f"was ended by {failure.signal_name()}"
-            if by_signal
+            if was_signalled
             else f"ended with status {failure.exitcode}"
         )
         # initialize_distributed() and @record write the exception that ends a rank to a file.
@@ -76,7 +76,7 @@ def main() -> int:
         first_line = str(written or "<NONE>").partition("\n")[0]
         reason = "; its output is above" if first_line == "<NONE>" else f": {first_line}"
         print(f"launch.sh: rank {rank} {end}{reason}", file=sys.stderr)
-        return 1 if by_signal else failure.exitcode
+        return 1 if was_signalled else failure.exitcode
     return 0
 
 
