@@ -34,13 +34,13 @@ from typing import Any
 
 import torch.distributed as dist
 from overlap.any_m import MIN_RATIO, draw, make_point, near_bounds, progress, random_sizes, summary
-from overlap.knobs import environment_with
+from overlap.environment import environment_with
 from overlap.measuring import Row, measure
 from overlap.plot import check_matplotlib
 from overlap.results import environment, software
 from overlap.shapes import DTYPE_CHOICES, parse_layer, parse_numbers
 from overlap.tuned_op import TunedOp
-from overlap.workload import TUNED, TUNED_AGAIN, Choice
+from overlap.workload import TUNED, TUNED_AGAIN, CandidateSelection
 
 from triton_dist.runtime.device import current_device
 from triton_dist.test.utils import dtype_named
@@ -136,8 +136,8 @@ class Sweep:
     def _point(self, M: int, ctx: Any, regret: bool) -> dict[str, Any]:
         options = self.options
         rounds = options.rounds * (4 if options.again else 1)
-        tuned = TunedOp(self.info, self._shape(M), self.dtype, ctx, Choice(0))
-        workload = _Rows(tuned, options.limit, regret)
+        tuned = TunedOp(self.info, self._shape(M), self.dtype, ctx, CandidateSelection(0))
+        workload = _SweepWorkload(tuned, options.limit, regret)
         rows, failures = measure(workload, ["graph"], rounds, warmup_rounds=2 if is_cuda() else 1)
         samples = {row.name: row.samples.milliseconds for row in rows}
         kinds = {row.name: row.candidate.kind for row in rows}
@@ -188,7 +188,7 @@ class Sweep:
             part.replace(path)
 
 
-class _Rows:
+class _SweepWorkload:
     """A tuned op and its baselines at one M.
 
     ``limit``: also time the GEMM and the transfers alone. ``regret``: also race all configs at this
@@ -237,7 +237,7 @@ def show(tree: dict[str, Any], png: Path | None) -> None:
         draw(tree, png)
 
 
-def drive(arguments: Sequence[str], options: argparse.Namespace) -> int:
+def run_both_passes(arguments: Sequence[str], options: argparse.Namespace) -> int:
     """Run both passes, each in separate processes."""
     with tempfile.TemporaryDirectory() as folder:
         given = list(arguments)
@@ -259,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show(json.loads(options.from_json.read_text(encoding="utf-8")), options.png)
         return 0
     if "RANK" not in os.environ:
-        return drive(arguments, options)
+        return run_both_passes(arguments, options)
     initialize_distributed()
     tree = Sweep(options).run()
     if dist.get_rank() == 0:

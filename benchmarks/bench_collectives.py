@@ -34,7 +34,7 @@ from overlap.measuring import MODES, Row, measure
 from overlap.results import environment, software
 from overlap.table import console
 from overlap.tuned_op import open_op
-from overlap.workload import TUNED, TUNED_AGAIN, Choice
+from overlap.workload import TUNED, TUNED_AGAIN, CandidateSelection
 from rich.table import Table
 
 from triton_dist.runtime.device import current_device
@@ -120,28 +120,32 @@ def run(options: argparse.Namespace) -> Tree:
         "environment": environment(),
         "sizes": [],
     }
-    choice, num_ranks = Choice(options.best, of_each_algorithm=True), dist.get_world_size()
+    selection = CandidateSelection(options.best, per_algorithm=True)
+    num_ranks = dist.get_world_size()
     for op in options.ops.split(","):
         info = INFOS[op]
-        asked = info.shapes if options.sizes is None else map(CollectiveSize, options.sizes)
-        for size in dict.fromkeys(info.smaller(each, scale, num_ranks) for each in asked):
+        sizes = info.shapes if options.sizes is None else map(CollectiveSize, options.sizes)
+        for size in dict.fromkeys(info.smaller(each, scale, num_ranks) for each in sizes):
             # A rank that hangs prints its stacks to the original stderr and ends.
             faulthandler.dump_traceback_later(options.limit, exit=True, file=sys.__stderr__)
             begin = time.perf_counter()
-            with open_op(info, size, dtype_named(options.dtype), choice) as work:
+            with open_op(info, size, dtype_named(options.dtype), selection) as work:
                 rows, failures = measure(
                     work, modes, rounds, 2 if is_cuda() else 1, num_calls=options.calls
                 )
-                took = time.perf_counter() - begin
+                seconds = time.perf_counter() - begin
                 tree = {
-                    "op": op, "bytes": size.nbytes, "tuning": work.note, "seconds": round(took, 2),
+                    "op": op, "bytes": size.nbytes, "tuning": work.note,
+                    "seconds": round(seconds, 2),
                     "rows": [_row_tree(row) for row in rows], "failures": failures,
                 }  # fmt: skip
                 del rows
             faulthandler.cancel_dump_traceback_later()
             result["sizes"].append(tree)
             if dist.get_rank() == 0:
-                print(f"{op} {size.nbytes}: {took:.1f} s, {work.note} {failures or ''}", flush=True)
+                print(
+                    f"{op} {size.nbytes}: {seconds:.1f} s, {work.note} {failures or ''}", flush=True
+                )
                 if options.json is not None:
                     options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return result

@@ -68,7 +68,7 @@ def configs() -> list[triton.Config]:
     ]
 
 
-def tuned(
+def tune_with_empty_cache(
     buffer: AllGatherBuffer, A: torch.Tensor, B: torch.Tensor, race: bool
 ) -> tuple[int, float, triton.Config]:
     """Return calls of the op, seconds, and the winner of a tuning with an empty cache."""
@@ -105,7 +105,7 @@ def main() -> None:
     tunings: dict[str, list[tuple[int, float, str]]] = {"in turn": [], "race": []}
     winners: dict[str, triton.Config] = {}
     for name in itertools.chain.from_iterable(itertools.repeat(tuple(tunings), args.tunings)):
-        calls, seconds, winner = tuned(buffer, A, B, race=name == "race")
+        calls, seconds, winner = tune_with_empty_cache(buffer, A, B, race=name == "race")
         winners[str(winner)] = winner
         tunings[name].append((calls, seconds, str(winner)))
         dist_print(f"{name}: {calls} calls, {seconds:.1f} s, {winner}")

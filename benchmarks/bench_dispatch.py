@@ -105,11 +105,15 @@ def large_space(configs: int, repeats: int = 10) -> dict[str, float]:
     tuned = autotune(space, key_fn, scope="rank")(function)
     few = autotune(space, key_fn, scope="rank", max_trials=20)(function)
     # The order matters: both functions have one name, and the record on disk is the later one's.
-    took = {"tune 20": _timed(few), "tune all": _timed(tuned), "look up": float("inf")}
+    milliseconds = {
+        "tune 20": _timed(few),
+        "tune all": _timed(tuned),
+        "look up": float("inf"),
+    }
     for _ in range(repeats):
         tuned.clear()
-        took["look up"] = min(took["look up"], _timed(tuned))
-    return took
+        milliseconds["look up"] = min(milliseconds["look up"], _timed(tuned))
+    return milliseconds
 
 
 def _timed(tuned: Any) -> float:

@@ -95,7 +95,7 @@ def draw_ids(row: Row, rank: int) -> torch.Tensor:
     return drawn.int()
 
 
-def tokens_of(received: Received) -> tuple[Any, Any, list[list[int]]]:
+def sent_and_received_tokens(received: Received) -> tuple[Any, Any, list[list[int]]]:
     """Return (peer, token) of each row that this rank sends and of each row that it
     receives, and the numbers of sent and received rows by peer."""
     num_ranks, tokens = received.ctx.num_ranks, received.tokens
@@ -137,7 +137,7 @@ class Measurement:
         self.received = self.dispatch(algorithm="collective")
         positions = self.received.num_positions()
         self.y = torch.randn(positions, row.hidden, device=device, dtype=torch.bfloat16)
-        sends, arrives, self.splits = tokens_of(self.received)
+        sends, arrives, self.splits = sent_and_received_tokens(self.received)
         self.send_order, self.recv_order = sends, arrives
         self.partial = CombineCall(self.y, self.received, self.ctx, algorithm="collective")
         self.out = torch.empty_like(self.x)
@@ -152,13 +152,15 @@ class Measurement:
         """Return this rank's link and memory bytes, in a dispatch and in a combine."""
         row, rank = self.row, dist.get_rank()
         wire = row.hidden + 4 * -(-row.hidden // 128) if row.fp8 else 2 * row.hidden
-        out, into = ([n for peer, n in enumerate(each) if peer != rank] for each in self.splits)
-        remote, rows = max(sum(out), sum(into)), sum(self.splits[1])
+        sent, received = (
+            sum(n for peer, n in enumerate(each) if peer != rank) for each in self.splits
+        )
+        remote, rows = max(sent, received), sum(self.splits[1])
         routes, tokens = len(self.y), row.tokens
         dispatch = {"link": remote * wire, "memory": tokens * row.hidden * 2 + rows * wire}
         combine = {
             "link": remote * row.hidden * 2,
-            "memory": (routes + sum(out) + sum(into) + tokens) * row.hidden * 2,
+            "memory": (routes + sent + received + tokens) * row.hidden * 2,
         }
         return dispatch, combine
 

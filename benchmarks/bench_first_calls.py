@@ -25,7 +25,7 @@ from typing import Any
 
 import torch.distributed as dist
 from overlap.any_m import random_sizes
-from overlap.knobs import environment_with
+from overlap.environment import environment_with
 from overlap.results import software
 from overlap.shapes import ALL_LAYERS
 from overlap.tuned_op import cost_of

@@ -78,7 +78,7 @@ def configs(A: torch.Tensor, B: torch.Tensor, scaling: Scaling, spilling: bool) 
     return found
 
 
-def checked(
+def relative_error(
     call: Callable[[], torch.Tensor],
     expected: torch.Tensor,
     magnitudes: torch.Tensor,
@@ -123,7 +123,7 @@ def measure(
     for name, tiles in configs(A, B, scaling, spilling).items():
         if re.search(only, name):
             calls[name] = functools.partial(matmul.fn, A, B, tiles, True, **scaling._asdict())
-    result = timed(calls, lambda call: checked(call, expected, magnitudes), rounds)
+    result = check_and_time(calls, lambda call: relative_error(call, expected, magnitudes), rounds)
     return {"shape": shape, "kind": kind, **result}
 
 
@@ -166,22 +166,22 @@ def measure_grouped(shape: GroupedShape, kind: str, rounds: int, only: str = "")
     magnitudes = torch.empty_like(expected)
     experts = ids.flatten()[chosen]
     for expert in experts.unique().tolist():
-        of_expert_rows = chosen[experts == expert] // (M * topk // rows)
-        each = scales_of_expert(scales, of_expert_rows, expert)
-        a = select_rows(A, of_expert_rows)
+        expert_rows = chosen[experts == expert] // (M * topk // rows)
+        each = scales_of_expert(scales, expert_rows, expert)
+        a = select_rows(A, expert_rows)
         a, b = Scaling(**each).dequantised(a, B[expert], torch.float64)
         expected[experts == expert], magnitudes[experts == expert] = a @ b, a.abs() @ b.abs()
 
     def error(call: Callable[[], torch.Tensor]) -> float:
-        return checked(lambda: call()[chosen], expected, magnitudes, (M * topk, N))
+        return relative_error(lambda: call()[chosen], expected, magnitudes, (M * topk, N))
 
     # "library" returns rows in another order. For block scales, "with copies" uses other scales.
     unchecked = ("library", "with copies") if recipe == "block" else ("library",)
-    result = timed(calls, error, rounds, unchecked)
+    result = check_and_time(calls, error, rounds, unchecked)
     return {"shape": (M, N, K, E), "topk": topk, "kind": kind, **result}
 
 
-def timed(
+def check_and_time(
     calls: dict[str, Callable[[], torch.Tensor]],
     error: Callable[[Callable[[], torch.Tensor]], float],
     rounds: int,
@@ -247,14 +247,14 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     results = []
-    products = [
+    grouped_shapes = [
         dataclasses.replace(product[model], M=tokens)
         for model in options.models
         for product in (FIRST_GEMMS, SECOND_GEMMS)
         for tokens in options.tokens
     ]
     for kind in options.kinds:
-        for shape in products or options.shapes:
+        for shape in grouped_shapes or options.shapes:
             if isinstance(shape, GroupedShape):
                 results.append(measure_grouped(shape, kind, options.rounds, options.only))
             else:

@@ -38,10 +38,10 @@ _SIZES = (64, 64, 64)
 
 def add(a_ptr, b_ptr, c_ptr, M, N, K, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
     rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    at = rows[:, None] * stride + columns[None, :]
+    offsets = rows[:, None] * stride + columns[None, :]
     inside = (rows[:, None] < M) & (columns[None, :] < N)
-    total = tl.load(a_ptr + at, mask=inside) + tl.load(b_ptr + at, mask=inside) + K
-    tl.store(c_ptr + at, total, mask=inside)
+    total = tl.load(a_ptr + offsets, mask=inside) + tl.load(b_ptr + offsets, mask=inside) + K
+    tl.store(c_ptr + offsets, total, mask=inside)
 
 
 TILES = [{"BLOCK_M": m, "BLOCK_N": n} for m, n in ((64, 64), (64, 128))]
@@ -109,20 +109,20 @@ def _check(calls: dict[str, Callable[[], Any]], a: Any, b: Any, c: Any) -> None:
 
 
 def microseconds(
-    calls: dict[str, Callable[[], Any]], rounds: int, row: int = 50
+    calls: dict[str, Callable[[], Any]], rounds: int, calls_per_sample: int = 50
 ) -> dict[str, float]:
-    """Return the median host time of each call in us; ``row`` calls are timed together."""
+    """Return the median host time of each call in us. A sample times ``calls_per_sample`` calls."""
     device = current_device()
     took: dict[str, list[float]] = {name: [] for name in calls}
-    turns = list(calls.items())
+    ordered_calls = list(calls.items())
     for _ in range(rounds):
-        turns.append(turns.pop(0))  # vary the order from round to round
-        for name, call in turns:
+        ordered_calls.append(ordered_calls.pop(0))  # vary the order from round to round
+        for name, call in ordered_calls:
             device.synchronize()
             begin = time.perf_counter()
-            for _ in range(row):
+            for _ in range(calls_per_sample):
                 call()
-            took[name].append((time.perf_counter() - begin) / row * 1e6)
+            took[name].append((time.perf_counter() - begin) / calls_per_sample * 1e6)
     device.synchronize()
     return {name: statistics.median(times) for name, times in took.items()}
 

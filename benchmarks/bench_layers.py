@@ -99,9 +99,9 @@ class Candidates:
 
     def _layer(self, ranks: Collectives) -> TP_MLP | TP_Attn:
         kind = TP_MLP if self.is_mlp else TP_Attn
-        made = kind(ranks=ranks, sequence_parallel=self.is_sequence_parallel, keep_gathered=True)
-        made._init_parameters(self.stock)
-        return made
+        layer = kind(ranks=ranks, sequence_parallel=self.is_sequence_parallel, keep_gathered=True)
+        layer._init_parameters(self.stock)
+        return layer
 
     def _call(self, layer: TP_MLP | TP_Attn) -> Call:
         if self.is_mlp:
@@ -168,23 +168,23 @@ class Candidates:
 
         module = copy.deepcopy(self.stock)
         mesh = init_device_mesh(self.x.device.type, (self.size,))
-        at = Shard(0) if self.is_mlp else Shard(1)
-        spread = at if self.is_sequence_parallel else Replicate()
+        shard_placement = Shard(0) if self.is_mlp else Shard(1)
+        token_placement = shard_placement if self.is_sequence_parallel else Replicate()
         columns = ("gate_proj", "up_proj") if self.is_mlp else ("q_proj", "k_proj", "v_proj")
         plan: dict[str, Any] = {name: tp.ColwiseParallel() for name in columns}
         last = "down_proj" if self.is_mlp else "o_proj"
-        plan[last] = tp.RowwiseParallel(output_layouts=spread)
+        plan[last] = tp.RowwiseParallel(output_layouts=token_placement)
         if self.is_mlp:
-            taken = tp.PrepareModuleInput(
-                input_layouts=(spread,), desired_input_layouts=(Replicate(),)
+            input_placement = tp.PrepareModuleInput(
+                input_layouts=(token_placement,), desired_input_layouts=(Replicate(),)
             )
         else:
-            taken = tp.PrepareModuleInput(
-                input_kwarg_layouts={"hidden_states": spread},
+            input_placement = tp.PrepareModuleInput(
+                input_kwarg_layouts={"hidden_states": token_placement},
                 desired_input_kwarg_layouts={"hidden_states": Replicate()},
             )
         tp.parallelize_module(module, mesh, plan)
-        tp.parallelize_module(module, mesh, taken)
+        tp.parallelize_module(module, mesh, input_placement)
         parameters = list(module.parameters())
         if self.is_mlp:
             return module, parameters
@@ -192,8 +192,8 @@ class Candidates:
         def call(x: torch.Tensor) -> torch.Tensor:
             # One sequence, or one token of each.
             rows = x[None] if self.is_sequence_parallel else x[:, None]
-            seen = module(hidden_states=rows, position_embeddings=self.rotary)[0]
-            return seen.reshape(x.shape)
+            attention_output = module(hidden_states=rows, position_embeddings=self.rotary)[0]
+            return attention_output.reshape(x.shape)
 
         return call, parameters
 
@@ -250,45 +250,45 @@ def attempt(function: Callable[[], Any]) -> tuple[Any, str | None]:
         return None, f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
-def point(
+def measure_point(
     args: argparse.Namespace, model: str, layer: str, tokens: int
 ) -> Iterator[dict[str, Any]]:
     """Yield, for each pass, the times and the errors of failed candidates. Collective."""
-    made = Candidates(args, model, layer, tokens)
+    candidates = Candidates(args, model, layer, tokens)
     failures: dict[str, str] = {}
     ready: dict[str, tuple[Call, list[torch.Tensor]]] = {}
-    expected = torch.no_grad()(made._call(made.plain))(made.x).float()
-    for name in (*made.names, *args.baselines):
-        candidate, error = attempt(lambda name=name: made.make(name))
+    expected = torch.no_grad()(candidates._call(candidates.plain))(candidates.x).float()
+    for name in (*candidates.names, *args.baselines):
+        candidate, error = attempt(lambda name=name: candidates.make(name))
         if error is None:
-            result, error = attempt(make_forward(candidate[0], made.x, []))
+            result, error = attempt(make_forward(candidate[0], candidates.x, []))
         if error is None:
-            apart = (result.float() - expected).abs().max() / expected.abs().max()
-            error = f"wrong by {apart:.3g} of the largest" if not apart < 3e-2 else None
+            ratio = (result.float() - expected).abs().max() / expected.abs().max()
+            error = f"wrong by {ratio:.3g} of the largest" if not ratio < 3e-2 else None
         if not has_failed_anywhere(failures, name, error):
             ready[name] = candidate
-    for which in args.passes:
-        if which == "both" and not made.is_sequence_parallel:
+    for pass_name in args.passes:
+        if pass_name == "both" and not candidates.is_sequence_parallel:
             continue
-        make = make_forward if which == "forward" else make_forward_backward
+        make = make_forward if pass_name == "forward" else make_forward_backward
         calls, missing = {}, dict(failures)
         for name, (call, parameters) in ready.items():
-            run = make(call, made.x, parameters)
+            run = make(call, candidates.x, parameters)
             _, error = attempt(run)
-            if error is None and which == "forward":
+            if error is None and pass_name == "forward":
                 run, error = attempt(lambda run=run: capture_graph(run))
             if not has_failed_anywhere(missing, name, error):
                 calls[name] = run
         samples = time_interleaved(calls, rounds=args.rounds, warmup_rounds=3 if is_cuda() else 0)
         calls.clear()
         yield {
-            "model": model, "layer": layer, "tokens": tokens, "pass": which,
-            "mode": "sequence-parallel" if made.is_sequence_parallel else "all-reduce",
+            "model": model, "layer": layer, "tokens": tokens, "pass": pass_name,
+            "mode": "sequence-parallel" if candidates.is_sequence_parallel else "all-reduce",
             "ms": {name: round(each.median, 4) for name, each in samples.items()},
             "samples": {name: each.milliseconds for name, each in samples.items()},
             "errors": missing,
         }  # fmt: skip
-    made.ranks.finalize()
+    candidates.ranks.finalize()
 
 
 def ratio(found: dict[str, Any]) -> float | None:
@@ -318,14 +318,14 @@ def main() -> None:
     }  # fmt: skip
     if not is_cuda():
         dist_print(TIMES_NOT_MEANINGFUL)
-    todo = [(m, each, n) for m in args.models for n in args.tokens for each in args.layers]
-    for model, layer, tokens in todo:
+    points = [(m, each, n) for m in args.models for n in args.tokens for each in args.layers]
+    for model, layer, tokens in points:
         late = [args.seconds is not None and time.perf_counter() - begin > args.seconds]
         dist.broadcast_object_list(late, 0)
         if late[0]:
             dist_print(f"stopped after {args.seconds} s, at {model} {layer} {tokens}")
             break
-        for found in point(args, model, layer, tokens):
+        for found in measure_point(args, model, layer, tokens):
             tree["points"].append(found)
             show(found)
             if args.json is not None and dist.get_rank() == 0:

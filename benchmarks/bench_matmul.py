@@ -69,9 +69,9 @@ def kernel_of_tutorial(  # type: ignore[no-untyped-def]
     b_ptrs = b_ptr + ks[:, None] * N + (columns % N)[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(tl.cdiv(K, BLOCK_K)):
-        left = K - k * BLOCK_K
-        a = tl.load(a_ptrs, mask=ks[None, :] < left, other=0.0)
-        b = tl.load(b_ptrs, mask=ks[:, None] < left, other=0.0)
+        num_left = K - k * BLOCK_K
+        a = tl.load(a_ptrs, mask=ks[None, :] < num_left, other=0.0)
+        b = tl.load(b_ptrs, mask=ks[:, None] < num_left, other=0.0)
         acc = tl.dot(a, b, acc)
         a_ptrs += BLOCK_K
         b_ptrs += BLOCK_K * N
@@ -92,7 +92,7 @@ def matmul_of_tutorial(A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
     return C
 
 
-CONTENDERS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+CANDIDATES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     OURS: matmul,
     LIBRARY: torch.matmul,
     TUTORIAL: matmul_of_tutorial,
@@ -114,9 +114,9 @@ def compare(shape: Sequence[int], rounds: int) -> dict[str, float]:
     A, B = operands(shape)
     expected = (A.float() @ B.float()).to(A.dtype)
     limit = tolerance(A.dtype, 1)
-    for call in CONTENDERS.values():
+    for call in CANDIDATES.values():
         assert_allclose(call(A, B), expected, rtol=limit, atol=limit)
-    calls = {n: (lambda call=call: call(A, B)) for n, call in CONTENDERS.items()}
+    calls = {n: (lambda call=call: call(A, B)) for n, call in CANDIDATES.items()}
     return {n: s.median * 1e3 for n, s in time_interleaved(calls, rounds=rounds).items()}
 
 
@@ -126,7 +126,7 @@ def first_result(name: str, shape: Sequence[int]) -> float:
     device = current_device()
     device.synchronize()
     begin = time.perf_counter()
-    CONTENDERS[name](A, B)
+    CANDIDATES[name](A, B)
     device.synchronize()
     return time.perf_counter() - begin
 
@@ -137,7 +137,7 @@ def first_results(shape: str, seconds: float) -> dict[str, dict[str, float | str
     ``seconds`` is the time limit of each process. An error text replaces the time of a failure.
     """
     found: dict[str, dict[str, float | str]] = {}
-    for name in CONTENDERS:
+    for name in CANDIDATES:
         with tempfile.TemporaryDirectory() as folder:
             caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TRITON_DIST_CACHE_DIR": folder}
             command = [sys.executable, __file__, "--only", name, "--shapes", shape]
@@ -148,12 +148,12 @@ def first_results(shape: str, seconds: float) -> dict[str, dict[str, float | str
     return found
 
 
-def _seconds(command: list[str], environment: dict[str, str], most: float) -> float | str:
+def _seconds(command: list[str], environment: dict[str, str], max_seconds: float) -> float | str:
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True,
-                              timeout=most, check=True)  # fmt: skip
+                              timeout=max_seconds, check=True)  # fmt: skip
     except subprocess.TimeoutExpired:
-        return f"more than {most:.0f} s"
+        return f"more than {max_seconds:.0f} s"
     except subprocess.CalledProcessError as error:
         return f"failed: {error.stderr.strip().splitlines()[-1:]}"
     return float(done.stdout.split()[-1])
@@ -170,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument("--seconds", type=float, default=300, help="time limit of a first call")
     parser.add_argument(
-        "--only", choices=list(CONTENDERS), help="print only its first result, in seconds"
+        "--only", choices=list(CANDIDATES), help="print only its first result, in seconds"
     )
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args(arguments)

@@ -38,7 +38,7 @@ from overlap.results import report, shape_tree
 from overlap.shapes import DTYPE_CHOICES, parse_layers, parse_numbers, parse_shapes
 from overlap.table import console, shape_table, summary_table
 from overlap.tuned_op import open_op
-from overlap.workload import Choice
+from overlap.workload import CandidateSelection
 
 from triton_dist.test.utils import dtype_named
 from triton_dist.testing.opinfo import OPINFOS, OVERLAPPED_OPINFOS
@@ -103,15 +103,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     modes = (options.mode or ("eager,graph" if is_cuda() else "eager")).split(",")
     rounds = options.rounds or (25 if is_cuda() else 3)
     dtype = dtype_named(options.dtype)
-    choice = Choice(options.best, options.all_candidates, concurrent=options.concurrent)
+    selection = CandidateSelection(
+        options.best, options.all_candidates, concurrent=options.concurrent
+    )
     trees, info = [], INFOS[options.op].with_dtype(options.dtype)
     if isinstance(info, RoutedOpInfo):
         info.routing = options.routing
-    asked = (info.smaller(each, scale, num_ranks) for each in wanted(options, info))
-    for shape in dict.fromkeys(asked):
+    shapes = (info.smaller(each, scale, num_ranks) for each in requested_shapes(options, info))
+    for shape in dict.fromkeys(shapes):
         # A rank that hangs prints its stacks to the original stderr and ends.
         faulthandler.dump_traceback_later(options.limit, exit=True, file=sys.__stderr__)
-        trees.append(measured(info, shape, dtype, choice, modes, rounds))
+        trees.append(measure_shape(info, shape, dtype, selection, modes, rounds))
         faulthandler.cancel_dump_traceback_later()
         result = report(options.op, options.dtype, rounds, trees)
         if dist.get_rank() == 0:
@@ -121,21 +123,26 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def measured(
-    info: OpInfo[Any], shape: Any, dtype: torch.dtype, choice: Choice, modes: list[str], rounds: int
+def measure_shape(
+    info: OpInfo[Any],
+    shape: Any,
+    dtype: torch.dtype,
+    selection: CandidateSelection,
+    modes: list[str],
+    rounds: int,
 ) -> dict[str, Any]:
     """Measure one shape; return a tree of the results."""
-    with open_op(info, shape, dtype, choice) as workload:
+    with open_op(info, shape, dtype, selection) as workload:
         begin = time.perf_counter()
         rows, failures = measure(workload, modes, rounds, warmup_rounds=2 if is_cuda() else 1)
         return shape_tree(shape, workload, rows, failures, time.perf_counter() - begin)
 
 
-def wanted(options: argparse.Namespace, info: OpInfo[Any]) -> list[Any]:
+def requested_shapes(options: argparse.Namespace, info: OpInfo[Any]) -> list[Any]:
     """Return the shapes of the command line; default: the shapes of the op's OpInfo."""
-    asked = list(options.shapes or [])
-    asked += [layer(M) for layer in options.layers or [] for M in options.M]
-    return asked or list(info.shapes)
+    shapes = list(options.shapes or [])
+    shapes += [layer(M) for layer in options.layers or [] for M in options.M]
+    return shapes or list(info.shapes)
 
 
 def show(result: dict[str, Any], png: Path | None) -> None:

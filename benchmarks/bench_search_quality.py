@@ -82,7 +82,7 @@ from triton_dist.testing.timing import time_interleaved
 HERE = Path(__file__).parent
 DATA = HERE / "data"
 RACING = Policy.on("cuda", timing="events", search="racing")
-Numbers = Any
+FloatArray = Any
 """A numpy array of floats."""
 
 
@@ -96,61 +96,68 @@ def half_interval(runs: Sequence[float]) -> float:
 
 # ---- racing: a device whose clocks change
 
-DRIFT, MODES, TAIL, RUNS = 0.05, 0.03, 0.05, 16
+DRIFT, MODE_GAP, SLOW_RUN_SHARE, NUM_RUNS = 0.05, 0.03, 0.05, 16
 """Relative amplitudes of drift and of clock states, share of slow runs, and number of recorded runs
 of each config that a simulation uses."""
-_CELLS, _HORIZON = 1 << 16, 1.25  # clock values over 1.25 times the device time of 5 + 10
+_NUM_CLOCK_VALUES, _SIMULATED_DURATIONS = 1 << 16, 1.25
+"""Number of clock values, over 1.25 times the device time of 5 + 10."""
 
 
-def _period(draw: np.random.Generator) -> float:
+def _period(rng: np.random.Generator) -> float:
     """Return a random period, 0.03 to 1 of the device time of 5 + 10."""
-    return math.exp(draw.uniform(math.log(0.03), 0.0))
+    return math.exp(rng.uniform(math.log(0.03), 0.0))
 
 
-def _two_states(draw: np.random.Generator, moments: Numbers, period: float) -> Numbers:
-    changes = np.cumsum(draw.exponential(period, int(10 + 3 * _HORIZON / period)))
-    return 2.0 * ((np.searchsorted(changes, moments) + draw.integers(2)) % 2) - 1
+def _two_states(rng: np.random.Generator, moments: FloatArray, period: float) -> FloatArray:
+    changes = np.cumsum(rng.exponential(period, int(10 + 3 * _SIMULATED_DURATIONS / period)))
+    return 2.0 * ((np.searchsorted(changes, moments) + rng.integers(2)) % 2) - 1
 
 
-def _ramp(draw: np.random.Generator, moments: Numbers) -> Numbers:
-    return DRIFT * draw.choice((-1.0, 1.0)) * (2 * np.minimum(moments / _period(draw), 1.0) - 1)
+def _ramp(rng: np.random.Generator, moments: FloatArray) -> FloatArray:
+    return DRIFT * rng.choice((-1.0, 1.0)) * (2 * np.minimum(moments / _period(rng), 1.0) - 1)
 
 
-def _step(draw: np.random.Generator, moments: Numbers) -> Numbers:
-    return DRIFT * _two_states(draw, moments, _period(draw))
+def _step(rng: np.random.Generator, moments: FloatArray) -> FloatArray:
+    return DRIFT * _two_states(rng, moments, _period(rng))
 
 
-def _sine(draw: np.random.Generator, moments: Numbers) -> Numbers:
-    return DRIFT * np.sin(2 * np.pi * (moments / _period(draw) + draw.uniform()))
+def _sine(rng: np.random.Generator, moments: FloatArray) -> FloatArray:
+    return DRIFT * np.sin(2 * np.pi * (moments / _period(rng) + rng.uniform()))
 
 
-def _walk(draw: np.random.Generator, moments: Numbers) -> Numbers:
-    steps = DRIFT * math.sqrt(_HORIZON / _CELLS / _period(draw)) * draw.normal(size=len(moments))
-    walk = np.cumsum(steps) + draw.uniform(-DRIFT, DRIFT)
+def _walk(rng: np.random.Generator, moments: FloatArray) -> FloatArray:
+    steps = (
+        DRIFT
+        * math.sqrt(_SIMULATED_DURATIONS / _NUM_CLOCK_VALUES / _period(rng))
+        * rng.normal(size=len(moments))
+    )
+    walk = np.cumsum(steps) + rng.uniform(-DRIFT, DRIFT)
     return np.abs((walk - DRIFT) % (4 * DRIFT) - 2 * DRIFT) - DRIFT  # reflected at the ends
 
 
-def _modes(draw: np.random.Generator, moments: Numbers) -> Numbers:
-    return MODES * _two_states(draw, moments, _period(draw) / 10)
+def _modes(rng: np.random.Generator, moments: FloatArray) -> FloatArray:
+    return MODE_GAP * _two_states(rng, moments, _period(rng) / 10)
 
 
-def _coin(draw: np.random.Generator, moments: Numbers) -> Numbers:
-    return MODES * draw.choice((-1.0, 1.0), len(moments))
+def _two_speeds(rng: np.random.Generator, moments: FloatArray) -> FloatArray:
+    return MODE_GAP * rng.choice((-1.0, 1.0), len(moments))
 
 
-def _tails(draw: np.random.Generator, moments: Numbers) -> Numbers:
-    return np.where(draw.random(len(moments)) < TAIL, draw.uniform(0.2, 2.0, len(moments)), 0.0)
+def _tails(rng: np.random.Generator, moments: FloatArray) -> FloatArray:
+    return np.where(
+        rng.random(len(moments)) < SLOW_RUN_SHARE, rng.uniform(0.2, 2.0, len(moments)), 0.0
+    )
 
 
-OF_TIME: dict[str, Callable[[np.random.Generator, Numbers], Numbers]] = {
+SLOWDOWN_OVER_TIME: dict[str, Callable[[np.random.Generator, FloatArray], FloatArray]] = {
     "ramp": _ramp, "step": _step, "sine": _sine, "walk": _walk, "modes": _modes,
 }  # fmt: skip
-"""Functions that return the slowdown (factor minus 1) of all runs at given moments. In ``OF_RUN``:
-of each run, independent of the moment."""
-OF_RUN = {"tails": _tails, "coin": _coin}
+"""Functions that return the slowdown (factor minus 1) of all runs at given moments. Functions in
+``SLOWDOWN_OF_RUNS`` return it for each run, independent of the moment."""
+SLOWDOWN_OF_RUNS = {"tails": _tails, "coin": _two_speeds}
 CLOCKS = {
     "steady": (),
-    **{name: (name,) for name in (*OF_TIME, *OF_RUN)},
+    **{name: (name,) for name in (*SLOWDOWN_OVER_TIME, *SLOWDOWN_OF_RUNS)},
     "all": ("walk", "tails", "modes"),
 }
 
@@ -158,18 +165,18 @@ CLOCKS = {
 class Space:
     """The configs of a recorded space that do not fail, and their times [configs, runs] in ms."""
 
-    def __init__(self, name: str, configs: Sequence[Config], runs: Numbers) -> None:
+    def __init__(self, name: str, configs: Sequence[Config], runs: FloatArray) -> None:
         self.name, self.configs, self.runs = name, tuple(configs), runs
         medians = np.median(runs, axis=1)
         self.regrets = medians / medians.min() - 1
         self.near = max(0.01, half_interval(runs[medians.argmin()].tolist()))
 
     @classmethod
-    def read(cls, path: Path, most: int | None) -> Space:
-        """Read at most ``most`` configs, drawn at random, from a file in T4 format."""
+    def read(cls, path: Path, max_configs: int | None) -> Space:
+        """Read at most ``max_configs`` configs, drawn at random, from a file in T4 format."""
         space = RecordedSpace.read(path)
         valid = [c for c in space.configs if not isinstance(space.runs[c.digest], Failure)]
-        drawn = np.sort(np.random.default_rng(0).permutation(len(valid))[:most])
+        drawn = np.sort(np.random.default_rng(0).permutation(len(valid))[:max_configs])
         configs = [valid[index] for index in drawn]
         return cls(space.name, configs, np.array([space.runs[c.digest] for c in configs]))
 
@@ -182,33 +189,33 @@ class Device:
     """
 
     def __init__(self, space: Space, clocks: str, seed: int) -> None:
-        draw = np.random.default_rng([seed, *clocks.encode()])
-        configs, recorded = space.runs.shape
-        order = draw.permuted(np.tile(np.arange(recorded), (configs, 1)), axis=1)[:, :RUNS]
+        rng = np.random.default_rng([seed, *clocks.encode()])
+        configs, num_recorded = space.runs.shape
+        order = rng.permuted(np.tile(np.arange(num_recorded), (configs, 1)), axis=1)[:, :NUM_RUNS]
         self._runs = np.take_along_axis(space.runs, np.sort(order, axis=1), axis=1)
         self._duration = float(self._runs[:, :15].sum())
-        moments = np.arange(_CELLS) * (_HORIZON / _CELLS)
-        self._of_time, self._of_run = np.ones(_CELLS), np.ones(_CELLS)
+        moments = np.arange(_NUM_CLOCK_VALUES) * (_SIMULATED_DURATIONS / _NUM_CLOCK_VALUES)
+        self._of_time, self._of_run = np.ones(_NUM_CLOCK_VALUES), np.ones(_NUM_CLOCK_VALUES)
         for name in CLOCKS[clocks]:
-            if name in OF_TIME:
-                self._of_time *= 1 + OF_TIME[name](draw, moments)
+            if name in SLOWDOWN_OVER_TIME:
+                self._of_time *= 1 + SLOWDOWN_OVER_TIME[name](rng, moments)
             else:
-                self._of_run *= 1 + OF_RUN[name](draw, moments)
-        self._taken, self._number, self._now = [0] * configs, 0, 0.0
+                self._of_run *= 1 + SLOWDOWN_OF_RUNS[name](rng, moments)
+        self._num_taken, self._num_runs, self._elapsed_ms = [0] * configs, 0, 0.0
 
     @property
     def cost(self) -> float:
-        return self._now / self._duration
+        return self._elapsed_ms / self._duration
 
     def run(self, config: int) -> float:
         """Return the milliseconds of one run. Recorded runs are used in order, cyclically."""
-        recorded = float(self._runs[config, self._taken[config] % RUNS])
-        cell = min(int(self.cost / _HORIZON * _CELLS), _CELLS - 1)
-        factor = float(self._of_time[cell] * self._of_run[self._number % _CELLS])
-        self._taken[config] += 1
-        self._number += 1
-        self._now += recorded
-        return recorded * factor
+        recorded_ms = float(self._runs[config, self._num_taken[config] % NUM_RUNS])
+        cell = min(int(self.cost / _SIMULATED_DURATIONS * _NUM_CLOCK_VALUES), _NUM_CLOCK_VALUES - 1)
+        factor = float(self._of_time[cell] * self._of_run[self._num_runs % _NUM_CLOCK_VALUES])
+        self._num_taken[config] += 1
+        self._num_runs += 1
+        self._elapsed_ms += recorded_ms
+        return recorded_ms * factor
 
 
 def race(space: Space, device: Device) -> int:
@@ -239,31 +246,31 @@ def five_and_ten(space: Space, device: Device) -> int:
 def oracle(space: Space, device: Device) -> int:
     """Return the best of the ten configs with the lowest regret, by 16 interleaved samples each."""
     best = np.argsort(space.regrets, kind="stable")[:10]
-    rounds = [[device.run(int(index)) for index in best] for _ in range(RUNS)]
+    rounds = [[device.run(int(index)) for index in best] for _ in range(NUM_RUNS)]
     return int(best[np.median(rounds, axis=0).argmin()])
 
 
-DECISIONS = {"racing": race, "5 + 10": five_and_ten, "oracle": oracle}
+STRATEGIES = {"racing": race, "5 + 10": five_and_ten, "oracle": oracle}
 
 
 def racing_table(options: argparse.Namespace) -> list[dict[str, Any]]:
     print(f"{'space':20}{'configs':>8}{'clocks':>8}", end="")
-    print("".join(f" |{name:>8}: near, regret p95, cost" for name in DECISIONS))
+    print("".join(f" |{name:>8}: near, regret p95, cost" for name in STRATEGIES))
     rows = []
-    for path in recorded(options.folder):
+    for path in recorded_spaces(options.folder):
         space = Space.read(path, options.configs)
         for clocks in options.clocks or CLOCKS:
             line = f"{space.name:20.20}{len(space.configs):8}{clocks:>8}"
-            for name, decide in DECISIONS.items():
+            for name, choose in STRATEGIES.items():
                 regrets, costs = [], []
                 for seed in range(options.draws):
                     device = Device(space, clocks, seed)
-                    regrets.append(float(space.regrets[decide(space, device)]))
+                    regrets.append(float(space.regrets[choose(space, device)]))
                     costs.append(device.cost)
                 near = float(np.mean([each <= space.near + 1e-9 for each in regrets]))
                 p95, cost = float(np.quantile(regrets, 0.95)), statistics.fmean(costs)
-                facts = {"space": space.name, "clocks": clocks, "decision": name}
-                rows.append({**facts, "near": near, "regret p95": p95, "cost": cost})
+                labels = {"space": space.name, "clocks": clocks, "decision": name}
+                rows.append({**labels, "near": near, "regret p95": p95, "cost": cost})
                 line += f" |{near:14.0%}{p95:12.2%}{cost:6.3f}"
             print(line, flush=True)
     return rows
@@ -276,23 +283,23 @@ class RandomSearch:
     """Random configs; implements :class:`triton_dist.tune.Search`."""
 
     def __init__(self, values: Mapping[str, Sequence[Any]], seed: int) -> None:
-        self._values, self._draw = values, random.Random(seed)
+        self._values, self._rng = values, random.Random(seed)
 
     def ask(self) -> dict[str, Any]:
-        return {name: self._draw.choice(own) for name, own in self._values.items()}
+        return {name: self._rng.choice(own) for name, own in self._values.items()}
 
     def tell(self, config: Mapping[str, Any], milliseconds: float | None) -> None:
         """Ignore the result."""
 
 
-def _own(kind: Callable[..., Any]) -> MakeSearch:
+def _make_user_search(kind: Callable[..., Any]) -> MakeSearch:
     def make(candidates: Sequence[Config], policy: Policy, seed: int) -> protocols.Search:
         return search_for(candidates, policy, user_search=functools.partial(kind, seed=seed))
 
     return make
 
 
-def _model(proposer: Callable[..., Any], batch_size: int) -> MakeSearch:
+def _make_proposal_search(proposer: Callable[..., Any], batch_size: int) -> MakeSearch:
     def make(candidates: Sequence[Config], policy: Policy, seed: int) -> protocols.Search:
         return ProposalSearch(proposer(candidates, batch_size, seed), candidates, policy)
 
@@ -309,14 +316,14 @@ def few_table(options: argparse.Namespace) -> list[dict[str, Any]]:
     proposers: dict[str, Callable[..., Any]] = {"surrogate": Surrogate}
     if has_optuna():
         proposers["optuna"] = Tpe
-    searches = {"random": _own(RandomSearch)} | {
-        name + text: _model(proposer, batch_size)
+    searches = {"random": _make_user_search(RandomSearch)} | {
+        name + text: _make_proposal_search(proposer, batch_size)
         for name, proposer in proposers.items()
         for text, batch_size in batch_sizes.items()
     }
     policy = Policy.on("cuda", timing="events", search="surrogate", max_trials=options.tries)
     scores: list[Score] = []
-    for path in recorded(options.folder):
+    for path in recorded_spaces(options.folder):
         space = RecordedSpace.read(path)
         print(f"{space.name}: {len(space.configs)} configs, {options.tries} tries")
         for name, make in searches.items():
@@ -331,7 +338,7 @@ _SIZES = Sizes("recorded", {"M": fine_bucket})
 _FINGERPRINT = Fingerprint({}, {}, {}, RACING.fingerprint_fields(), {}, "")
 
 
-class AtSize(NamedTuple):
+class SizeKey(NamedTuple):
     """Tuning key of a recorded size."""
 
     M: int
@@ -354,36 +361,38 @@ class SizedSpace:
             for M, each in tree.get("waves", {}).items()
         }
 
-    def tuned(
-        self, M: int, search: protocols.Search, draw: random.Random
+    def replay_tuning(
+        self, M: int, search: protocols.Search, rng: random.Random
     ) -> tuple[TuningRecord, float]:
         """Replay ``search`` at ``M``; return its record, and the milliseconds of all runs."""
-        shuffled = {c.digest: draw.sample(list(r), len(r)) for c, r in self.runs[M].items()}
+        shuffled = {c.digest: rng.sample(list(r), len(r)) for c, r in self.runs[M].items()}
         replay, outcomes = Replay(shuffled), {}
         while (request := search.ask()) is not None:
             outcome = replay.attempt(request, RACING)
             search.tell(request, outcome)
             outcomes[request.config] = merge_outcomes(outcomes.get(request.config), outcome)
         trials = tuple(Trial.of(c, outcomes[c]) for c in self.runs[M] if c in outcomes)
-        key = Key.of("recorded", AtSize(M), "recorded")
+        key = Key.of("recorded", SizeKey(M), "recorded")
         return TuningRecord(key, _FINGERPRINT, trials, "", 0.0), replay.milliseconds
 
-    def warm_started(
-        self, M: int, known: Mapping[int, TuningRecord], waves: bool, milliseconds: float
+    def make_warm_start(
+        self, M: int, tuned_records: Mapping[int, TuningRecord], waves: bool, milliseconds: float
     ) -> protocols.Search:
         """Return a warm-started search at ``M``.
 
         Args:
             M: the size.
-            known: records of tuned sizes.
+            tuned_records: records of tuned sizes.
             waves: extrapolate latencies by the number of waves of the grid.
             milliseconds: device time of the search.
         """
-        far = {size: distance((size,), (M,)) for size in known}
+        far = {size: distance((size,), (M,)) for size in tuned_records}
         near = nearest(
-            (far[size], (size,), known[size]) for size in known if far[size] <= MAX_DISTANCE
+            (far[size], (size,), tuned_records[size])
+            for size in tuned_records
+            if far[size] <= MAX_DISTANCE
         )
-        found = Neighbours(_SIZES.family(AtSize(M)), near, self.fallback.__contains__)
+        found = Neighbours(_SIZES.family(SizeKey(M)), near, self.fallback.__contains__)
         if waves:
             lookup = lambda config, sizes: self.waves.get(sizes[0], {}).get(config)  # noqa: E731
             found = dataclasses.replace(found, waves=lookup)
@@ -408,25 +417,28 @@ def warm_start_table(options: argparse.Namespace) -> list[dict[str, Any]]:
             continue
         found: dict[str, list[tuple[float, bool, float]]] = defaultdict(list)
         for number in range(options.draws):
-            draw = random.Random(number)
+            rng = random.Random(number)
             anchors = {
-                M: space.tuned(M, Racing(list(space.runs[M]), RACING), draw)[0] for M in powers
+                M: space.replay_tuning(M, Racing(list(space.runs[M]), RACING), rng)[0]
+                for M in powers
             }
-            others = draw.sample(
+            others = rng.sample(
                 sorted(space.runs.keys() - anchors.keys()), len(space.runs) - len(anchors)
             )
             for name in ("full race", "warm start", "without waves_fn"):
-                known = dict(anchors)
+                tuned_records = dict(anchors)
                 for M in others:
                     search: protocols.Search = Racing(list(space.runs[M]), RACING)
                     if name != "full race":
                         waves = name == "warm start"
-                        search = space.warm_started(M, known, waves, options.milliseconds)
-                    record, spent = space.tuned(M, search, draw)
-                    known[M] = dataclasses.replace(record, warm_started_from="warm-started")
-                    found[name].append((*space.regret(M, record), spent))
+                        search = space.make_warm_start(
+                            M, tuned_records, waves, options.milliseconds
+                        )
+                    record, device_ms = space.replay_tuning(M, search, rng)
+                    tuned_records[M] = dataclasses.replace(record, warm_started_from="warm-started")
+                    found[name].append((*space.regret(M, record), device_ms))
         print(f"{space.name}, {len(found['full race'])} tunings")
-        full = [spent for _, _, spent in found["full race"]]
+        full = [device_ms for _, _, device_ms in found["full race"]]
         for name, each in found.items():
             rows.append(_sized_row(space.name, name, each, full))
     return rows
@@ -475,10 +487,10 @@ def prior_table(options: argparse.Namespace) -> list[dict[str, Any]]:
             for number in range(options.draws):
                 for name, (policy, predicted) in searches.items():
                     search = search_for(configs, policy, None, predicted)
-                    record, spent = space.tuned(int(M), search, random.Random(number))
-                    found[name].append((*space.regret(int(M), record), spent))
+                    record, device_ms = space.replay_tuning(int(M), search, random.Random(number))
+                    found[name].append((*space.regret(int(M), record), device_ms))
         print(f"{space.name}, {len(found['race'])} tunings")
-        full = [spent for _, _, spent in found["race"]]
+        full = [device_ms for _, _, device_ms in found["race"]]
         for name, each in found.items():
             rows.append(_sized_row(space.name, name, each, full))
     return rows
@@ -497,12 +509,12 @@ def matmul_space() -> tune.Product:
     return tune.Product({**tiles, **_axes(5), "persistent": (True, False)}, where=_fits)
 
 
-def _axes(most: int) -> dict[str, Sequence[Any]]:
+def _axes(max_values: int) -> dict[str, Sequence[Any]]:
     return {
-        "group": (8, 1, 2, 4, 16)[:most],
-        "warps": (8, 4)[:most],
-        "stages": (3, 2, 4, 5, 6)[:most],
-        "subtile": (False, True)[:most],
+        "group": (8, 1, 2, 4, 16)[:max_values],
+        "warps": (8, 4)[:max_values],
+        "stages": (3, 2, 4, 5, 6)[:max_values],
+        "subtile": (False, True)[:max_values],
     }
 
 
@@ -530,7 +542,7 @@ def _prepare(A: torch.Tensor, B: torch.Tensor, persistent: bool, **config: Any) 
     sharded_gemm(A, B, C, _config(**config), num_sms=sms, persistent=persistent).compile()
 
 
-def _by_model(search: str, tries: int) -> Any:
+def _tuned_by_model(search: str, tries: int) -> Any:
     @tune.autotune(
         matmul_space(),
         key_fn=lambda A, B: (tune.to_hashable(A), tune.to_hashable(B)),
@@ -566,7 +578,10 @@ def matmul_table(options: argparse.Namespace) -> list[dict[str, Any]]:
         B = torch.randn(K, N, device=device, dtype=torch.float16)
         # Racing is last: the models would profit from kernels that racing leaves in memory.
         models = ["surrogate", *(["optuna"] if has_optuna() else [])]
-        tuners = {**{each: _by_model(each, options.tries) for each in models}, "racing": matmul}
+        tuners = {
+            **{each: _tuned_by_model(each, options.tries) for each in models},
+            "racing": matmul,
+        }
         found: dict[str, dict[str, Any]] = {"torch.matmul": {}}
         for name, tuner in tuners.items():
             with empty_caches():
@@ -583,8 +598,10 @@ def matmul_table(options: argparse.Namespace) -> list[dict[str, Any]]:
         for name, row in found.items():
             row |= {"shape": [M, N, K], "by": name, "ms": times[name].median}
             rows.append(row)
-            tuned = f", {row['tried']} tried in {row['seconds']:.1f} s" if "tried" in row else ""
-            print(f"{M} x {N} x {K} {name:>12}: {row['ms']:.4f} ms{tuned}", flush=True)
+            tuning_text = (
+                f", {row['tried']} tried in {row['seconds']:.1f} s" if "tried" in row else ""
+            )
+            print(f"{M} x {N} x {K} {name:>12}: {row['ms']:.4f} ms{tuning_text}", flush=True)
     return rows
 
 
@@ -597,7 +614,7 @@ TABLES = {
 }
 
 
-def recorded(folder: Path) -> list[Path]:
+def recorded_spaces(folder: Path) -> list[Path]:
     """Return the recorded spaces of ``folder``.
 
     Raises:

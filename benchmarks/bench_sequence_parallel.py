@@ -88,9 +88,9 @@ def configs(op: Any, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def is_wrong(
-    inputs: Sequence[torch.Tensor], call: Callable[[], Any], want: Any, tolerance: float
+    inputs: Sequence[torch.Tensor], call: Callable[[], Any], expected: Any, tolerance: float
 ) -> bool:
-    """Return whether a call differs from ``want`` on any rank. Collective."""
+    """Return whether a call differs from ``expected`` on any rank. Collective."""
     saved = [x.clone() for x in inputs]
     for x in inputs:
         x.fill_(float("nan"))
@@ -99,7 +99,7 @@ def is_wrong(
     for x, values in zip(inputs, saved, strict=True):
         x.copy_(values)
     worst = 0.0
-    for a, b in zip(results_of(call()), results_of(want), strict=True):
+    for a, b in zip(results_of(call()), results_of(expected), strict=True):
         error = (a.float() - b.float()).abs().nan_to_num(float("inf")).max()
         worst = max(worst, float(error / b.float().abs().max()))
     verdicts: list[Any] = [None] * dist.get_world_size()
@@ -116,17 +116,17 @@ def measure(each: Exchange, limit_us: float, options: argparse.Namespace) -> flo
     calls: dict[str, Callable[[], Any]] = {
         LIBRARY: lambda: each.op.fn(*each.args, algorithm="collective")
     }
-    want = calls[LIBRARY]()
+    expected = calls[LIBRARY]()
     if options.lengths_random:
         each.op.tune(*each.args)
-        tried = {TUNED: lambda: each.op(*each.args)}
+        candidate_calls = {TUNED: lambda: each.op(*each.args)}
     else:
-        tried = {
+        candidate_calls = {
             name: lambda c=config: each.op.fn(*each.args, **c)
             for name, config in configs(each.op, options).items()
         }
-    for name, call in tried.items():
-        if is_wrong(each.inputs, call, want, TOLERANCE if each.gemm else 0.0):
+    for name, call in candidate_calls.items():
+        if is_wrong(each.inputs, call, expected, TOLERANCE if each.gemm else 0.0):
             log(f"  WRONG {each.name} {name}")
         else:
             calls[name] = call

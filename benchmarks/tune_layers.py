@@ -29,7 +29,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from overlap.shapes import parse_numbers
 from overlap.tuned_op import TunedOp
-from overlap.workload import Choice
+from overlap.workload import CandidateSelection
 
 from triton_dist import tune
 from triton_dist.test.utils import LAYER_CONFIGS, dtype_named
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for shape in layer:
                 number += 1
                 os.environ[_WARM_START_MS] = "0" if is_tuned_in_full(shape.M) else warm_start_ms
-                op = TunedOp(info, shape, dtype, ctx, Choice(0))
+                op = TunedOp(info, shape, dtype, ctx, CandidateSelection(0))
                 if options.run:
                     op.run()
                 seconds = time.perf_counter() - begin

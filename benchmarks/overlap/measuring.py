@@ -34,7 +34,7 @@ class Row:
     samples: Samples
 
 
-class Failed(Exception):
+class FailedOnSomeRank(Exception):
     """A candidate failed on some rank. Raised on all ranks."""
 
 
@@ -57,7 +57,7 @@ def measure(
                 graph = mode == "graph"
                 calls[label] = _checked_call(candidate, label, graph, workload.tolerance, num_calls)
                 checked[label] = name, mode, candidate
-            except Failed as failure:
+            except FailedOnSomeRank as failure:
                 failures[label] = str(failure)
                 workload.recover()
     samples = time_interleaved(calls, rounds, warmup_rounds)
@@ -98,7 +98,7 @@ def _checked_call(
 
 
 def _on_all_ranks(phase: str, step: Callable[[], T]) -> T:
-    """Return the result of ``step``; if it raised on some rank, raise ``Failed`` on all ranks.
+    """Return the result of ``step``. Raise ``FailedOnSomeRank`` on all ranks if it raised on some.
 
     Otherwise a rank could wait in a collective for a rank that failed before it.
     """
@@ -111,7 +111,7 @@ def _on_all_ranks(phase: str, step: Callable[[], T]) -> T:
         failure = f"{type(error).__name__}: {error}"
     for rank, reason in enumerate(group_for().all_gather(phase, failure)):
         if reason:
-            raise Failed(f"rank {rank}: {reason}")
+            raise FailedOnSomeRank(f"rank {rank}: {reason}")
     return value
 
 

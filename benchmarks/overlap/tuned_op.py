@@ -18,7 +18,7 @@ from triton_dist._tuning.values import Measurement, Policy, Trial, TuningRecord
 from triton_dist.runtime.device import current_device
 from triton_dist.testing.opinfo.base import Baseline, OpInfo
 
-from .workload import TUNED, TUNED_AGAIN, Choice
+from .workload import TUNED, TUNED_AGAIN, CandidateSelection
 
 _MAX_RACED = 12
 
@@ -33,13 +33,18 @@ class TunedOp:
     """
 
     def __init__(
-        self, info: OpInfo[Any], shape: Hashable, dtype: torch.dtype, ctx: Any, choice: Choice
+        self,
+        info: OpInfo[Any],
+        shape: Hashable,
+        dtype: torch.dtype,
+        ctx: Any,
+        selection: CandidateSelection,
     ) -> None:
         size = dist.get_world_size()
         self.info, self.serial = info, info.serial_name
         self.tolerance = info.tolerance(dtype, size)
         self.cost = info.cost(shape, dtype, size)
-        self._ctx, self._choice = ctx, choice
+        self._ctx, self._selection = ctx, selection
         self._operands = info.operands(shape, dtype, size)
         self._args, self._kwargs = info.arguments(self._operands, ctx)
         before, begin = info.op.tuning_count, time.perf_counter()
@@ -71,7 +76,7 @@ class TunedOp:
         winner = self._candidate(self._winner)
         others = {name: self._candidate(config) for name, config in self._others().items()}
         baselines = self.info.baselines(self._operands, self._ctx)
-        if self._choice.concurrent:
+        if self._selection.concurrent:
             baselines |= _concurrent(baselines)
         return {**baselines, TUNED: winner, **others, TUNED_AGAIN: winner}
 
@@ -97,16 +102,16 @@ class TunedOp:
         space, record = self.info.op.config_space, self._record
         configs = (space.find(trial.digest) for trial in _measured(record))
         ranked = [config for config in configs if config is not None]
-        if self._choice.of_each_algorithm:
+        if self._selection.per_algorithm:
             return self._best_of_each_algorithm(ranked)
         chosen = self._best_of_all([each for each in ranked if each != self._winner])
         return {f"{self._kind(config)} {n}": config for n, config in enumerate(chosen, start=1)}
 
     def _best_of_all(self, ranked: list[Any]) -> list[Any]:
         """Return all configs, or the fastest; then add our fastest config if ours are missing."""
-        if self._choice.every:
+        if self._selection.all_measured:
             return ranked
-        few = ranked[: self._choice.best]
+        few = ranked[: self._selection.best]
         if not any(map(self.info.is_our_algorithm, [self._winner, *few])):
             few += [each for each in ranked if self.info.is_our_algorithm(each)][:1]
         return few
@@ -118,7 +123,7 @@ class TunedOp:
         for config in ranked:
             algorithm = self.info.algorithm_and_tunables(config)
             seen[algorithm] = seen.get(algorithm, 0) + 1
-            if seen[algorithm] <= self._choice.best:
+            if seen[algorithm] <= self._selection.best:
                 best[f"{config['algorithm']} {seen[algorithm]}"] = config
         return best
 
@@ -176,8 +181,8 @@ def cost_of(record: TuningRecord, seconds: float) -> dict[str, float]:
 
 @contextmanager
 def open_op(
-    info: OpInfo[Any], shape: Hashable, dtype: torch.dtype, choice: Choice
+    info: OpInfo[Any], shape: Hashable, dtype: torch.dtype, selection: CandidateSelection
 ) -> Iterator[TunedOp]:
     """Context manager that yields one op at one shape, with its own context. Collective."""
     with info.context(shape, dtype) as ctx:
-        yield TunedOp(info, shape, dtype, ctx, choice)
+        yield TunedOp(info, shape, dtype, ctx, selection)

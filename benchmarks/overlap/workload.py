@@ -15,14 +15,14 @@ BEST_BASELINE = "best_peer"
 
 
 @dataclass(frozen=True)
-class Choice:
+class CandidateSelection:
     """What to measure in addition to the baselines and the winner of the tuning."""
 
     best: int
     """Number of configs that are the fastest in the tuning record after the winner."""
-    every: bool = False
+    all_measured: bool = False
     """Measure all configs that were measured in the tuning; ignore ``best``."""
-    of_each_algorithm: bool = False
+    per_algorithm: bool = False
     """``best`` is a number per algorithm, and the winner counts."""
     concurrent: bool = False
     """Also measure the GEMM while each transfer runs on another stream. Only for CUDA."""

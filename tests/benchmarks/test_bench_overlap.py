@@ -22,7 +22,7 @@ from benchmarks.overlap.measuring import measure
 from benchmarks.overlap.results import shape_tree
 from benchmarks.overlap.shapes import Shape
 from benchmarks.overlap.tuned_op import TunedOp
-from benchmarks.overlap.workload import TUNED, TUNED_AGAIN, Choice
+from benchmarks.overlap.workload import TUNED, TUNED_AGAIN, CandidateSelection
 from tests.architecture.source import ROOT
 from tests.benchmarks.few_configs import run_with_few_configs
 from tests.distributed.gemm_calls import default_tiles
@@ -121,7 +121,7 @@ def recovered(op: str) -> tuple[list[str], dict[str, str]]:
         mock.patch.object(measuring, "_STEP_SECONDS", 2.0),
         case.context(shape, dtype) as ctx,
     ):
-        workload = OneFails(case, shape, dtype, ctx, Choice(0))
+        workload = OneFails(case, shape, dtype, ctx, CandidateSelection(0))
         rows, failures = measure(workload, ["eager"], rounds=2, warmup_rounds=1)
     return [row.name for row in rows], failures
 

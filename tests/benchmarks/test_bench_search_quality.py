@@ -28,7 +28,7 @@ def racing():
     ("space", "most"), [("convolution_A100", 0.16), ("dedispersion_A100", 0.28)]
 )
 def test_racing_finds_the_best_whatever_the_clocks_do(racing, space, most, clocks):
-    found, usual, oracle = (racing[space, clocks, name] for name in quality.DECISIONS)
+    found, usual, oracle = (racing[space, clocks, name] for name in quality.STRATEGIES)
     assert found["near"] >= min(0.95, oracle["near"])
     assert found["regret p95"] <= max(usual["regret p95"], oracle["regret p95"], 0.005)
     assert found["cost"] <= most
@@ -42,12 +42,14 @@ def test_changing_clocks_mislead_the_usual_procedure(racing):
     assert min(near) < 0.7
 
 
-@pytest.mark.parametrize("name", [*quality.OF_TIME, *quality.OF_RUN])
+@pytest.mark.parametrize("name", [*quality.SLOWDOWN_OVER_TIME, *quality.SLOWDOWN_OF_RUNS])
 def test_a_clock_changes_by_its_amplitude(name):
     at = np.linspace(0.0, 1.25, 10_000)
     low, high = (0.0, 2.0) if name == "tails" else (-0.05, 0.05)
     for seed in range(20):
-        added = {**quality.OF_TIME, **quality.OF_RUN}[name](np.random.default_rng(seed), at)
+        added = {**quality.SLOWDOWN_OVER_TIME, **quality.SLOWDOWN_OF_RUNS}[name](
+            np.random.default_rng(seed), at
+        )
         assert low - 1e-9 <= added.min() <= added.max() <= high + 1e-9
         if name == "tails":
             assert 0.03 < (added >= 0.2).mean() == (added > 0).mean() < 0.07
@@ -106,10 +108,10 @@ def test_a_warm_start_costs_a_part_and_finds_nearly_as_much(tmp_path):
     path.write_bytes(gzip.compress(json.dumps(tree).encode()))
     shutil.copy(quality.DATA / "matmul_8192_28672_sizes.json.gz", tmp_path)
     rows = quality.main(["warm-start", "--draws", "3", "--folder", str(tmp_path)])["warm-start"]
-    made, recorded = rows[:3], rows[3:]
+    made, recorded_spaces = rows[:3], rows[3:]
     if "2048x8192x8192" not in made[0]["space"]:
-        made, recorded = recorded, made
-    for full, warm, blind in (made, recorded):
+        made, recorded_spaces = recorded_spaces, made
+    for full, warm, blind in (made, recorded_spaces):
         assert full["near"] >= 0.95
         assert full["cost"] == 1.0
         assert warm["near"] >= 0.95

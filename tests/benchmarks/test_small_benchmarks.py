@@ -30,7 +30,7 @@ def test_every_contender_is_checked_and_timed(monkeypatch):
     assert list(times) == ["matmul", "torch.matmul", "triton.autotune"]
     assert min(times.values()) > 0
     assert bench_matmul.first_result("matmul", (24, 40, 32)) > 0
-    monkeypatch.setitem(bench_matmul.CONTENDERS, "wrong", lambda A, B: torch.zeros(24, 40).half())
+    monkeypatch.setitem(bench_matmul.CANDIDATES, "wrong", lambda A, B: torch.zeros(24, 40).half())
     with pytest.raises(AssertionError):
         bench_matmul.compare((24, 40, 32), rounds=1)
 
