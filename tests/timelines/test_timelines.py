@@ -516,14 +516,14 @@ def test_a_timeline_that_cannot_be_written_does_not_end_the_program(tmp_path, mo
         warnings.simplefilter("error")
         program = ProgramRecording(tmp_path / "rank-0.1.json.gz", 0, 1, False)
         for _ in range(3):
-            with program.around(timeline_ranks.doubled, (torch.ones(2),), {}):
+            with program.wrap_call(timeline_ranks.doubled, (torch.ones(2),), {}):
                 pass
     assert "invalid JSON" in (tmp_path / "rank-0.1.json.gz.failed").read_text()
 
 
 def test_a_program_that_profiles_itself_keeps_its_events(tmp_path):
     program = ProgramRecording(tmp_path / "rank-0.1.json.gz", 0, 2, False)
-    call = program.around(timeline_ranks.doubled, (torch.ones(2),), {})
+    call = program.wrap_call(timeline_ranks.doubled, (torch.ones(2),), {})
     profile = torch.autograd.profiler.profile(use_kineto=True)
     with pytest.warns(ArtefactWarning, match="itself uses torch's profiler"), profile, call:
         torch.ones(2).sum()
