@@ -227,7 +227,7 @@ def race(space: Space, device: Device) -> int:
         index = indices[request.config.digest]
         if index not in samples:
             device.run(index)  # the first run, which compiles
-        taken = tuple(device.run(index) for _ in range(RACING.warmup + request.samples))
+        taken = tuple(device.run(index) for _ in range(RACING.warmup + request.num_samples))
         outcome = Measurement(taken[RACING.warmup :], RACING.warmup)
         samples[index] += outcome.samples
         search.tell(request, outcome)

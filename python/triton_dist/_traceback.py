@@ -65,7 +65,7 @@ class _FoldedStack(traceback.StackSummary):
         for index, frame in enumerate(self):
             is_of_python = frame.filename.startswith(_LIBRARY) and "-packages" not in frame.filename
             # A frame of the standard library is folded after a folded frame.
-            is_inside = _is_ours(frame) or (any(folded[-1:]) and is_of_python)
+            is_inside = _is_internal(frame) or (any(folded[-1:]) and is_of_python)
             folded.append(is_inside and index < self.foldable)
         for is_folded, run in itertools.groupby(range(len(self)), folded.__getitem__):
             frames = [self[index] for index in run]
@@ -92,7 +92,7 @@ def _fold(formatted: traceback.TracebackException, error: BaseException) -> None
             _fold(formatted_cause, cause)
 
 
-def _is_ours(frame: traceback.FrameSummary) -> bool:
+def _is_internal(frame: traceback.FrameSummary) -> bool:
     """Return whether a frame is in Triton or triton_dist, without the test scripts."""
     triton = getattr(sys.modules.get("triton"), "__file__", None)
     if triton and frame.filename.startswith(os.path.dirname(triton) + os.sep):

@@ -23,7 +23,7 @@ from triton_dist._archive import Contents
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.shared import file_store, read_only_store
 from triton_dist._tuning.store import LayeredStore
-from triton_dist._tuning.store.packs import contents_of_records, merge_packs, own_records
+from triton_dist._tuning.store.packs import merge_packs, pack_contents, records_of_function
 from triton_dist._tuning.values import Key
 from triton_dist._warn import warn
 from triton_dist.errors import InvalidArgument, NoSuchFunction, TuningWarning
@@ -58,12 +58,12 @@ class Recording:
         store = LayeredStore([file_store(knobs.cache_dir.get()), *read_only])
         records = []
         for function in functions:
-            key = Key.of(function.origin(), "", "")
-            own = own_records(key, function.fingerprint(), store.records(key.function_name))
+            key = Key.of(function.identity(), "", "")
+            own = records_of_function(key, function.fingerprint(), store.records(key.function_name))
             if not own:
                 raise NoSuchFunction(key.full_name, "it has no record", "Tune it first")
             records += own
-        _archive.write(Path(path), merge_packs([contents_of_records(records), *self._kernels()]))
+        _archive.write(Path(path), merge_packs([pack_contents(records), *self._kernels()]))
         return Path(path)
 
     def _kernels(self) -> list[Contents]:

@@ -13,7 +13,7 @@ from tests.tuning.test_packs import MM, STUB, contents, kernel, one
 from triton_dist import _archive, knobs
 from triton_dist._archive import Contents, Pack
 from triton_dist._tuning.store.layout import with_checksum
-from triton_dist._tuning.store.packs import contents_of_records, records_of
+from triton_dist._tuning.store.packs import pack_contents, records_of
 from triton_dist.cli.main import main
 from triton_dist.errors import TuningFrozen
 from triton_dist.tune import autotune
@@ -266,7 +266,7 @@ def test_diff(run, model, tmp_path):
     other = tmp_path / "other.tdpack"
     slow = one()
     slow.cost = lambda _, config: 4 - config["n"]  # there 3 is best
-    records = contents_of_records([slow.tuned.tune(1), slow.tuned.tune(9)]).records
+    records = pack_contents([slow.tuned.tune(1), slow.tuned.tune(9)]).records
     changed = Contents(records, {MM: kernel(cubin=kernel().files["mm.cubin"] + b"!")})
     other.write_bytes(changed.to_bytes())
     status, said, _ = run("pack", "diff", str(model), str(other))

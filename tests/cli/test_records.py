@@ -28,9 +28,9 @@ from triton_dist._tuning.values import (
     Config,
     Failure,
     Fingerprint,
+    FunctionIdentity,
     Key,
     Measurement,
-    Origin,
     Outcome,
     StoredRecord,
     Trial,
@@ -72,7 +72,7 @@ def record(
         "topology": {"world_size": str(ranks)}, "policy": {}, "source": {"gemm": "1"}, "space": "1",
     }  # fmt: skip
     return TuningRecord(
-        Key.of(Origin("gemm", "shop.ops", "(x)"), key, hardware),
+        Key.of(FunctionIdentity("gemm", "shop.ops", "(x)"), key, hardware),
         Fingerprint(**(about | fingerprint)),
         tuple(Trial.of(Config(values), outcome) for values, outcome in space),
         "2030-01-02T03:04:05+00:00",

@@ -173,7 +173,7 @@ def every_record_is_a_hit(tree: Any, on: On, step: int = 1) -> int:
         value = read(json.loads(record.key.text))
         args, kwargs = info.inputs_for(measured_at(record, value))
         asked = tuned.key_fn(*args, **kwargs)  # as many rows as the ranks can share
-        assert asked == value or M_IN_RANGES.range_of(asked) == value
+        assert asked == value or M_IN_RANGES.rounded_key(asked) == value
         found = tuned.tune(*args, **kwargs)
         assert found.digest == record.digest, "another file has that key too"
         assert tuned.best_config(*args, **kwargs).digest == record.best.digest
@@ -206,11 +206,11 @@ def made(
     """Write a pack as a tuning on four H200 would, with a record for one of every ``step`` sample
     inputs, and return its tree of records."""
     on(op, "NVIDIA H200", FOUR)
-    origin = op.origin()
+    identity = op.identity()
     hardware = "cuda, NVIDIA H200, local_world_size 4, world_size 4"
     records = []
     for args, kwargs in islice(sample_inputs(op.fn.__name__), 0, None, step):
-        key = Key.of(origin, op.key_fn(*args, **kwargs), hardware)
+        key = Key.of(identity, op.key_fn(*args, **kwargs), hardware)
         kept, _ = op.config_space.prune(op.prune_fn, args, kwargs)
         trial = Trial.of(kept[len(records) % len(kept)], Measurement((1.25,), 3))
         records.append(

@@ -21,7 +21,14 @@ from tests.tuning.test_resume import Killed, interrupt
 from triton_dist import tune
 from triton_dist._tuning.engine.parts import Hooks
 from triton_dist._tuning.search import check_search, search_for, surrogate
-from triton_dist._tuning.values import Config, Measurement, Policy, Product, TuningRecord, Unlisted
+from triton_dist._tuning.values import (
+    Config,
+    Measurement,
+    Policy,
+    Product,
+    TuningRecord,
+    UnlistedCandidates,
+)
 from triton_dist.errors import InvalidArgument, MissingExtra, NoValidConfig, RankDisagreement
 
 SIZES = (16, 32, 64, 128, 256)
@@ -133,7 +140,9 @@ def test_sizes_need_a_list_which_a_product_gives():
 
 def test_a_million_configs_start_at_once_and_take_no_memory(tmp_path):
     began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    search = search_for(Unlisted(Product({**AXES, "more": (0, 1)}, fits), None, (), {}), QUICK)
+    search = search_for(
+        UnlistedCandidates(Product({**AXES, "more": (0, 1)}, fits), None, (), {}), QUICK
+    )
     request, asks = search.ask(), []
     assert time.process_time() - began < 1.0
     while request is not None:
@@ -154,10 +163,10 @@ def test_the_winner_is_better_than_chance_and_the_record_is_small(tmp_path, quic
     record = rank.tuned.tune(1)
     assert QUICK.tries < len(record.trials) + 1 <= QUICK.tries + 1
     assert all(trial.config["k"] != 16 for trial in record.trials)
-    dropped = {"prune dropped it": record.dropped["prune dropped it"]}
-    assert record.dropped == dropped
-    assert record.dropped["prune dropped it"] > 0
-    assert TuningRecord.from_tree(record.to_tree()).dropped == dropped
+    dropped = {"prune dropped it": record.num_pruned_by_reason["prune dropped it"]}
+    assert record.num_pruned_by_reason == dropped
+    assert record.num_pruned_by_reason["prune dropped it"] > 0
+    assert TuningRecord.from_tree(record.to_tree()).num_pruned_by_reason == dropped
     tried = [t.outcome.median for t in record.trials if isinstance(t.outcome, Measurement)]
     assert record.best.outcome.median < 0.8 * sorted(tried)[len(tried) // 2]
     assert record.best.outcome.median < cost(0, rank.tuned.config_space.default)
@@ -178,12 +187,12 @@ def test_ranks_try_the_same_and_a_rank_that_fails_a_config_keeps_nobody_waiting(
     assert results[0][1]["order"] == "column"
     records = [rank.tuned.tune(1) for rank in ranks]
     assert records[0].trials == records[1].trials
-    winner = records[0].by_rank[records[0].best.digest]
+    winner = records[0].times_by_rank[records[0].best.digest]
     assert winner.ms[1] - winner.ms[0] == pytest.approx(0.01)  # cost adds that much to rank 1
     taken = len(records[0].best.outcome.samples)
-    assert (winner.slowest, len(records[0].by_rank) <= 16) == ((0, taken), True)
+    assert (winner.num_slowest, len(records[0].times_by_rank) <= 16) == ((0, taken), True)
     assert f"rank 1 was the slowest in {taken} of {taken} samples" in str(winner)
-    assert TuningRecord.from_tree(records[0].to_tree()).by_rank == records[0].by_rank
+    assert TuningRecord.from_tree(records[0].to_tree()).times_by_rank == records[0].times_by_rank
     failed = [t for t in records[0].trials if not isinstance(t.outcome, Measurement)]
     assert any(trial.outcome.rank == 1 for trial in failed)
 
@@ -258,7 +267,7 @@ def test_auto_races_few_and_models_many():
     policy = Policy.on("cuda", timing="events", search="auto")
     few, many = [[Config({"n": n}) for n in range(count)] for count in (300, 301)]
     assert [policy.is_model_based(each) for each in (few, many)] == [False, True]
-    assert policy.is_model_based(Unlisted(Product(AXES), None, (), {}))
+    assert policy.is_model_based(UnlistedCandidates(Product(AXES), None, (), {}))
     quick = Policy.on("cuda", timing="events", search="racing", effort="quick")
     assert (quick.max_trials, quick.tries) == (50, None)
     most = Policy.on("cuda", timing="events", search="surrogate", effort="max", max_trials=7)
@@ -298,7 +307,9 @@ def test_optuna_is_deterministic_and_changes_nothing_outside(capfd):
     from triton_dist._tuning.search.tpe import Tpe
 
     def proposals(seed):
-        candidates = Unlisted(Product(AXES, fits), lambda config: config["k"] != 16, (), {})
+        candidates = UnlistedCandidates(
+            Product(AXES, fits), lambda config: config["k"] != 16, (), {}
+        )
         proposer, found = Tpe(candidates, seed=seed), []
         proposer.tell(candidates.product[5], 9.0)  # not asked for
         for _ in range(60):
@@ -347,7 +358,7 @@ def test_the_model_uses_one_blas_thread(monkeypatch):
     surrogate._thread_pools.cache_clear()
     with pools.threadpool_limits(2, "blas"):
         before = threads()
-        search = surrogate.Surrogate(Unlisted(Product(AXES), None, (), {}))
+        search = surrogate.Surrogate(UnlistedCandidates(Product(AXES), None, (), {}))
         for _ in range(25):  # 20 are random
             search.tell(search.ask(), 1.0)
         assert seen

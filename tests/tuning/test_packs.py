@@ -36,16 +36,16 @@ from triton_dist._archive import (
 from triton_dist._tuning.store import LayeredStore, MemoryStore, PackStore
 from triton_dist._tuning.store.layout import readable_json
 from triton_dist._tuning.store.packs import (
-    contents_of_records,
     merge_packs,
+    pack_contents,
     read_verified,
     records_of,
 )
 from triton_dist._tuning.values import (
     PACK_FORMAT,
     Failure,
+    FunctionIdentity,
     Key,
-    Origin,
     Trial,
     TuningRecord,
     pack,
@@ -96,7 +96,7 @@ def several(draw: st.DrawFn) -> list[TuningRecord]:
     hardware = {"gpu": draw(st.text(max_size=5)), "driver": "550.54"}
     found = fingerprint(hardware=hardware, version=draw(st.text(max_size=5)))
     chosen = draw(st.lists(keys, min_size=1, max_size=4))
-    distinct = {Key.of(Origin("run", "ops"), key, "fake") for key in chosen}
+    distinct = {Key.of(FunctionIdentity("run", "ops"), key, "fake") for key in chosen}
     return [
         TuningRecord(
             key,
@@ -127,7 +127,7 @@ def test_a_pack_comes_back_with_keys_sizes_winners_and_medians(records):
         median = read.best.outcome.median
         assert median == pytest.approx(record.best.outcome.median, abs=1e-6)
         assert read.fingerprint.software == {**record.fingerprint.software, "driver": "550.54"}
-        assert (read.timestamp, read.shipped, record.shipped) == ("2030-01-02", True, False)
+        assert (read.timestamp, read.is_shipped, record.is_shipped) == ("2030-01-02", True, False)
 
 
 def test_a_hit_runs_nothing_and_says_that_it_is_shipped(tmp_path, capsys):
@@ -367,7 +367,7 @@ def kernel(digest: str = MM, arch: int = 90, cubin: bytes = CUBIN) -> PackedKern
 
 @functools.cache
 def contents(*keys: int) -> Contents:
-    records = contents_of_records([one().tuned.tune(key) for key in keys]).records
+    records = pack_contents([one().tuned.tune(key) for key in keys]).records
     stub = PackedKernel("launcher", {"python": "cpython-311"}, {STUB_FILE: b"\x7fELF stub"})
     return Contents(records, {MM: kernel(), STUB: stub})
 

@@ -24,7 +24,7 @@ from tests.contextual.kernels import autotuned, configs, scale, scale_kernel
 from tests.tuning import ops
 from triton_dist import tune
 from triton_dist._tuning.engine import watchdog
-from triton_dist._tuning.values import DIFFERS
+from triton_dist._tuning.values import DIFFERS_BY_RANK
 from triton_dist.autotuner import contextual_autotune
 from triton_dist.errors import InvalidArgument, TritonDistError
 from triton_dist.tune import autotune
@@ -53,7 +53,7 @@ def test_a_rank_in_a_collective_names_the_one_that_failed_before_it(spawn_ranks,
 
 def test_values_that_differ_by_rank(spawn_ranks):
     """Bound values may differ, also of hooks and partials in configs; a literal may not."""
-    counts, bound, uncounted = [1, 0, 1], {"hook.size": "128"}, {"hook.rank": DIFFERS}
+    counts, bound, uncounted = [1, 0, 1], {"hook.size": "128"}, {"hook.rank": DIFFERS_BY_RANK}
     configs = [f"{{'act': functools.partial(_scaled, {by})}}" for by in (2, 3)]
     for values, hooks, partials, said in spawn_ranks(2, values_of_each_kind):
         assert values == [[1, 1, 1], [0, 0, 0]]

@@ -43,7 +43,7 @@ def constant(times: list[float | None]) -> Callable[[Request], object]:
         time = times[request.config["n"]]
         if time is None:
             return Failure("launch", "no", 0)
-        return Measurement((time,) * request.samples, 0)
+        return Measurement((time,) * request.num_samples, 0)
 
     return outcome
 
@@ -55,7 +55,7 @@ def noisy(draws: st.DataObject, low: float = 0.1, high: float = 10.0):
     def outcome(request: Request) -> object:
         if numbers.random() < failing:
             return Failure("launch", "no", 0)
-        return Measurement(tuple(numbers.uniform(low, high) for _ in range(request.samples)), 0)
+        return Measurement(tuple(numbers.uniform(low, high) for _ in range(request.num_samples)), 0)
 
     return outcome
 
@@ -132,7 +132,7 @@ def test_noise_keeps_equals_in_the_race():
 
     def outcome(request):
         n = request.config["n"]
-        first, taken[n] = taken[n], taken[n] + request.samples
+        first, taken[n] = taken[n], taken[n] + request.num_samples
         return Measurement(tuple(samples[n][i % 5] for i in range(first, taken[n])), 0)
 
     counts = samples_of(play(Racing(configs(3), POLICY), outcome))
@@ -174,7 +174,7 @@ def drifting(times: list[float], clock: Callable[[int], float]) -> Callable[[Req
 
     def outcome(request: Request) -> object:
         time = times[request.config["n"]]
-        return Measurement(tuple(time * clock(next(number)) for _ in range(request.samples)), 0)
+        return Measurement(tuple(time * clock(next(number)) for _ in range(request.num_samples)), 0)
 
     return outcome
 
@@ -202,7 +202,7 @@ def test_clocks_that_drift_by_more_than_candidates_differ_do_not_decide(clock, b
 def test_more_samples_are_taken_only_of_those_in_doubt():
     """Noise of 4 %: two are 0.1 % apart, the others 10 %."""
     noise = random.Random(3)
-    times, policy = [1.1, 1.0, 1.001, 1.1, 1.1], Policy(warmup=0, repeat=10, tie_break=20)
+    times, policy = [1.1, 1.0, 1.001, 1.1, 1.1], Policy(warmup=0, repeat=10, max_extra_samples=20)
 
     def outcome(request):
         return Measurement((times[request.config["n"]] * noise.gauss(1, 0.04),), 0)
@@ -220,7 +220,7 @@ def test_with_runs_that_do_not_count_a_lap_has_more_that_do():
 
 def test_the_final_is_run_forward_and_backward():
     asked = [
-        (request.config["n"], request.samples)
+        (request.config["n"], request.num_samples)
         for request, _ in play(Racing(configs(3), POLICY), constant([1.004, 1.002, 1.0]))
     ]
     assert asked[:3] == [(0, 1), (1, 1), (2, 1)]
@@ -243,7 +243,7 @@ def test_whom_a_failure_put_out_of_the_race_is_called_back():
         runs[n] += 1
         if (n, runs[n]) == (2, 3):
             return Failure("launch", "no", 0)
-        return Measurement((times[n],) * request.samples, 0)
+        return Measurement((times[n],) * request.num_samples, 0)
 
     played = list(play(Racing(configs(4), POLICY), outcome))
     _, outcomes = outcomes_of(played, 4)
@@ -273,11 +273,13 @@ def test_without_noise_the_best_is_never_dropped(each):
 
 
 @given(st.integers(1, 20), st.integers(1, 12), st.integers(0, 5), st.data())
-def test_it_ends_and_the_samples_are_bounded(count, repeat, tie_break, data):
-    search = Racing(configs(count), Policy(warmup=0, repeat=repeat, tie_break=tie_break))
+def test_it_ends_and_the_samples_are_bounded(count, repeat, max_extra_samples, data):
+    search = Racing(
+        configs(count), Policy(warmup=0, repeat=repeat, max_extra_samples=max_extra_samples)
+    )
     played = list(play(search, noisy(data)))
     counts = samples_of(played)
-    assert all(taken <= ROUNDS[-1] + repeat + tie_break for taken in counts.values())
+    assert all(taken <= ROUNDS[-1] + repeat + max_extra_samples for taken in counts.values())
     if all(isinstance(outcome, Measurement) for _, outcome in played):
         finalists = [n for n, taken in counts.items() if taken > ROUNDS[-1]]
         assert len(finalists) <= MAX_FINALISTS + 1

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from tests.tuning.fakes import SECONDS, Rank, fingerprint, in_threads, thread_ranks, together
 from triton_dist import tune
-from triton_dist._tuning.sizes.neighbours import Neighbour, Neighbours, slowdowns
+from triton_dist._tuning.sizes.neighbours import Neighbour, Neighbours, log_slowdowns
 from triton_dist._tuning.store import MemoryStore
 from triton_dist._tuning.values import (
     Config,
@@ -129,7 +129,7 @@ def test_integers_of_numpy_are_sizes():
     assert bucket(np.int32(2050)) == bucket(2050)
     for wrong in (True, np.float32(8), torch.tensor(8)):
         with pytest.raises(InvalidArgument, match="expected an int, 0 or more"):
-            SIZES.range_of(Keyed(wrong, "n"))
+            SIZES.rounded_key(Keyed(wrong, "n"))
 
 
 def test_a_range_is_tuned_once_and_its_other_sizes_cost_no_word():
@@ -241,7 +241,7 @@ def test_the_safe_configs_that_neighbours_tried_are_brought_to_one_scale():
         record = TuningRecord(
             key, fingerprint(), tuple(trials), "2030", 1.0, warm_started_from=warm_started_from
         )
-        return Neighbour((M,), far, record, slowdowns(record))
+        return Neighbour((M,), far, record, log_slowdowns(record))
 
     # The slow one was tried beside none that is fast, and twice, quite near.
     every = neighbour(4096, 0.9, "", ours=0.9, good=1.02, slow=1.06, library=1.07)
@@ -390,13 +390,13 @@ def test_beside_a_library(case):
 
 def test_sizes_are_apart_where_the_rounding_says_so():
     family = SIZES.family(Keyed(512, "n"))
-    assert [M for M in (1, 16, 31, 32, 2175, 2176) if family.are_single_sizes((M,))] == [
+    assert [M for M in (1, 16, 31, 32, 2175, 2176) if family.have_single_sizes((M,))] == [
         1,
         32,
         2176,
     ]
     hundreds = Sizes("run", {"M": lambda n: -(-n // 100) * 100}).family(Keyed(512, "n"))
-    assert not hundreds.are_single_sizes((800,))  # a multiple of 32, as 700 is not
+    assert not hundreds.have_single_sizes((800,))  # a multiple of 32, as 700 is not
 
 
 def test_where_nothing_was_measured_the_winner_has_no_start_on_another_library():

@@ -81,7 +81,7 @@ def test_functions_that_call_one_another_end():
 
 def test_files_alone_tell_what_changed_of_the_real_op():
     found = source_of([ag_gemm.fn]).digests
-    module, name = ag_gemm.origin().module, ag_gemm.origin().function
+    module, name = ag_gemm.identity().module, ag_gemm.identity().function
     assert changes(found, module, name) == ([], [])
     label = ".kernels.common.gemm.sharded:kernel_gemm_persistent"
     ((sentence,), _) = changes(found | {label: "another"}, module, name)

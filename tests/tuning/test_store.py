@@ -27,9 +27,9 @@ from triton_dist._tuning.values import (
     SCHEMA,
     Config,
     Failure,
+    FunctionIdentity,
     Key,
     Measurement,
-    Origin,
     TuningRecord,
 )
 from triton_dist.errors import CacheWarning
@@ -243,8 +243,8 @@ def test_a_read_only_folder_comes_last_and_is_never_written(tmp_path):
     assert not (tmp_path / "absent").exists()
 
 
-def origin(**changes):
-    return Origin("run", "ops", "(x, n) tunes n")._replace(**changes)
+def identity(**changes):
+    return FunctionIdentity("run", "ops", "(x, n) tunes n")._replace(**changes)
 
 
 def of(key, like=RECORD) -> TuningRecord:
@@ -254,7 +254,7 @@ def of(key, like=RECORD) -> TuningRecord:
 @pytest.mark.parametrize("change", [{"module": "other"}, {"signature": "(x, m) tunes m"}])
 def test_two_functions_of_one_name_keep_their_records(tmp_path, change):
     store = FileStore(tmp_path)
-    mine, other = Key.of(origin(), 1, "fake"), Key.of(origin(**change), 1, "fake")
+    mine, other = Key.of(identity(), 1, "fake"), Key.of(identity(**change), 1, "fake")
     store.put(of(mine))
     store.put(of(other, record(Measurement((0.5,), 3))))
     store.put(of(mine))
@@ -281,7 +281,9 @@ def test_a_record_of_the_first_schema_is_found_and_loads(tmp_path):
     """A file as version 0.1.0 wrote it."""
     store = FileStore(tmp_path)
     key = Key.of(
-        Origin("matmul", "tests.tuning.ops", "(A, B, config, method) tunes config, method"),
+        FunctionIdentity(
+            "matmul", "tests.tuning.ops", "(A, B, config, method) tunes config, method"
+        ),
         ((8, 4), "n"),
         "cuda, NVIDIA H200, local_world_size 4, world_size 4",
     )

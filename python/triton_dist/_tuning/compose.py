@@ -21,23 +21,23 @@ from triton_dist._tuning.engine.decorator import Decorator
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.engine.parts import Hooks, NoWorld, Parts, ProcessFunctions
 from triton_dist._tuning.protocols import RankGroup
-from triton_dist._tuning.search import Factory, ShortRace, check_search, search_for
+from triton_dist._tuning.search import SearchFactory, ShortRace, check_search, search_for
 from triton_dist._tuning.shared import common_parts, file_store, fingerprint_of, is_off, pack_store
-from triton_dist._tuning.source import Snapshot, origin_of, source_of, sources_of
+from triton_dist._tuning.source import Snapshot, identity_of, source_of, sources_of
 from triton_dist._tuning.store import FileLog, MemoryStore
 from triton_dist._tuning.store.packs import records_of
 from triton_dist._tuning.values import (
     Config,
     ConfigSpace,
     Fingerprint,
-    Origin,
+    FunctionIdentity,
     Policy,
     Product,
     codec,
     qualified_name,
 )
 from triton_dist._tuning.values.policy import FULL_SEARCHES, MODEL_SEARCHES, TRIES_BY_EFFORT
-from triton_dist._tuning.values.sizes import sized_key
+from triton_dist._tuning.values.sizes import key_fn_with_sizes
 from triton_dist.errors import InvalidArgument
 from triton_dist.runtime.compiling import shipped
 from triton_dist.runtime.device import current_device
@@ -64,7 +64,7 @@ def autotune(
     timing: str = "events",
     max_seconds: float | None = None,
     max_trials: int | None = None,
-    search: str | Factory = "racing",
+    search: str | SearchFactory = "racing",
     effort: str = "normal",
     version: str | None = None,
     agree_fn: Callable[..., object] | None = None,
@@ -250,7 +250,7 @@ def autotune(
         if isinstance(fn, (staticmethod, classmethod)):
             return type(fn)(decorate(fn.__func__))
         check_tunable(fn, "autotune", restore)
-        keys, key_sizes = sized_key(fn, key_fn, rounding, waves_fn)
+        keys, key_sizes = key_fn_with_sizes(fn, key_fn, rounding, waves_fn)
         deciding = [prune_fn, check_fn, input_variants_fn, reset_fn]
         deciding += [prior_fn] if search == "prior" else []
         validators = tuple(each for each in deciding if each is not None)
@@ -308,7 +308,7 @@ def autotune(
             parts_for,
             memory_store.clear,
             process,
-            origin_of,
+            identity_of,
             key_sizes,
             fallback_fn or (lambda config: False),
             prior_fn,
@@ -328,7 +328,7 @@ def _read_sources() -> None:
     keys = [each.key for packed in packs_in(pack_locations()) for each in records_of(packed)]
     names = {(key.module, key.function) for key in keys}
     for tuned in list(_tuned):
-        origin = Origin.of(tuned.fn, ())
+        origin = FunctionIdentity.of(tuned.fn, ())
         if (origin.module, origin.function) in names:
             source_of([tuned.fn])
 

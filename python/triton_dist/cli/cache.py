@@ -115,7 +115,7 @@ def best_ms(record: TuningRecord) -> float:
 def hardware_text(record: TuningRecord) -> str:
     """Return the record's hardware and its settings (such as a debug mode) as text. Records
     with equal text of the key may differ in both."""
-    settings = "" if record.shipped else record.fingerprint.settings
+    settings = "" if record.is_shipped else record.fingerprint.settings
     return record.key.hardware + f", under {settings}" * bool(settings)
 
 

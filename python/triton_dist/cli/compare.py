@@ -135,7 +135,7 @@ def _tree(group: Sequence[StoredRecord]) -> dict[str, Any]:
                 "winner": str(each.record.best),
                 "ms": each.winner.ms,
                 "file": stored.location,
-                "shipped": each.record.shipped,
+                "shipped": each.record.is_shipped,
             }
             for each, stored in zip(found, group, strict=True)
         ],
@@ -148,7 +148,7 @@ def _hardware_and_versions(stored: StoredRecord) -> str:
     triton = record.fingerprint.software.get("triton")
     parts = [cache.hardware_text(record), *([f"triton {triton}"] if triton else [])]
     parts += [f"version {record.fingerprint.version}"] if record.fingerprint.version else []
-    return "; ".join([*parts, "shipped" if record.shipped else record.timestamp])
+    return "; ".join([*parts, "shipped" if record.is_shipped else record.timestamp])
 
 
 def _diff(arguments: argparse.Namespace) -> int:

@@ -125,7 +125,7 @@ def _records(module: str, name: str | None) -> list[tuple[int, StoredRecord]]:
         for function in (name, f"{module}.{name}"):  # in records of schema 1, names have the module
             key = Key(function, "", "", module)
             stored = store.records(key.function_name)
-            found += [(index, each) for each in stored if each.has_function_of(key)]
+            found += [(index, each) for each in stored if each.is_of_function(key)]
     return found
 
 
@@ -213,7 +213,7 @@ def _group_key(each: _Explained) -> object:
 
 def _heading(record: TuningRecord, location: str) -> list[str]:
     tuned = f"{record.timestamp}, in {record.seconds:.1f} s"
-    if record.shipped:
+    if record.is_shipped:
         versions = (f"{name} {text}" for name, text in record.fingerprint.software.items())
         tuned = f"{record.timestamp}, with {', '.join(versions)}; shipped as version "
         tuned += record.fingerprint.version

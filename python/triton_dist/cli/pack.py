@@ -12,9 +12,9 @@ from triton_dist import _archive, _files, knobs
 from triton_dist._archive import RECORDS_SUFFIX, SUFFIX, Contents, Pack, sha256
 from triton_dist._tuning.store import ReadOnlyStore
 from triton_dist._tuning.store.packs import (
-    contents_of_records,
     differences,
     merge_packs,
+    pack_contents,
     read_verified,
     records_of,
 )
@@ -96,7 +96,7 @@ def _create(arguments: argparse.Namespace) -> int:
             print(f"No record of {name} in {folder}.")
             return 1
         chosen += found
-    parts = [contents_of_records(chosen)]
+    parts = [pack_contents(chosen)]
     if arguments.kernels:
         _files.check_writable(arguments.out)
         with tempfile.TemporaryDirectory(prefix="triton_dist-pack-") as loaded:

@@ -173,11 +173,11 @@ def _history(reported: ReportedRecord) -> dict[str, Any]:
 
 def _by_rank(reported: ReportedRecord) -> dict[str, Any]:
     """Return the table of times by rank, for the configs whose times by rank are recorded."""
-    known, names = reported.analysis.record.by_rank, reported.analysis.varying
+    known, names = reported.analysis.record.times_by_rank, reported.analysis.varying
     rows = []
     for each in reported.analysis.timed:
         if (own := known.get(each.trial.digest)) is not None:
-            total = max(sum(own.slowest), 1)
+            total = max(sum(own.num_slowest), 1)
             cells = (f"{ms:.4f}, {slow / total:.0%}" for ms, slow in zip(*own, strict=True))
             rows.append([show_parameters(each.parameters, names), *cells])
     ranks = range(len(rows[0]) - 1 if rows else 0)
@@ -188,7 +188,7 @@ def _by_rank(reported: ReportedRecord) -> dict[str, Any]:
 
 def _failures(reported: ReportedRecord) -> dict[str, Any]:
     record, analysis = reported.stored.record, reported.analysis
-    pruned = Counter(reason for _, reason in analysis.pruned) + Counter(record.dropped)
+    pruned = Counter(reason for _, reason in analysis.pruned) + Counter(record.num_pruned_by_reason)
     rows = [[each.kind, each.count, each.first[:500]] for each in analysis.failed]
     rows += [["pruned", count, reason] for reason, count in pruned.most_common()]
     rows += [["always failed", n, f"{name}={value}"] for name, value, n in analysis.always_failed()]

@@ -66,8 +66,13 @@ class ReportedRecord:
         record, events = self.stored.record, self._events
         digest = events[0].get("default") if events else None
         limited = {"max_seconds", "max_trials", "tries"} & record.fingerprint.policy.keys()
-        is_partial = limited or record.warm_started_from or record.dropped or self.analysis.pruned
-        if digest is None and not record.shipped and not is_partial:
+        is_partial = (
+            limited
+            or record.warm_started_from
+            or record.num_pruned_by_reason
+            or self.analysis.pruned
+        )
+        if digest is None and not record.is_shipped and not is_partial:
             digest = record.trials[0].digest  # every config was tried, in the order of the space
         return next((each for each in self.analysis.timed if each.trial.digest == digest), None)
 
@@ -110,7 +115,7 @@ class ReportedRecord:
     @cached_property
     def _tunings(self) -> Sequence[Sequence[Mapping[str, Any]]]:
         record, location = self.stored
-        return [] if record.shipped else finished_tunings_in_log(Path(location))
+        return [] if record.is_shipped else finished_tunings_in_log(Path(location))
 
     @cached_property
     def _events(self) -> Sequence[Mapping[str, Any]]:

@@ -71,7 +71,7 @@ def tree(stored: StoredRecord) -> dict[str, Any]:
     return {
         **listing.tree_of(stored),
         "seconds": record.seconds,
-        "shipped": record.shipped,
+        "shipped": record.is_shipped,
         "configs": [
             {
                 "config": str(each.trial),
@@ -93,8 +93,8 @@ def tree(stored: StoredRecord) -> dict[str, Any]:
         "importance": dict(found.parameters_by_importance()),
         "price": {name: found.slowdown_by_value(name) for name in found.varying},
         "fixed": found.fixed,
-        "by_rank": {digest: own.to_tree() for digest, own in record.by_rank.items()},
-        "dropped": dict(record.dropped),
+        "by_rank": {digest: own.to_tree() for digest, own in record.times_by_rank.items()},
+        "dropped": dict(record.num_pruned_by_reason),
     }
 
 
@@ -104,7 +104,7 @@ def _lines(stored: StoredRecord, top: int) -> Iterator[str]:
     age = f"{text.age(record.timestamp)} ago, in {record.seconds:.1f} s"
     yield f"{record.key.full_name}, key {record.key}"
     yield f"  on      {cache.hardware_text(record)}"
-    yield f"  tuned   {record.timestamp}, {'shipped' if record.shipped else age}"
+    yield f"  tuned   {record.timestamp}, {'shipped' if record.is_shipped else age}"
     if record.warm_started_from:
         yield f"  how     {record.warm_started_from}"
     yield f"  file    {location}"
@@ -130,7 +130,7 @@ def _lines(stored: StoredRecord, top: int) -> Iterator[str]:
         yield f"  near the winner: {one} of {len(found.timed)} within 1 %, " + (
             "{} within 5 %, {} within 10 %".format(*others)
         )
-    ranks = record.by_rank.get(record.best.digest)
+    ranks = record.times_by_rank.get(record.best.digest)
     if ranks is not None:
         yield f"  the winner by rank: {ranks}"
     important = [
@@ -144,7 +144,7 @@ def _lines(stored: StoredRecord, top: int) -> Iterator[str]:
         yield f"  {len(found.pruned)} were pruned; --top N names more"
     for each in found.failed:
         yield f"  {each.count} x {each.kind}, the first: {' '.join(each.first.split())[:120]}"
-    for reason, number in record.dropped.items():
+    for reason, number in record.num_pruned_by_reason.items():
         yield f"  {number} x pruned, not listed: {reason}"
     for name, value, count in found.always_failed():
         yield f"  always failed: {name}={value}, {counted(count, 'time')}"

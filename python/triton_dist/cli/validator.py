@@ -188,7 +188,7 @@ def _verdicts(
     def validator_of(function: str) -> Validator:
         validator = Validator(tuned_function_in(loaded, function), ranks, ignores_settings)
         if module.endswith(".py"):
-            validator.origin = validator.origin._replace(module=os.path.abspath(module))
+            validator.identity = validator.identity._replace(module=os.path.abspath(module))
         return validator
 
     verdicts = []
@@ -218,10 +218,10 @@ class Validator:
         self, tuned: AutoTuner[..., Any], ranks: Mapping[str, str], ignores_settings: bool
     ) -> None:
         self._tuned, self._ranks, self._ignores_settings = tuned, ranks, ignores_settings
-        self._fingerprint, self.origin = tuned.fingerprint(), tuned.origin()
+        self._fingerprint, self.identity = tuned.fingerprint(), tuned.identity()
 
     def verdict(self, record: TuningRecord) -> Verdict:
-        names = (self.origin.function, f"{self.origin.module}.{self.origin.function}")
+        names = (self.identity.function, f"{self.identity.module}.{self.identity.function}")
         if record.key.function not in names:  # the second name is used in schema 1
             return Verdict(None, (OTHER_FUNCTION_REASON,))
         space = self._space(record.key)
@@ -233,16 +233,18 @@ class Validator:
             now = _with_settings_of(record.fingerprint, now)
         found = validity(record, now, space, knobs.autotune_version_check.get())
         text, hardware = record.key.text, record.key.hardware
-        own = Key(self.origin.function, text, hardware, *self.origin[1:]).with_signature_of(current)
+        own = Key(self.identity.function, text, hardware, *self.identity[1:]).with_signature_of(
+            current
+        )
         is_own = (own.module, own.signature) == (record.key.module, record.key.signature)
         if found.reasons:
             rest = tuple(each for each in found.reasons if not each.startswith("source: "))
-            statements, _ = _changes(record, self.origin.module)
+            statements, _ = _changes(record, self.identity.module)
             if statements and rest != found.reasons:  # prefer ``statements``: with line numbers
                 return Verdict(False, (*statements, *rest), (), is_own)
             return Verdict(False, found.reasons, (), is_own)
-        may_be_dropped = self._tuned.prune_fn is not None and record.shipped
-        return Verdict(True, (), found.tolerated, is_own, may_be_dropped)
+        may_be_dropped = self._tuned.prune_fn is not None and record.is_shipped
+        return Verdict(True, (), found.accepted, is_own, may_be_dropped)
 
     def _space(self, key: Key) -> ConfigSpace:
         """Return the config space without the parameters that the recorded call passed as

@@ -102,7 +102,7 @@ class Specialisation:
             has = f"it has {name} = {show(compiled_value)}"
             if call_type != CONSTANT:
                 return f"{has}, the call has another value of type {call_type}"
-            differs = codec.text(compiled_value) != codec.text(call_value)
+            differs = codec.to_json(compiled_value) != codec.to_json(call_value)
             return f"{has}, the call has {show(call_value)}" if differs else ""
         value: Any = launch_specialisation.constants.get(path)
         if call_type == CONSTANT and not (type(value) is int and _fits_type(value, compiled_type)):

@@ -122,7 +122,7 @@ class Replay:
         if request.config.digest not in self._run_counts:
             self.run(request.config)
         times = []
-        for _ in range(policy.warmup + request.samples):
+        for _ in range(policy.warmup + request.num_samples):
             begin = self.milliseconds
             self.run(request.config)
             times.append(self.milliseconds - begin)

@@ -23,7 +23,7 @@ from triton_dist._tuning.values import (
     StoredRecord,
     TuningRecord,
     Validity,
-    with_common_constants,
+    with_equal_bound_constants,
 )
 from triton_dist.errors import RankDisagreement
 
@@ -48,7 +48,7 @@ class LocalRecord(NamedTuple):
     record: TuningRecord | None
     location_or_reason: str
     """Location of the record, or why there is none."""
-    tolerated: str = ""
+    accepted: str = ""
     """Accepted differences between the record's fingerprint and the present fingerprint."""
 
     @property
@@ -56,8 +56,8 @@ class LocalRecord(NamedTuple):
         record = self.record
         if record is None:
             return RecordSummary()
-        bound_names = None if record.shipped else frozenset(record.fingerprint.bound)
-        return RecordSummary(record.best.digest, record.digest, record.shipped, bound_names)
+        bound_names = None if record.is_shipped else frozenset(record.fingerprint.bound)
+        return RecordSummary(record.best.digest, record.digest, record.is_shipped, bound_names)
 
 
 def local_record(
@@ -68,10 +68,10 @@ def local_record(
     for record, location in stored:
         validity = validator(record)
         if not validity.reasons:
-            return LocalRecord(record, location, "; ".join(validity.tolerated))
+            return LocalRecord(record, location, "; ".join(validity.accepted))
         # Report the reason against the first record only, which most likely belongs to this
         # function. Other records may belong to another function of the same name.
-        kind = "shipped record" if record.shipped else "record"
+        kind = "shipped record" if record.is_shipped else "record"
         reason = reason or f"the {kind} in {location} is not valid: {'; '.join(validity.reasons)}"
     return LocalRecord(None, reason or "no record")
 
@@ -122,7 +122,9 @@ class Agreement:
                 texts = {ranks.global_rank(rank): text for rank, (_, text) in enumerate(pairs)}
                 raise ranks.record_final_error(RankDisagreement(pairs[ranks.rank][0], texts))
         # Bound constants may differ between ranks. All other parts of the fingerprints must not.
-        first, *others = with_common_constants([proposal.fingerprint for proposal in proposals])
+        first, *others = with_equal_bound_constants(
+            [proposal.fingerprint for proposal in proposals]
+        )
         if any(other != first for other in others):
             by_rank: dict[int, object] = {
                 ranks.global_rank(0): "(the other ranks are compared with this rank)"

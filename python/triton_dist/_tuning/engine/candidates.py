@@ -16,7 +16,7 @@ from typing import NamedTuple
 from triton_dist._tuning.engine.channel import Channel, Step, timestamp
 from triton_dist._tuning.engine.parts import Call, Parts, TunedFunction
 from triton_dist._tuning.engine.progress import candidates_id
-from triton_dist._tuning.sizes.neighbours import HOOK_NAMES, Neighbours
+from triton_dist._tuning.sizes.neighbours import SIZE_HOOK_NAMES, Neighbours
 from triton_dist._tuning.sizes.size_table import SizeTable
 from triton_dist._tuning.values import (
     Candidates,
@@ -26,10 +26,10 @@ from triton_dist._tuning.values import (
     Fingerprint,
     Key,
     Policy,
-    Pruned,
+    PrunedConfig,
     Trial,
     TuningRecord,
-    Unlisted,
+    UnlistedCandidates,
     codec,
     validity,
 )
@@ -41,14 +41,14 @@ class PruneResult(NamedTuple):
     """The configs that ``prune_fn`` keeps and drops. Both are empty if ``prune_fn`` failed."""
 
     kept: Candidates = ()
-    dropped: Sequence[Pruned] = ()
+    dropped: Sequence[PrunedConfig] = ()
     failure: Exception | None = None
     """The exception of ``prune_fn``, or a ``TimeoutError`` if it took too long."""
 
     @property
     def kept_list(self) -> Sequence[Config]:
         """The kept configs as a list. Only for a function with sizes: its space can be listed."""
-        assert not isinstance(self.kept, Unlisted)
+        assert not isinstance(self.kept, UnlistedCandidates)
         return self.kept
 
     @property
@@ -93,14 +93,14 @@ class CandidateSet:
         self,
         space: ConfigSpace,
         candidates: Candidates,
-        pruned: Sequence[Pruned] = (),
+        pruned: Sequence[PrunedConfig] = (),
         warm_started_from: str = "",
         predicted_ms: Mapping[Config, float] | None = None,
     ) -> None:
         self._space, self.candidates = space, candidates
         self.predicted_ms = predicted_ms or {}
         self.pruned, self.warm_started_from = pruned, warm_started_from
-        listed = () if isinstance(candidates, Unlisted) else candidates
+        listed = () if isinstance(candidates, UnlistedCandidates) else candidates
         self._labels = {
             config.digest: f"{number}/{len(listed)}"
             for number, config in enumerate(listed, start=1)
@@ -115,14 +115,14 @@ class CandidateSet:
     def count_text(self, policy: Policy) -> str:
         """Return the number of candidates as text."""
         number = len(self.candidates)
-        if isinstance(self.candidates, Unlisted):
+        if isinstance(self.candidates, UnlistedCandidates):
             return f"{policy.max_tried(number)} of {number:,} combinations"
         return f"{number} configs ({len(self.pruned)} pruned)"
 
     @property
     def candidates_id(self) -> codec.Tree:
         """Short JSON tree that identifies these candidates in a journal."""
-        if isinstance(self.candidates, Unlisted):
+        if isinstance(self.candidates, UnlistedCandidates):
             return {"number": len(self.candidates), "digest": self._space.digest}
         return candidates_id(self.candidates)
 
@@ -133,8 +133,8 @@ class CandidateSet:
 
     def unlisted_counts(self) -> dict[str, int]:
         """On the leader, return the number of unlisted pruned configs by reason."""
-        if isinstance(self.candidates, Unlisted):
-            return dict(self.candidates.dropped)
+        if isinstance(self.candidates, UnlistedCandidates):
+            return dict(self.candidates.num_pruned_by_reason)
         unlisted = self.pruned if len(self.pruned) > MAX_LISTED else []
         return dict(Counter(each.reason for each in unlisted))
 
@@ -182,7 +182,7 @@ class Selection:
     def most_promising(self) -> Config:
         """Return the config to use without any measurement. Raise like :meth:`candidate_set`."""
         candidates = self.candidate_set(warm_start=False, only_best=True).candidates
-        if isinstance(candidates, Unlisted):
+        if isinstance(candidates, UnlistedCandidates):
             return self._subject.space.default
         return candidates[0]
 
@@ -205,7 +205,7 @@ class Selection:
         failure = result.failure
         if failure is not None:
             selected = _LeaderResult(failure=result.failure_text)
-        elif isinstance(result.kept, Unlisted):
+        elif isinstance(result.kept, UnlistedCandidates):
             selected = _LeaderResult(kept=None)
         elif ranks.is_leader:
             try:
@@ -226,7 +226,8 @@ class Selection:
             except Exception as error:  # raised by the user's fallback_fn or waves_fn
                 failure = error
                 selected = _LeaderResult(
-                    failure=f"{HOOK_NAMES} raised {error_text(error)}", failed_hook=HOOK_NAMES
+                    failure=f"{SIZE_HOOK_NAMES} raised {error_text(error)}",
+                    failed_hook=SIZE_HOOK_NAMES,
                 )
         selected = ranks.broadcast(Step("prune_fn"), selected, self._parts.settings.seconds)
         if failure is not None:
@@ -245,7 +246,7 @@ class Selection:
             unlisted = result.kept if ranks.is_leader else space.prune(None, (), {})[0]
             return CandidateSet(space, unlisted)
         candidates = [space[index] for index in selected.kept]
-        pruned = [Pruned(space[index], reason) for index, reason in selected.pruned]
+        pruned = [PrunedConfig(space[index], reason) for index, reason in selected.pruned]
         if not candidates:
             causes = {str(each.config): each.reason for each in pruned}
             raise NoValidConfig(self._subject.name, self.key, causes)
@@ -308,7 +309,7 @@ class Selection:
                 except Exception as error:  # raised by the user's fallback_fn or waves_fn
                     self.prediction_error, failure = (
                         error,
-                        f"{HOOK_NAMES} raised {error_text(error)}",
+                        f"{SIZE_HOOK_NAMES} raised {error_text(error)}",
                     )
         failure = failure and f"{failure} on rank {self._ranks.global_rank(0)}"
         seconds = self._parts.settings.seconds
@@ -326,13 +327,13 @@ class Selection:
             return None
         neighbours, curves = self._neighbours(), None
         if neighbours is not None:
-            are_single = neighbours.family.are_single_sizes
+            are_single = neighbours.family.have_single_sizes
             # A range with a single size ends at a multiple of the tile size, for which a library
             # may run another kernel. Use only neighbours whose ranges also have a single size, or
             # only neighbours whose ranges have several.
             is_single = are_single(neighbours.family.sizes)
             others = [each for each in neighbours.neighbours if are_single(each.sizes) == is_single]
-            kept = self.prune_result.kept_list if record.shipped else space
+            kept = self.prune_result.kept_list if record.is_shipped else space
             usable = [*kept] if winner in kept else [winner, *kept]
             curves = neighbours.latency_curves(record, usable, others)
         (curves,) = self._ranks.broadcast(Step("sizes"), (curves,), self._parts.settings.seconds)
@@ -349,6 +350,6 @@ class Selection:
             return not validity(record, self.fingerprint, subject.space, strict).reasons
 
         stored = parts.store.records(self.key.function_name)
-        records = (each.record for each in stored if each.has_function_of(self.key))
+        records = (each.record for each in stored if each.is_of_function(self.key))
         value, fallback_fn = self._call.key, subject.fallback_fn
         return Neighbours.of(subject.sizes, fallback_fn, self.key, value, records, is_valid)

@@ -25,8 +25,15 @@ from triton_dist._tuning.engine.parts import Call, Hooks, Parts, ProcessFunction
 from triton_dist._tuning.engine.tuner import resolve
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import RankGroup
-from triton_dist._tuning.values import Config, ConfigSpace, Fingerprint, Origin, Sizes, TuningRecord
-from triton_dist._tuning.values.config import on_complete_configs
+from triton_dist._tuning.values import (
+    Config,
+    ConfigSpace,
+    Fingerprint,
+    FunctionIdentity,
+    Sizes,
+    TuningRecord,
+)
+from triton_dist._tuning.values.config import with_fixed_arguments
 from triton_dist._warn import deferred_warnings
 from triton_dist.errors import CaptureInProgress, InvalidArgument, NoValidConfig, TritonDistError
 
@@ -97,7 +104,9 @@ class AutoTuner(Decorated[P, R_co]):
         parts_for: Callable[[Any, bool], Parts],
         forget: Callable[[], None],
         process: ProcessFunctions,
-        origin_of: Callable[[Callable[..., Any], Iterable[str]], Origin] = Origin.of,
+        identity_of: Callable[
+            [Callable[..., Any], Iterable[str]], FunctionIdentity
+        ] = FunctionIdentity.of,
         sizes: Sizes | None = None,
         fallback_fn: Callable[[Config], object] = lambda config: False,
         prior_fn: Callable[..., float] | None = None,
@@ -110,7 +119,7 @@ class AutoTuner(Decorated[P, R_co]):
         self.key_parameter = ""
         self.overwritten: tuple[str, ...] = ()
         self._process = process
-        self._hooks, self._origin_of = hooks, origin_of
+        self._hooks, self._identity_of = hooks, identity_of
         self._parts_for, self._forget = parts_for, forget
         self.sizes, self.fallback_fn, self.prior_fn = sizes, fallback_fn, prior_fn
         self._untraced_slow_path = self._process.untraced(self._slow_path)
@@ -276,9 +285,9 @@ class AutoTuner(Decorated[P, R_co]):
         space = self.config_space if space is None else space
         return self._parts_for(None, False).fingerprint(self.fn, space)
 
-    def origin(self) -> Origin:
+    def identity(self) -> FunctionIdentity:
         """Return the identity of this function in its records."""
-        return self._origin_of(self.fn, self.config_space.names)
+        return self._identity_of(self.fn, self.config_space.names)
 
     def clear(self) -> None:
         """Drop the chosen configs of this process. Records on disk stay and are looked up again."""
@@ -342,7 +351,7 @@ class AutoTuner(Decorated[P, R_co]):
             return None
         try:
             key = self.key_fn(*args, **kwargs)
-            in_range = self.sizes.range_of(key)
+            in_range = self.sizes.rounded_key(key)
             choice = self._choices.by_rounded_key.get((process_group, in_range))
         except Exception:  # _choose calls key_fn again and reports the exception to all ranks
             return None
@@ -399,7 +408,7 @@ class AutoTuner(Decorated[P, R_co]):
             if error:
                 raise TypeError(f"{self._name}(): {error}{self._hint_for_method(args)}")
             exact_key = key_of(self._name, self.key_fn, args, kwargs, fixed)
-            key = exact_key if self.sizes is None else self.sizes.range_of(exact_key)
+            key = exact_key if self.sizes is None else self.sizes.rounded_key(exact_key)
             sizes = () if self.sizes is None else self.sizes.values(exact_key)
             choice = known_choice()
             if choice is not None:
@@ -412,13 +421,13 @@ class AutoTuner(Decorated[P, R_co]):
             subject = TunedFunction(
                 self.fn,
                 self._name,
-                self._origin_of(self.fn, space.names),
+                self._identity_of(self.fn, space.names),
                 space,
                 self.prune_fn,
                 self._hooks,
-                self.sizes and self.sizes.with_fixed(fixed) if fixed else self.sizes,
-                on_complete_configs(self.fallback_fn, fixed) if fixed else self.fallback_fn,
-                self.prior_fn and on_complete_configs(self.prior_fn, fixed),
+                self.sizes and self.sizes.with_fixed_arguments(fixed) if fixed else self.sizes,
+                with_fixed_arguments(self.fallback_fn, fixed) if fixed else self.fallback_fn,
+                self.prior_fn and with_fixed_arguments(self.prior_fn, fixed),
             )
         # If this call is made in a trial of another tuned function, the time of this tuning does
         # not count for the time limit of that trial.

@@ -23,7 +23,15 @@ from triton_dist._tuning.protocols import (
     Search,
     Store,
 )
-from triton_dist._tuning.values import Candidates, Config, ConfigSpace, Key, Origin, Policy, Sizes
+from triton_dist._tuning.values import (
+    Candidates,
+    Config,
+    ConfigSpace,
+    FunctionIdentity,
+    Key,
+    Policy,
+    Sizes,
+)
 from triton_dist.errors import InvalidArgument
 
 
@@ -96,7 +104,7 @@ class TunedFunction:
     function: Callable[..., Any]
     name: str
     """``module.qualname``"""
-    origin: Origin
+    identity: FunctionIdentity
     space: ConfigSpace
     prune_fn: Callable[..., object] | None
     hooks: Hooks

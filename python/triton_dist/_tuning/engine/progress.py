@@ -20,7 +20,7 @@ from triton_dist._tuning.values import (
     TuningRecord,
     codec,
 )
-from triton_dist._tuning.values.outcome import TimesByRank, merge_outcomes
+from triton_dist._tuning.values.outcome import RankTimes, merge_outcomes
 from triton_dist.errors import RankTimeout
 
 
@@ -93,7 +93,7 @@ class Progress:
         digest = request.config.digest
         if self.num_requests < len(self._entries):
             entry = self._entries[self.num_requests]
-            if (entry.config, entry.samples) == (digest, request.samples):
+            if (entry.config_digest, entry.num_samples) == (digest, request.num_samples):
                 self._seconds, self._start_seconds = entry.seconds, time.monotonic()
                 return entry.outcome
             # The search differs from the interrupted search: discard the remaining entries.
@@ -132,12 +132,14 @@ class Progress:
         for samples, new_samples in zip(earlier, by_rank, strict=True):
             samples += new_samples
         if self._ranks.is_leader and n >= len(self._entries):
-            self._journal.append(JournalEntry(n, digest, request.samples, outcome, self.seconds))
+            self._journal.append(
+                JournalEntry(n, digest, request.num_samples, outcome, self.seconds)
+            )
         self.num_requests += 1
         self._outcomes[config] = merge_outcomes(self._outcomes.get(config), outcome)
         return self._outcomes[config]
 
-    def times_by_rank(self) -> dict[str, TimesByRank]:
+    def times_by_rank(self) -> dict[str, RankTimes]:
         """Return the times of each rank, by digest of the config; empty if there is one rank.
 
         Configs with fewer than half as many samples as the config with the most are left out.
@@ -145,7 +147,7 @@ class Progress:
         by_rank = {digest: each for digest, each in self._samples_by_rank.items() if len(each) > 1}
         max_samples = max((len(each[0]) for each in by_rank.values()), default=0)
         return {
-            digest: TimesByRank.of(each)
+            digest: RankTimes.of(each)
             for digest, each in by_rank.items()
             if 2 * len(each[0]) >= max_samples > 0
         }

@@ -49,11 +49,11 @@ class Report:
         self._bar: Any = None
         self._task: Any = None
 
-    def cached(self, record: TuningRecord, location: str, tolerated: str) -> None:
-        """Report that a record is used, with ``tolerated`` differences, and nothing is tuned."""
-        note = f" (differences that are accepted: {tolerated})" if tolerated else ""
+    def cached(self, record: TuningRecord, location: str, accepted: str) -> None:
+        """Report that a record is used, with ``accepted`` differences, and nothing is tuned."""
+        note = f" (differences that are accepted: {accepted})" if accepted else ""
         best, kind = record.best, "record"
-        if record.shipped:
+        if record.is_shipped:
             kind = f"shipped record for {record.fingerprint.hardware['gpu']}"
         self._show(
             f"{self._title}: using the {kind} from {location}{note}: {_ms(best.outcome)} {best}"
@@ -109,7 +109,7 @@ class Report:
 
     def trying(self, label: str, request: Request) -> None:
         """Write the config to the log before it runs. If the rank hangs, the last line shows it."""
-        self._log.line(f"[{label}] {request.samples} samples of {request.config}")
+        self._log.line(f"[{label}] {request.num_samples} samples of {request.config}")
 
     def tried(
         self, label: str, request: Request, outcome: Outcome, config_outcome: Outcome
@@ -122,7 +122,7 @@ class Report:
             label=label,
             config=config.digest,
             shown=str(config),
-            asked=request.samples,
+            asked=request.num_samples,
             **outcome_tree(outcome),
         )
         new = config.digest not in self._medians and config.digest not in self._failed
@@ -258,7 +258,7 @@ def summary(record: TuningRecord, default: str, phases: Mapping[str, float]) -> 
             )
     if len(analysis.timed) > len(lines) - 1:
         lines.append(f"  and {len(analysis.timed) - len(lines) + 1} more")
-    by_rank = record.by_rank.get(best)
+    by_rank = record.times_by_rank.get(best)
     lines += [] if by_rank is None else [f"  the winner by rank: {by_rank}"]
     pruned = [f"  pruned: {config}, {one_line(reason)}" for config, reason in analysis.pruned]
     lines += [_LEGEND, *pruned[:_NUM_PRUNED]]
@@ -266,7 +266,9 @@ def summary(record: TuningRecord, default: str, phases: Mapping[str, float]) -> 
         lines.append(f"  and {len(pruned) - _NUM_PRUNED} more were pruned")
     for each in analysis.failed:
         lines.append(f"  {each.count} x {each.kind}, the first: {one_line(each.first)}")
-    lines += [f"  {number} x pruned: {reason}" for reason, number in record.dropped.items()]
+    lines += [
+        f"  {number} x pruned: {reason}" for reason, number in record.num_pruned_by_reason.items()
+    ]
     spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases.items())
     return [*lines, f"  of {record.seconds:.1f} s: {spent}"]
 

@@ -306,7 +306,9 @@ class Attempts:
                 self._run_checks()
 
         def samples() -> Sequence[float]:  # milliseconds per call
-            times = [self._sampler.sample(step, run, request.samples, self._reset) for run in runs]
+            times = [
+                self._sampler.sample(step, run, request.num_samples, self._reset) for run in runs
+            ]
             return [round(max(each) / len(batches[0]), 6) for each in zip(*times, strict=True)]
 
         if policy.timing == "graph":

@@ -42,7 +42,7 @@ from triton_dist._tuning.values import (
     Request,
     StoredRecord,
     TuningRecord,
-    Unlisted,
+    UnlistedCandidates,
     Validity,
     validity,
 )
@@ -145,7 +145,7 @@ class _FirstCall:
     def resolve(self) -> Choice:
         """Apply the rules of :func:`resolve`. Every rank takes the same branches."""
         subject, parts, call, ranks = self._subject, self._parts, self._call, self.ranks
-        key = Key.of(subject.origin, call.key, parts.hardware)
+        key = Key.of(subject.identity, call.key, parts.hardware)
         fingerprint = parts.fingerprint(subject.function, subject.space)
         stored = parts.store.find(key.with_signature_of(fingerprint))
         # Each rank looks up its own caches first. The first message compares the results.
@@ -173,7 +173,7 @@ class _FirstCall:
         if found is not None:
             record, location = found
             mark_used(record)
-            report.cached(record, location, local.tolerated)
+            report.cached(record, location, local.accepted)
             config = self._winner(record)
             first_use = functools.partial(
                 self._try_recorded_winner,
@@ -277,7 +277,7 @@ class _FirstCall:
             if why:
                 return None, why
             if not isinstance(error, _REFUSALS):
-                function = self._subject.origin.function
+                function = self._subject.identity.function
                 remedy = f"To tune again: triton-dist clear {function}, or set "
                 remedy += "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE=1."
                 add_note(error, f"triton_dist: {source} was used. {remedy}")
@@ -328,9 +328,9 @@ class _FirstCall:
             sizes.values(key), record.measured_sizes
         ):
             yield f"it was measured at {record.measured_sizes}, which belongs to another range now"
-        if record.shipped and self.selection.prune_result.failure is not None:
+        if record.is_shipped and self.selection.prune_result.failure is not None:
             yield self.selection.prune_result.failure_text
-        elif record.shipped and self._winner(record) not in self.selection.prune_result.kept:
+        elif record.is_shipped and self._winner(record) not in self.selection.prune_result.kept:
             yield f"prune_fn drops the winner {record.best}"
 
     def _exchange_proposals(
@@ -455,7 +455,7 @@ class _FirstCall:
         if (
             ranks.is_leader
             and candidate_set.warm_started_from
-            and not isinstance(candidate_set.candidates, Unlisted)
+            and not isinstance(candidate_set.candidates, UnlistedCandidates)
         ):
             search = parts.warm_start_search(
                 candidate_set.candidates, policy, parts.settings.warm_start_ms
@@ -533,7 +533,7 @@ class _FirstCall:
                     known = progress.known_outcome(request)
                     next_request = (
                         space.index_of(request.config),
-                        request.samples,
+                        request.num_samples,
                         known,
                         upcoming,
                     )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from triton_dist._tuning import protocols
-from triton_dist._tuning.search.prior import PredictedRacing, by_predicted_time
+from triton_dist._tuning.search.prior import PredictedRacing, sorted_by_predicted_time
 from triton_dist._tuning.search.racing import IteratorSearch, Racing
 from triton_dist._tuning.values import (
     Candidates,
@@ -18,7 +18,7 @@ from triton_dist._tuning.values import (
     Outcome,
     Policy,
     Request,
-    Unlisted,
+    UnlistedCandidates,
 )
 from triton_dist.errors import InvalidArgument, MissingExtra
 
@@ -66,15 +66,17 @@ class ProposalSearch(IteratorSearch):
     ) -> None:
         self._proposer, self._policy = proposer, policy
         default = _default(candidates)
-        seeded = [each for each in (default, incumbent) if each is not None and each in candidates]
-        self._first_configs = list(dict.fromkeys(seeded))
+        first_configs = [
+            each for each in (default, incumbent) if each is not None and each in candidates
+        ]
+        self._first_configs = list(dict.fromkeys(first_configs))
         self._incumbent = incumbent
-        self._tries = policy.max_tried(len(candidates))
+        self._max_tried = policy.max_tried(len(candidates))
         self._times: dict[Config, float] = {}
         self._final: Racing | None = None
         self._upcoming = self._first_configs
         self._requests = self._search()
-        self.runs_user_code = isinstance(candidates, Unlisted) or proposer.is_user_defined
+        self.runs_user_code = isinstance(candidates, UnlistedCandidates) or proposer.is_user_defined
 
     def upcoming_configs(self) -> Sequence[Config]:
         return [*super().upcoming_configs(), *self._proposer.upcoming_configs()]
@@ -94,17 +96,17 @@ class ProposalSearch(IteratorSearch):
             yield Request(config, self._policy.rounds[0])
         valid = [config for config, time in self._times.items() if time < math.inf]
         fastest = sorted(valid, key=self._times.__getitem__)[:MAX_FINALISTS]
-        seeded = [config for config in self._first_configs if config in valid]
+        first_configs = [config for config in self._first_configs if config in valid]
         self._final = Racing(
-            list(dict.fromkeys([*seeded, *fastest])), self._policy, self._incumbent
+            list(dict.fromkeys([*first_configs, *fastest])), self._policy, self._incumbent
         )
         while (request := self._final.ask()) is not None:
             yield request
 
     def _proposed(self) -> Iterator[Config]:
-        yield from self._first_configs[: self._tries]
+        yield from self._first_configs[: self._max_tried]
         repeated = 0
-        while len(self._times) < self._tries and repeated < _MAX_REPEATED_PROPOSALS:
+        while len(self._times) < self._max_tried and repeated < _MAX_REPEATED_PROPOSALS:
             config = self._proposer.ask()
             if config is None:
                 return
@@ -118,7 +120,7 @@ class ProposalSearch(IteratorSearch):
 
 
 def _default(candidates: Candidates) -> Config | None:
-    if isinstance(candidates, Unlisted):
+    if isinstance(candidates, UnlistedCandidates):
         return candidates.product.default
     return candidates[0] if candidates else None
 
@@ -143,7 +145,7 @@ class Search(Protocol):
         for configs that were not proposed, such as the first config of the space."""
 
 
-Factory = Callable[[Mapping[str, Sequence[Any]]], Search]
+SearchFactory = Callable[[Mapping[str, Sequence[Any]]], Search]
 """Function that creates a user's search from the values of each parameter, by name."""
 
 
@@ -152,9 +154,9 @@ class UserProposer:
 
     is_user_defined = True
 
-    def __init__(self, factory: Factory, candidates: Candidates) -> None:
+    def __init__(self, factory: SearchFactory, candidates: Candidates) -> None:
         self._candidates = candidates
-        if isinstance(candidates, Unlisted):
+        if isinstance(candidates, UnlistedCandidates):
             self._by_digest: dict[str, Config] = {}
             values: dict[str, Sequence[Any]] = dict(candidates.product.values)
         else:
@@ -189,7 +191,7 @@ class UserProposer:
         return ()
 
     def _candidate(self, config: Config) -> Config | None:
-        if isinstance(self._candidates, Unlisted):
+        if isinstance(self._candidates, UnlistedCandidates):
             return config if config in self._candidates else None
         return self._by_digest.get(config.digest)
 
@@ -217,7 +219,7 @@ def search_for(
     incumbent: Config | None = None,
     predicted_ms: Mapping[Config, float] | None = None,
     *,
-    user_search: Factory | None = None,
+    user_search: SearchFactory | None = None,
     compiles_ahead: bool = False,
 ) -> protocols.Search:
     """Return the search for ``candidates``. Raise ``MissingExtra`` if it needs a missing package.
@@ -240,8 +242,8 @@ def search_for(
         from triton_dist._tuning.search.surrogate import Surrogate
 
         return ProposalSearch(Surrogate(candidates, batch_size), candidates, policy, incumbent)
-    assert not isinstance(candidates, Unlisted)  # the decorator refuses it
-    ordered = by_predicted_time(candidates, policy, predicted_ms or {})
+    assert not isinstance(candidates, UnlistedCandidates)  # the decorator refuses it
+    ordered = sorted_by_predicted_time(candidates, policy, predicted_ms or {})
     if policy.search == "exhaustive":
         return Exhaustive(ordered, policy, incumbent)
     if predicted_ms:

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from triton_dist._tuning.values import Candidates, Config, Point, Unlisted
+from triton_dist._tuning.values import Candidates, Config, Point, UnlistedCandidates
 from triton_dist._tuning.values.analysis import ABSENT, parameters
 
-Numbers = Any
+FloatArray = Any
 """A numpy array."""
 _DRAWS_PER_POINT = 20
 """Maximum draws per requested point. ``where`` of a product space may reject most of them."""
@@ -43,19 +43,21 @@ class Grid(ABC):
     @staticmethod
     def of(candidates: Candidates) -> Grid:
         return (
-            UnlistedGrid(candidates) if isinstance(candidates, Unlisted) else ListedGrid(candidates)
+            UnlistedGrid(candidates)
+            if isinstance(candidates, UnlistedCandidates)
+            else ListedGrid(candidates)
         )
 
     @abstractmethod
-    def has(self, point: Point) -> bool:
+    def has_point(self, point: Point) -> bool:
         """Return whether the point is in the config space, even if ``prune_fn`` rejects it."""
 
     @abstractmethod
-    def config(self, point: Point) -> Config | None:
+    def config_at(self, point: Point) -> Config | None:
         """Return the candidate at the point, or ``None`` if the point has none."""
 
     @abstractmethod
-    def point(self, config: Config) -> Point | None:
+    def point_of(self, config: Config) -> Point | None:
         """Return the point of ``config``, or ``None`` if it is not a candidate."""
 
     @abstractmethod
@@ -73,19 +75,20 @@ class Grid(ABC):
         for _ in range(number):
             axes = generator.integers(len(self.sizes), size=count)
             rows[np.arange(count), axes] = generator.integers(np.array(self.sizes)[axes])
-        return [point for point in map(tuple, rows.tolist()) if self.has(point)]
+        return [point for point in map(tuple, rows.tolist()) if self.has_point(point)]
 
-    def neighbours(self, point: Point, reach: int) -> Iterator[Point]:
+    def neighbours(self, point: Point, max_distance: int) -> Iterator[Point]:
         """Yield the points of the space that differ from ``point`` in one parameter.
 
-        Indices of an ordered parameter differ by at most ``reach``, other indices by any number.
+        Indices of an ordered parameter differ by at most ``max_distance``, other indices by any
+        number.
         """
         for axis, index in enumerate(point):
-            distance = reach if self.ordered[axis] else self.sizes[axis]
+            distance = max_distance if self.ordered[axis] else self.sizes[axis]
             first, last = max(0, index - distance), min(self.sizes[axis] - 1, index + distance)
             for other_index in range(first, last + 1):
                 neighbour = (*point[:axis], other_index, *point[axis + 1 :])
-                if other_index != index and self.has(neighbour):
+                if other_index != index and self.has_point(neighbour):
                     yield neighbour
 
 
@@ -114,13 +117,13 @@ class ListedGrid(Grid):
         self._points = {c.digest: p for p, c in zip(points, candidates, strict=True)}
         self._all = list(self._configs)
 
-    def has(self, point: Point) -> bool:
+    def has_point(self, point: Point) -> bool:
         return point in self._configs
 
-    def config(self, point: Point) -> Config | None:
+    def config_at(self, point: Point) -> Config | None:
         return self._configs.get(point)
 
-    def point(self, config: Config) -> Point | None:
+    def point_of(self, config: Config) -> Point | None:
         return self._points.get(config.digest)
 
     def random_points(self, generator: np.random.Generator, count: int) -> list[Point]:
@@ -130,7 +133,7 @@ class ListedGrid(Grid):
 class UnlistedGrid(Grid):
     """Grid of a product space that is too large to list its candidates."""
 
-    def __init__(self, candidates: Unlisted) -> None:
+    def __init__(self, candidates: UnlistedCandidates) -> None:
         self._candidates, self._product = candidates, candidates.product
         self._varying_names = [name for name, each in self._product.values.items() if len(each) > 1]
         # For each varying parameter: grid index by position in the product's values, and inverse.
@@ -145,16 +148,16 @@ class UnlistedGrid(Grid):
         self.sizes = tuple(map(len, self._grid_indices))
         self.ordered = tuple(ordered)
 
-    def has(self, point: Point) -> bool:
-        return self._product.has(self._full_point(point))
+    def has_point(self, point: Point) -> bool:
+        return self._product.has_point(self._full_point(point))
 
-    def config(self, point: Point) -> Config | None:
-        return self._candidates.config(self._full_point(point))
+    def config_at(self, point: Point) -> Config | None:
+        return self._candidates.config_at(self._full_point(point))
 
-    def point(self, config: Config) -> Point | None:
+    def point_of(self, config: Config) -> Point | None:
         if config not in self._candidates:
             return None
-        full_point = self._product.point(config)
+        full_point = self._product.point_of(config)
         assert full_point is not None
         positions = (
             position
@@ -169,7 +172,7 @@ class UnlistedGrid(Grid):
             if len(points) >= count:
                 break
             rows = generator.integers(self.sizes, size=(count, len(self.sizes)))
-            points += filter(self.has, map(tuple, rows.tolist()))
+            points += filter(self.has_point, map(tuple, rows.tolist()))
         return points[:count]
 
     def _full_point(self, point: Point) -> Point:
@@ -235,7 +238,7 @@ class GridProposer(ABC):
         for point in points:
             if point not in self._used:
                 self._used.add(point)
-                config = self._grid.config(point) if self._grid.has(point) else None
+                config = self._grid.config_at(point) if self._grid.has_point(point) else None
                 if config is not None:
                     yield point, config
 

@@ -34,7 +34,7 @@ class OrderedPlan:
 
     def tell(self, milliseconds: float) -> None:
         """Record the time of the current launch, if it is timed, and advance."""
-        if self.current is not None and self.current.timed:
+        if self.current is not None and self.current.is_timed:
             self.samples[self.current.config.digest].append(milliseconds)
         self._advance()
 
@@ -54,7 +54,7 @@ class OrderedPlan:
 
     def _launches(self, config: Config, warmup: int, repeat: int) -> Iterator[LaunchStep]:
         for launch in range(warmup + repeat):
-            yield LaunchStep(config, timed=launch >= warmup)
+            yield LaunchStep(config, is_timed=launch >= warmup)
 
 
 class RacingPlan(OrderedPlan):
@@ -86,11 +86,11 @@ class RacingPlan(OrderedPlan):
         if self._repeat > 1:
             candidates = self._fastest(candidates, self._MAX_SLOWDOWNS[0], two_thirds)
             for config in candidates:
-                yield LaunchStep(config, timed=True)
+                yield LaunchStep(config, is_timed=True)
             candidates = self._fastest(candidates, self._MAX_SLOWDOWNS[1], third)
         for _ in range(self._repeat - 2 if len(candidates) > 1 else 0):
             for config in candidates:
-                yield LaunchStep(config, timed=True)
+                yield LaunchStep(config, is_timed=True)
             candidates.reverse()
 
     def _fastest(

@@ -24,7 +24,7 @@ _MIN_SAMPLED = 8
 _NUM_STANDARD_DEVIATIONS = 4.0
 
 
-def by_predicted_time(
+def sorted_by_predicted_time(
     candidates: Sequence[Config], policy: Policy, predicted_ms: Mapping[Config, float]
 ) -> list[Config]:
     """Return the candidates, the fastest prediction first, those without a prediction last.

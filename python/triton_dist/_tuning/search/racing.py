@@ -20,8 +20,8 @@ final  11 - 75  slower by more than three standard errors, after each round
 =====  =======  ==================================================================================
 
 The final ends when one candidate is left. It also ends when two standard errors of a difference are
-below a quarter of ``Policy.indifference``, or after ``repeat + tie_break`` rounds. Only candidates
-whose order is uncertain therefore get more than 11 samples.
+below a quarter of ``Policy.indifference``, or after ``repeat + max_extra_samples`` rounds. Only
+candidates whose order is uncertain therefore get more than 11 samples.
 
 A *round* visits each remaining candidate once, by default for one sample. Every other round visits
 them in reverse order (A B C C B A). This spreads the samples of a candidate over time and puts
@@ -56,7 +56,7 @@ from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Sequence
 
 from triton_dist._tuning.values import Config, Failure, Outcome, Policy, Request
-from triton_dist._tuning.values.winner import levels, typical
+from triton_dist._tuning.values.winner import estimate_levels, interquartile_mean
 
 _BLOCK_SAMPLES = 16
 _FIT_ITERATIONS = 10
@@ -99,9 +99,9 @@ class Drift:
         for _ in range(_FIT_ITERATIONS):
             ratios: defaultdict[int, list[float]] = defaultdict(list)
             for digest in sampled_twice:
-                steady = self.without_drift(digest)
-                level = statistics.median(steady) or 1.0
-                for time, block in zip(steady, self._blocks[digest], strict=True):
+                corrected = self.without_drift(digest)
+                level = statistics.median(corrected) or 1.0
+                for time, block in zip(corrected, self._blocks[digest], strict=True):
                     if abs(time / level - 1) < _MAX_CLOCK_DEVIATION:
                         ratios[block].append(time / level)
             # Means, not medians: if the clock steps in the middle of a block, a median follows one
@@ -120,7 +120,7 @@ class Drift:
         ]
 
 
-CLEARLY_SLOWER = 3.0
+MAX_SLOWDOWN_OF_FIRST_SAMPLE = 3.0
 """A candidate whose only sample is larger than this multiple of the fastest time is dropped. The
 multiple is large because the noise is unknown after one sample."""
 MAX_DELAY_MS = 0.5
@@ -133,7 +133,7 @@ SECOND_SAMPLE_SHARE = 1 / 6
 NUM_CLOCK_REFERENCES = 3
 """Candidates of each block of stage 1 whose second sample measures the clock of the block."""
 NUM_STANDARD_ERRORS = 4.0
-DOUBLED_MARGIN_AT = 3.0
+NUM_CANDIDATES_OF_DOUBLED_MARGIN = 3.0
 """Number of candidates at which the margin is doubled. It grows further with fewer candidates,
 because few candidates measure the noise badly."""
 MAX_FINALISTS = 16
@@ -175,10 +175,14 @@ class Racing(IteratorSearch):
     ) -> None:
         self._policy = policy
         # The incumbent replaces the last of the `max_trials` candidates.
-        entrants = list(candidates[: policy.max_trials])
-        if incumbent is not None and incumbent in candidates[len(entrants) :] and len(entrants) > 1:
-            entrants[-1] = incumbent
-        self._candidates = entrants
+        candidates_to_race = list(candidates[: policy.max_trials])
+        if (
+            incumbent is not None
+            and incumbent in candidates[len(candidates_to_race) :]
+            and len(candidates_to_race) > 1
+        ):
+            candidates_to_race[-1] = incumbent
+        self._candidates = candidates_to_race
         self._protected = {config.digest for config in (*self._candidates[:1], incumbent) if config}
         self._samples: dict[str, list[float]] = {config.digest: [] for config in self._candidates}
         self._drift = Drift()
@@ -227,7 +231,7 @@ class Racing(IteratorSearch):
             for index, config in enumerate(remaining)
             if index < MAX_FINALISTS or config.digest in self._protected
         ]
-        max_samples = self._policy.rounds[-1] + self._policy.repeat + self._policy.tie_break
+        max_samples = self._policy.rounds[-1] + self._policy.repeat + self._policy.max_extra_samples
         while len(remaining) > 1 and self._fewest_samples(remaining) < max_samples:
             yield from self._round(remaining, max_samples)
             remaining = self._possible_winners(remaining)
@@ -250,14 +254,14 @@ class Racing(IteratorSearch):
         affordable_ms = SECOND_SAMPLE_SHARE * self._one_run_each_ms(self._candidates)
         while others:
             self._drift.fit(self._digests(sampled))
-            limit, ranked = self._limit(sampled, 1, CLOCK_JUMP), self._ranked(others)
+            limit, ranked = self._limit_ms(sampled, 1, CLOCK_JUMP), self._ranked(others)
             spent = itertools.accumulate(
                 map(self._optimistic_ms, ranked), initial=self._one_run_each_ms(sampled)
             )
             others = [
                 config
                 for config, spent_ms in zip(ranked, spent, strict=False)
-                if spent_ms <= affordable_ms or self._is_within(config, limit)
+                if spent_ms <= affordable_ms or self._is_faster_than(config, limit)
             ]
             batch, others = others[: len(sampled)], others[len(sampled) :]
             yield from self._sample(batch, 2)
@@ -285,8 +289,8 @@ class Racing(IteratorSearch):
         if not ranked:
             return []
         fastest = self._optimistic_ms(ranked[0])
-        limit = max(CLEARLY_SLOWER * fastest, fastest + MAX_DELAY_MS)
-        return [config for config in ranked if self._is_within(config, limit)]
+        limit = max(MAX_SLOWDOWN_OF_FIRST_SAMPLE * fastest, fastest + MAX_DELAY_MS)
+        return [config for config in ranked if self._is_faster_than(config, limit)]
 
     def _still_racing(self, candidates: Sequence[Config]) -> Sequence[Config]:
         """Return the candidates that may be the fastest, given the noise, fastest first."""
@@ -294,8 +298,8 @@ class Racing(IteratorSearch):
         ranked = self._ranked(candidates)
         if not ranked:
             return []
-        limit = self._limit(ranked, self._fewest_samples(ranked))
-        return [config for config in ranked if self._is_within(config, limit)]
+        limit = self._limit_ms(ranked, self._fewest_samples(ranked))
+        return [config for config in ranked if self._is_faster_than(config, limit)]
 
     def _possible_winners(self, finalists: Sequence[Config]) -> Sequence[Config]:
         """Return the finalists that may be the fastest, or an empty list if the standard error is
@@ -304,12 +308,12 @@ class Racing(IteratorSearch):
         num_samples = self._fewest_samples(remaining)
         if num_samples < self._policy.rounds[-1] + MIN_FINAL_ROUNDS or not remaining:
             return remaining
-        fitted = levels([self._samples[config.digest] for config in remaining])
-        fastest, error = min(fitted.level), fitted.standard_error(num_samples, num_samples)
+        fitted = estimate_levels([self._samples[config.digest] for config in remaining])
+        fastest, error = min(fitted.ms), fitted.standard_error(num_samples, num_samples)
         if 2 * error <= FINAL_ERROR_LIMIT * self._policy.indifference * abs(fastest):
             return []
         limit = fastest + NUM_STANDARD_ERRORS_IN_FINAL * error
-        return [c for c, level in zip(remaining, fitted.level, strict=True) if level <= limit]
+        return [c for c, level in zip(remaining, fitted.ms, strict=True) if level <= limit]
 
     def _digests(self, candidates: Iterable[Config]) -> list[str]:
         digests = (config.digest for config in candidates)
@@ -327,30 +331,32 @@ class Racing(IteratorSearch):
         valid = [config for config in candidates if config.digest in self._samples]
         return sorted(valid, key=self._optimistic_ms)
 
-    def _is_within(self, config: Config, limit: float) -> bool:
+    def _is_faster_than(self, config: Config, limit: float) -> bool:
         return config.digest in self._protected or self._optimistic_ms(config) <= limit
 
     def _optimistic_ms(self, config: Config) -> float:
         """Return the typical time of a run. With few samples, use the lower median: the slower
         samples may have been late."""
-        steady = self._drift.without_drift(config.digest)
+        corrected = self._drift.without_drift(config.digest)
         return (
-            typical(steady)
-            if len(steady) >= _MIN_SAMPLES_FOR_MEAN
-            else statistics.median_low(steady)
+            interquartile_mean(corrected)
+            if len(corrected) >= _MIN_SAMPLES_FOR_MEAN
+            else statistics.median_low(corrected)
         )
 
     def _pessimistic_ms(self, digest: str) -> float:
         """Return the typical time of a run. With few samples, use the higher median: the faster
         samples may have been lucky."""
-        steady = self._drift.without_drift(digest)
+        corrected = self._drift.without_drift(digest)
         return (
-            typical(steady)
-            if len(steady) >= _MIN_SAMPLES_FOR_MEAN
-            else statistics.median_high(steady)
+            interquartile_mean(corrected)
+            if len(corrected) >= _MIN_SAMPLES_FOR_MEAN
+            else statistics.median_high(corrected)
         )
 
-    def _limit(self, candidates: Sequence[Config], samples: int, min_margin: float = 0.0) -> float:
+    def _limit_ms(
+        self, candidates: Sequence[Config], samples: int, min_margin: float = 0.0
+    ) -> float:
         """Return the milliseconds above which a candidate with ``samples`` samples is dropped.
 
         The limit exceeds the fastest of ``candidates`` by at least the fraction ``min_margin``.
@@ -362,7 +368,7 @@ class Racing(IteratorSearch):
             if len(each) > 1
         )
         third_quartile = noise[3 * (len(noise) - 1) // 4] if noise else 0.0
-        margin_factor = 1 + DOUBLED_MARGIN_AT / max(len(noise), 1)
+        margin_factor = 1 + NUM_CANDIDATES_OF_DOUBLED_MARGIN / max(len(noise), 1)
         margin = (
             NUM_STANDARD_ERRORS * margin_factor * third_quartile * math.sqrt(2 / max(samples, 1))
         )

@@ -25,7 +25,7 @@ import numpy as np
 from triton_dist._tuning.search.grid import GridProposer
 from triton_dist._tuning.values import Candidates, Config, Point
 
-Numbers = Any
+FloatArray = Any
 """A numpy array of floats."""
 _NOISE = 0.01
 """Variance of the noise, relative to the variance of the log times of all configs."""
@@ -113,7 +113,7 @@ class Model:
         self._logs = np.concatenate([self._logs, mean])
         self._fit()
 
-    def predict(self, points: Sequence[Point]) -> tuple[Numbers, Numbers]:
+    def predict(self, points: Sequence[Point]) -> tuple[FloatArray, FloatArray]:
         """Return mean and standard deviation of the standardised log time of each point."""
         similarity = self._similarity(self._features_of(points), self._features)
         mean = similarity @ self._coefficients
@@ -125,13 +125,13 @@ class Model:
         """Minimum of the predicted means of the measured points."""
         return float((self._matrix @ self._coefficients).min())
 
-    def _features_of(self, points: Sequence[Point]) -> Numbers:
+    def _features_of(self, points: Sequence[Point]) -> FloatArray:
         indices = np.array(points, dtype=int).reshape(len(points), len(self._sizes))
         one_hot = [np.eye(size)[indices[:, axis]] for axis, size in enumerate(self._sizes)]
         scaled = [indices[:, axis, None] * scale for axis, scale in self._index_scales]
         return np.concatenate([*one_hot, *scaled, np.zeros((len(points), 0))], axis=1)
 
-    def _similarity(self, one: Numbers, other: Numbers) -> Numbers:
+    def _similarity(self, one: FloatArray, other: FloatArray) -> FloatArray:
         root = np.sqrt(self._weights[self._axis_of_feature])
         one, other = one * root, other * root
         squared_distance = (one**2).sum(1)[:, None] + (other**2).sum(1)[None, :] - 2 * one @ other.T
@@ -143,7 +143,7 @@ class Model:
         self._coefficients = self._inverse @ self._logs
 
 
-def _targets(times: Numbers) -> Numbers:
+def _targets(times: FloatArray) -> FloatArray:
     """Return the logarithms of ``times``, normalised. A failure counts as the clipping limit."""
     valid = times[np.isfinite(times)]
     if not len(valid):
@@ -154,7 +154,7 @@ def _targets(times: Numbers) -> Numbers:
     return (logs - logs.mean()) / (spread if spread > 0 else 1.0)
 
 
-def expected_improvement(mean: Numbers, deviation: Numbers, best: float) -> Numbers:
+def expected_improvement(mean: FloatArray, deviation: FloatArray, best: float) -> FloatArray:
     """Return the expectation of ``max(best - x, 0)`` for each normally distributed ``x``."""
     z = (best - mean) / deviation
     probability = 0.5 * (1 + np.array([math.erf(each / math.sqrt(2)) for each in z]))
@@ -194,7 +194,7 @@ class Surrogate(GridProposer):
         self._num_choices = 1
 
     def tell(self, config: Config, milliseconds: float) -> None:
-        point = self._grid.point(config)
+        point = self._grid.point_of(config)
         if point is not None:
             self._used.add(point)
             self._times[point] = milliseconds
@@ -235,6 +235,8 @@ class Surrogate(GridProposer):
             improvement = expected_improvement(*self._model.predict(pool), self._model.best)
         return (pool[index] for index in np.argsort(-improvement, kind="stable"))
 
-    def _untried_neighbours(self, points: Sequence[Point], reach: int) -> list[Point]:
-        neighbours = (each for point in points for each in self._grid.neighbours(point, reach))
+    def _untried_neighbours(self, points: Sequence[Point], max_distance: int) -> list[Point]:
+        neighbours = (
+            each for point in points for each in self._grid.neighbours(point, max_distance)
+        )
         return [each for each in neighbours if each not in self._used]

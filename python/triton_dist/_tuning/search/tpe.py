@@ -64,7 +64,7 @@ class Tpe(GridProposer):
         self._duplicates = 0
 
     def tell(self, config: Config, milliseconds: float) -> None:
-        point = self._grid.point(config)
+        point = self._grid.point_of(config)
         if point is None:
             return
         self._used.add(point)

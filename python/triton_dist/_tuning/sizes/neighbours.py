@@ -20,14 +20,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from triton_dist._tuning.sizes.size_table import SizeTimes, size_times
+from triton_dist._tuning.sizes.size_table import LatencyCurves, build_latency_curves
 from triton_dist._tuning.values import Config, Key, Measurement, Trial, TuningRecord
-from triton_dist._tuning.values.sizes import Family, Sizes, distance
+from triton_dist._tuning.values.sizes import KeyFamily, Sizes, distance
 from triton_dist.errors import InvalidArgument
 
 MAX_DISTANCE = 1.0
 """Maximum distance of neighbours, in doublings of a size."""
-HOOK_NAMES = "fallback_fn or waves_fn"
+SIZE_HOOK_NAMES = "fallback_fn or waves_fn"
 """Names, for messages, of the user's functions that are called with configs of neighbours."""
 _MAX_CANDIDATES, _MAX_CANDIDATES_WITH_WAVES = 6, 4
 """Maximum number of configs near the best that race: if waves are not known, and if they are."""
@@ -49,7 +49,7 @@ fallback config is used."""
 _NUM_ITERATIONS = 8
 
 
-def slowdowns(record: TuningRecord) -> dict[str, float]:
+def log_slowdowns(record: TuningRecord) -> dict[str, float]:
     """Return, by digest, the log of the ratio of the config's median to the winner's median."""
     medians = {
         trial.digest: trial.outcome.median
@@ -61,22 +61,22 @@ def slowdowns(record: TuningRecord) -> dict[str, float]:
 
 
 def aligned_means(
-    delays: Sequence[Mapping[str, float]], weights: Sequence[float]
+    log_delays: Sequence[Mapping[str, float]], weights: Sequence[float]
 ) -> dict[str, float]:
     """Return, by name, the weighted mean of several maps from name to delay.
 
     The delays of a map are relative to its fastest entry. An offset is added to each map, by least
     squares: the best entry of a map with slow entries only would otherwise have delay 0.
     """
-    scores = weighted_means(delays, weights)
+    scores = weighted_means(log_delays, weights)
     for _ in range(_NUM_ITERATIONS):
         offsets = (
             sum(scores[name] - delay for name, delay in each.items()) / max(1, len(each))
-            for each in delays
+            for each in log_delays
         )
         aligned = [
             {name: delay + offset for name, delay in each.items()}
-            for each, offset in zip(delays, offsets, strict=True)
+            for each, offset in zip(log_delays, offsets, strict=True)
         ]
         scores = weighted_means(aligned, weights)
     return scores
@@ -103,7 +103,7 @@ class Neighbour:
     distance: float
     """Doublings between these sizes and the sizes of the new key."""
     record: TuningRecord
-    slowdowns: Mapping[str, float]
+    log_slowdowns: Mapping[str, float]
     """By digest, the log of the ratio of the config's median to the winner's median."""
 
     @property
@@ -120,7 +120,7 @@ class Neighbours:
     The *kind* of a fallback config is the result of ``fallback_fn``.
     """
 
-    family: Family
+    family: KeyFamily
     neighbours: Sequence[Neighbour]
     """Nearest first."""
     fallback_fn: Callable[[Config], object]
@@ -135,7 +135,7 @@ class Neighbours:
         records contain only the best configs and count as having tried all kinds.
         """
         fully_tuned = [each.record for each in self.neighbours if not each.record.warm_started_from]
-        if any(record.shipped for record in fully_tuned):
+        if any(record.is_shipped for record in fully_tuned):
             return True
         trials = (trial for record in fully_tuned for trial in record.trials)
         tried = {each.digest for each in trials if getattr(each.outcome, "kind", "") != "pruned"}
@@ -159,12 +159,16 @@ class Neighbours:
         family = sizes.family(user_key)
         similar: list[tuple[float, tuple[int, ...], TuningRecord]] = []
         for record in records:
-            ends = family.sizes_of(record.key) if record.key.hardware == key.hardware else None
-            if ends not in (None, family.sizes) and family.rounds_to(ends, record.measured_sizes):
-                doublings = distance(ends, family.sizes)
-                similar += [(doublings, ends, record)] if doublings <= MAX_DISTANCE else []
+            range_ends = (
+                family.sizes_of(record.key) if record.key.hardware == key.hardware else None
+            )
+            if range_ends not in (None, family.sizes) and family.rounds_to(
+                range_ends, record.measured_sizes
+            ):
+                doublings = distance(range_ends, family.sizes)
+                similar += [(doublings, range_ends, record)] if doublings <= MAX_DISTANCE else []
         waves = functools.partial(sizes.waves, user_key)
-        return cls(family, nearest(similar, is_valid), fallback_fn, waves)
+        return cls(family, nearest_neighbours(similar, is_valid), fallback_fn, waves)
 
     def __str__(self) -> str:
         return "; ".join(self.family.show(each.sizes) for each in self.neighbours[:2])
@@ -183,8 +187,8 @@ class Neighbours:
         sources = [
             each for each in self.neighbours if not (has_waves and each.record.warm_started_from)
         ]
-        delays = [self._delays(each, kept) for each in sources]
-        scores = weighted_means(delays, [each.weight for each in sources])
+        log_delays = [self._log_delays(each, kept) for each in sources]
+        scores = weighted_means(log_delays, [each.weight for each in sources])
         scored = sorted(
             (config for config in kept if config.digest in scores),
             key=lambda config: scores[config.digest],
@@ -207,8 +211,8 @@ class Neighbours:
         from other neighbours are used too.
         """
         fallbacks = [config for config in kept if self.fallback_fn(config)]
-        delays = [self._delays(each, fallbacks) for each in self.neighbours]
-        scores = aligned_means(delays, [each.weight for each in self.neighbours])
+        log_delays = [self._log_delays(each, fallbacks) for each in self.neighbours]
+        scores = aligned_means(log_delays, [each.weight for each in self.neighbours])
         kinds: dict[object, Config] = {}
         for config in sorted(fallbacks, key=lambda config: scores.get(config.digest, math.inf)):
             kind = self.fallback_fn(config)
@@ -221,13 +225,13 @@ class Neighbours:
 
     def latency_curves(
         self, record: TuningRecord, usable: Sequence[Config], others: Sequence[Neighbour]
-    ) -> SizeTimes:
+    ) -> LatencyCurves:
         """Return the latency curves of the ``usable`` configs in the range of ``record``, with
         slopes from ``record`` and ``others``."""
         (measured_size,) = record.measured_sizes or self.family.sizes
         measured = [((each.record.measured_sizes or each.sizes)[0], each.record) for each in others]
         is_fallback = {config.digest: bool(self.fallback_fn(config)) for config in usable}
-        return size_times(record, measured_size, measured, is_fallback)
+        return build_latency_curves(record, measured_size, measured, is_fallback)
 
     def predict(self, key: Key, kept: Sequence[Config], now: str) -> TuningRecord | None:
         """Return the record to use for ``key`` if nothing can be measured.
@@ -242,21 +246,23 @@ class Neighbours:
         above = [each for each in self.neighbours if each.sizes > self.family.sizes]
         below = [each for each in self.neighbours if each.sizes < self.family.sizes]
         adjacent = [*below[:1], *above[:1]]
-        delays = [self._delays(each, kept) for each in adjacent]
+        log_delays = [self._log_delays(each, kept) for each in adjacent]
         worst = {
-            config: max(each.get(config.digest, math.inf) for each in delays)
+            config: max(each.get(config.digest, math.inf) for each in log_delays)
             for config in candidates
         }
         chosen = min(candidates, key=lambda config: worst[config])
         is_far = len(adjacent) == 1 and adjacent[0].distance > _MAX_ONE_SIDED_DISTANCE
         if is_far or worst[chosen] > math.log1p(_MAX_UNMEASURED_DELAY):
             chosen = next(filter(self.fallback_fn, candidates), chosen)
-        source = next((each for each in self.neighbours if chosen.digest in each.slowdowns), None)
+        source = next(
+            (each for each in self.neighbours if chosen.digest in each.log_slowdowns), None
+        )
         if source is None:
             return None
         trial = next(each for each in source.record.trials if each.digest == chosen.digest)
         assert isinstance(trial.outcome, Measurement)
-        milliseconds = trial.outcome.median * math.exp(self._growth(chosen, source))
+        milliseconds = trial.outcome.median * math.exp(self._log_growth(chosen, source))
         outcome = Measurement((round(milliseconds, 6),), 0, trial.outcome.reduction)
         return dataclasses.replace(
             source.record,
@@ -268,25 +274,25 @@ class Neighbours:
             measured_sizes=(),
         )
 
-    def _delays(self, neighbour: Neighbour, kept: Sequence[Config]) -> dict[str, float]:
+    def _log_delays(self, neighbour: Neighbour, kept: Sequence[Config]) -> dict[str, float]:
         """Return, by digest, the delay of each config in ``kept`` that ``neighbour`` measured.
 
         Delays are logs of ratios of times, extrapolated from the neighbour's sizes to the sizes of
         the new key. They are relative to the config that was fastest at the neighbour.
         """
-        measured = [config for config in kept if config.digest in neighbour.slowdowns]
+        measured = [config for config in kept if config.digest in neighbour.log_slowdowns]
         if not measured:
             return {}
-        fastest = min(measured, key=lambda config: neighbour.slowdowns[config.digest])
-        fastest_growth = self._growth(fastest, neighbour)
+        fastest = min(measured, key=lambda config: neighbour.log_slowdowns[config.digest])
+        fastest_growth = self._log_growth(fastest, neighbour)
         return {
-            config.digest: neighbour.slowdowns[config.digest]
-            + self._growth(config, neighbour)
+            config.digest: neighbour.log_slowdowns[config.digest]
+            + self._log_growth(config, neighbour)
             - fastest_growth
             for config in measured
         }
 
-    def _growth(self, config: Config, neighbour: Neighbour) -> float:
+    def _log_growth(self, config: Config, neighbour: Neighbour) -> float:
         """Return the log of the expected ratio of the time at the new sizes to the time at the
         neighbour's sizes: the ratio of waves or, if waves are not known, of the sizes."""
         old, new = neighbour.record.measured_sizes or neighbour.sizes, self.family.sizes
@@ -296,7 +302,7 @@ class Neighbours:
         return math.log(max(math.ceil(new_waves), 1) / max(math.ceil(old_waves), 1))
 
 
-def nearest(
+def nearest_neighbours(
     similar: Iterable[tuple[float, tuple[int, ...], TuningRecord]],
     is_valid: Callable[[TuningRecord], bool] = lambda record: True,
 ) -> list[Neighbour]:
@@ -310,7 +316,7 @@ def nearest(
         if sizes in chosen or (len(chosen) >= _MIN_NEIGHBOURS and record.warm_started_from):
             continue
         if is_valid(record):
-            chosen[sizes] = Neighbour(sizes, doublings, record, slowdowns(record))
+            chosen[sizes] = Neighbour(sizes, doublings, record, log_slowdowns(record))
             num_fully_tuned += not record.warm_started_from
         if num_fully_tuned >= _MIN_FULLY_TUNED and len(chosen) >= _MIN_NEIGHBOURS:
             break

@@ -51,11 +51,11 @@ class LatencyCurve(NamedTuple):
         return self.ms * (1 + slope * (size / max(1, self.size) - 1))
 
 
-class SizeTimes(NamedTuple):
+class LatencyCurves(NamedTuple):
     """Times from which rank 0 builds a size table. They are broadcast to all ranks."""
 
     winner: str
-    fixed_tiles: tuple[str, float] | None
+    best_non_fallback: tuple[str, float] | None
     """Digest and milliseconds of one config that is not a fallback: of the winner or, if the winner
     is a fallback, of the fastest. ``None`` if all configs are fallbacks."""
     curves: tuple[LatencyCurve, ...]
@@ -65,26 +65,26 @@ class SizeTimes(NamedTuple):
 class SizeTable:
     """The config to use for each size of a range. Equal on all ranks."""
 
-    times: SizeTimes
+    times: LatencyCurves
     configs: dict[str, Config]
 
     @classmethod
-    def of(cls, times: SizeTimes, space: ConfigSpace) -> SizeTable:
+    def of(cls, times: LatencyCurves, space: ConfigSpace) -> SizeTable:
         digests = [times.winner, *(curve.digest for curve in times.curves)]
-        if times.fixed_tiles is not None:
-            digests.append(times.fixed_tiles[0])
+        if times.best_non_fallback is not None:
+            digests.append(times.best_non_fallback[0])
         configs = {digest: space.find(digest) for digest in digests}
         return cls(times, {name: config for name, config in configs.items() if config is not None})
 
     def config_for(self, size: int) -> Config:
         """Return the config that is expected to be the fastest; in doubt, a fallback config."""
-        curves, fixed_tiles = self.times.curves, self.times.fixed_tiles
+        curves, best_non_fallback = self.times.curves, self.times.best_non_fallback
         estimates = {curve.digest: curve.ms_at(size) for curve in curves}
         is_near = not curves or abs(size - curves[0].size) <= _MAX_RELATIVE_DISTANCE * size
-        if fixed_tiles is not None and (
-            is_near or fixed_tiles[1] < _MAX_SHARE_OF_FIXED_TILES * min(estimates.values())
+        if best_non_fallback is not None and (
+            is_near or best_non_fallback[1] < _MAX_SHARE_OF_FIXED_TILES * min(estimates.values())
         ):
-            estimates[fixed_tiles[0]] = fixed_tiles[1]
+            estimates[best_non_fallback[0]] = best_non_fallback[1]
         winner = self.times.winner
         chosen = min(estimates, key=estimates.__getitem__, default=winner)
         if (
@@ -96,12 +96,12 @@ class SizeTable:
         return self.configs[chosen if chosen in self.configs else winner]
 
 
-def size_times(
+def build_latency_curves(
     record: TuningRecord,
     measured_size: int,
     others: Sequence[tuple[int, TuningRecord]],
     is_fallback: Mapping[str, bool],
-) -> SizeTimes:
+) -> LatencyCurves:
     """Return the latency curves of the configs in ``record``, measured at ``measured_size``.
 
     Args:
@@ -128,7 +128,7 @@ def size_times(
     winner = record.best.digest
     tiled = {digest: ms for digest, ms in medians.items() if not is_fallback[digest]}
     chosen = winner if winner in tiled else min(tiled, key=tiled.__getitem__, default="")
-    return SizeTimes(winner, (chosen, tiled[chosen]) if chosen else None, tuple(curves))
+    return LatencyCurves(winner, (chosen, tiled[chosen]) if chosen else None, tuple(curves))
 
 
 def _slopes(

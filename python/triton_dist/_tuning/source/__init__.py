@@ -18,7 +18,7 @@ from triton_dist._tuning.source import libraries
 from triton_dist._tuning.source.modules import digest, file_at
 from triton_dist._tuning.source.runtime_values import Snapshot, function_in, globals_of
 from triton_dist._tuning.source.slices import Slice, Source
-from triton_dist._tuning.values import Origin, codec, original
+from triton_dist._tuning.values import FunctionIdentity, codec, original
 
 
 def source_of(roots: Iterable[Callable[..., Any]]) -> Source:
@@ -56,17 +56,23 @@ def sources_of(
     return sources[0], sources[1]
 
 
-def origin_of(function: Callable[..., Any], tunables: Iterable[str]) -> Origin:
+def identity_of(function: Callable[..., Any], tunables: Iterable[str]) -> FunctionIdentity:
     """Return the identity of a function in records.
 
     It consists of name, module and signature. If several functions of a file are equal in these,
     the second and later functions also have a number.
     """
-    origin, inner = Origin.of(function, tunables), function_in(original(function))
+    identity, inner = FunctionIdentity.of(function, tunables), function_in(original(function))
     if inner is None:
-        return origin
+        return identity
     file = file_at(inner.__code__.co_filename, inner.__globals__)
     if not file.compiles_to(inner.__code__):  # without source, the bytecode identifies the function
-        return origin.with_distinction(f"code {digest(codec.encode_code(inner.__code__))[:8]}")
+        return identity.with_suffix_in_signature(
+            f"code {digest(codec.encode_code(inner.__code__))[:8]}"
+        )
     num_earlier = file.num_earlier_definitions(inner.__code__)
-    return origin.with_distinction(f"definition {num_earlier + 1}") if num_earlier else origin
+    return (
+        identity.with_suffix_in_signature(f"definition {num_earlier + 1}")
+        if num_earlier
+        else identity
+    )

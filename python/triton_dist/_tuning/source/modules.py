@@ -381,11 +381,11 @@ def _parse(lines: list[str]) -> list[ast.stmt]:
         return ast.parse("".join(lines)).body
 
 
-EMPTY = File([])
+EMPTY_FILE = File([])
 
 
 def file_at(path: str, scope: dict[str, Any] | None = None) -> File:
-    """Return the statements of the file at ``path``; ``EMPTY`` if it cannot be read or parsed.
+    """Return the statements of the file at ``path``; ``EMPTY_FILE`` if it cannot be read or parsed.
 
     If the file is in an archive, the loader in ``scope`` (globals of the module) returns its text.
     """
@@ -393,9 +393,9 @@ def file_at(path: str, scope: dict[str, Any] | None = None) -> File:
     # An identical list is returned until the size or the modification time of the file changes.
     lines = linecache.getlines(path, scope)
     if path not in _files or _files[path][0] is not lines:
-        file = EMPTY
+        file = EMPTY_FILE
         with suppress(SyntaxError, ValueError, RecursionError), _parsing, no_garbage_collection():
             # Cells of notebooks have no modification time.
-            file = File(lines, linecache.cache[path][1] is None) if lines else EMPTY  # type: ignore[misc]
+            file = File(lines, linecache.cache[path][1] is None) if lines else EMPTY_FILE  # type: ignore[misc]
         _files[path] = lines, file
     return _files[path][1]

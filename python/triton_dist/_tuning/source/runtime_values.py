@@ -22,12 +22,18 @@ from triton_dist.errors import InvalidArgument
 
 T = TypeVar("T")
 
-CONTAINERS = (list, set, dict)
+MUTABLE_CONTAINER_TYPES = (list, set, dict)
 """Types of containers whose content may change while the program runs."""
-COLLECTIONS = (*CONTAINERS, tuple, frozenset, collections.deque, types.MappingProxyType)
-PLAIN = (types.ModuleType, types.BuiltinFunctionType, str, bytes, int, float, types.NoneType)
+COLLECTION_TYPES = (
+    *MUTABLE_CONTAINER_TYPES,
+    tuple,
+    frozenset,
+    collections.deque,
+    types.MappingProxyType,
+)
+PLAIN_TYPES = (types.ModuleType, types.BuiltinFunctionType, str, bytes, int, float, types.NoneType)
 """Types of values in which no functions or classes are searched."""
-_NEVER_WRAPPERS = (*PLAIN, *COLLECTIONS, type, types.FunctionType)
+_NEVER_WRAPPERS = (*PLAIN_TYPES, *COLLECTION_TYPES, type, types.FunctionType)
 _WRAPPED_ATTRIBUTES = ("__func__", "fn", "__wrapped__", "fget", "fset", "func", "_init_fn")
 """Attributes in which wrappers store their function: methods; Triton's kernels and tuned functions;
 functools.cache and torch.compile; properties (two); partials; torch.library.custom_op."""
@@ -46,7 +52,7 @@ def constant(value: T) -> T:
         InvalidArgument: ``value``, for example a tensor, cannot be written as text that is equal
             in every run of the program.
     """
-    if not _holds_code(value) and text_of(value) is None:  # code is compared by its source
+    if not _contains_code(value) and text_of(value) is None:  # code is compared by its source
         expected = "numbers, texts, dtypes, and tuples, lists, sets, dicts of these"
         raise InvalidArgument("constant", "value", value, expected)
     return value
@@ -60,7 +66,7 @@ def text_of(value: Any) -> str | None:
     if type(value).__module__ == "torch" and type(value).__name__ == "device":
         return f"device {value.type}"  # the index differs by rank
     try:
-        text = None if _holds_code(value) else show(codec.encode(value))
+        text = None if _contains_code(value) else show(codec.encode(value))
     except TypeError:
         return None
     if text is None or len(text) <= _MAX_TEXT_LENGTH:
@@ -68,10 +74,10 @@ def text_of(value: Any) -> str | None:
     return f"{text[:_MAX_TEXT_LENGTH]}... ({codec.digest(text)[:8]})"
 
 
-def _holds_code(value: Any) -> bool:
+def _contains_code(value: Any) -> bool:
     params = getattr(type(value), "__dataclass_params__", None)
-    if isinstance(value, COLLECTIONS) or (params and params.frozen):
-        return any(map(_holds_code, items_of(value)))
+    if isinstance(value, COLLECTION_TYPES) or (params and params.frozen):
+        return any(map(_contains_code, items_of(value)))
     # A mutable dataclass may contain itself, so its fields are not searched. It is not code.
     return params is None and is_code(value)
 
@@ -80,7 +86,7 @@ def describe(value: Any, depth: int = 0) -> str | None:
     """Return the text of data, the name of code, or the texts of the items of a collection or
     dataclass. An item without a text is replaced by the name of its type. Return ``None`` for
     other objects, and for modules."""
-    if isinstance(value, COLLECTIONS) and len(value) > _MAX_ITEMS:
+    if isinstance(value, COLLECTION_TYPES) and len(value) > _MAX_ITEMS:
         return None
     items, name = items_of(value), type(value).__name__
     if (text := text_of(value)) is not None or isinstance(value, types.ModuleType):
@@ -120,7 +126,7 @@ class Snapshot:
     def _store(self, root: Any) -> None:
         bound = bound_values(root)
         for each in bound.values():
-            if isinstance(each, COLLECTIONS) or dataclasses.is_dataclass(each):
+            if isinstance(each, COLLECTION_TYPES) or dataclasses.is_dataclass(each):
                 self._texts[id(each)] = each, describe(each)
         if isinstance(root, functools.partial):
             self._store(root.func)
@@ -161,7 +167,7 @@ def cells_of(function: types.FunctionType) -> dict[str, Any]:
     return values
 
 
-def attribute(value: Any, name: str, default: Any = None) -> Any:
+def get_attribute(value: Any, name: str, default: Any = None) -> Any:
     """Return an attribute, or ``default`` if reading it raises any exception."""
     try:
         return getattr(value, name, default)
@@ -173,7 +179,7 @@ def attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object itself, not of its class, by name."""
     slots = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
     names = {each for part in slots for each in ((part,) if isinstance(part, str) else part)}
-    values = {name: attribute(value, name) for name in names - {"__dict__", "__weakref__"}}
+    values = {name: get_attribute(value, name) for name in names - {"__dict__", "__weakref__"}}
     return dict(sorted({**values, **getattr(value, "__dict__", {})}.items()))
 
 
@@ -185,18 +191,22 @@ def items_of(value: Any) -> list[Any]:
     if isinstance(value, (dict, types.MappingProxyType)):
         return [*value.items()]
     if isinstance(value, (set, frozenset)):
-        return sorted(value, key=lambda each: str(attribute(each, "__qualname__", "")))
+        return sorted(value, key=lambda each: str(get_attribute(each, "__qualname__", "")))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [attribute(value, each.name) for each in dataclasses.fields(value)]
-    return [*value] if isinstance(value, COLLECTIONS) else []
+        return [get_attribute(value, each.name) for each in dataclasses.fields(value)]
+    return [*value] if isinstance(value, COLLECTION_TYPES) else []
 
 
 def is_code(value: Any) -> bool:
     """Return whether ``value`` is callable, a property, a class method or a Triton kernel."""
-    return callable(value) or isinstance(value, (property, classmethod)) or _has_own(value, "fn")
+    return (
+        callable(value)
+        or isinstance(value, (property, classmethod))
+        or _has_stored_attribute(value, "fn")
+    )
 
 
-def _has_own(value: object, name: str) -> bool:
+def _has_stored_attribute(value: object, name: str) -> bool:
     """Return whether ``value`` or its class has an attribute that no ``__getattr__`` computes."""
     return name in getattr(value, "__dict__", ()) or hasattr(type(value), name)
 
@@ -206,7 +216,7 @@ def wrapped_objects(value: Any) -> Iterator[Any]:
     if isinstance(value, _NEVER_WRAPPERS):
         return
     for name in _WRAPPED_ATTRIBUTES:
-        if _has_own(value, name) and is_code(inner := attribute(value, name)):
+        if _has_stored_attribute(value, name) and is_code(inner := get_attribute(value, name)):
             yield inner
     if isinstance(value, functools.partial):
         yield from (*value.args, *value.keywords.values())

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 from triton_dist._tuning.source import libraries, modules, runtime_values
 from triton_dist._tuning.source.modules import File, Import, Statement, digest, file_at
 from triton_dist._tuning.source.runtime_values import (
-    COLLECTIONS,
-    CONTAINERS,
-    attribute,
+    COLLECTION_TYPES,
+    MUTABLE_CONTAINER_TYPES,
     cells_of,
     describe,
     function_in,
+    get_attribute,
     text_of,
 )
 from triton_dist._tuning.values import ConfigSpace, codec, original, qualified_name
@@ -108,8 +108,8 @@ class Slice:
         """Follow a function or a class by its definition. With ``by_name``, or if a statement of
         the module defines it, follow the global that contains it."""
         function = value if isinstance(value, types.FunctionType) else None
-        code, scope = attribute(function, "__code__"), runtime_values.globals_of(value)
-        name = attribute(code, "co_qualname", value.__qualname__)
+        code, scope = get_attribute(function, "__code__"), runtime_values.globals_of(value)
+        name = get_attribute(code, "co_qualname", value.__qualname__)
         label, top = self.label(scope, name), name.partition(".")[0]
         file, module_file = self._file(scope, code), self._file(scope)
         in_module = file is module_file and file.statements_of(top)
@@ -155,7 +155,7 @@ class Slice:
             self.follow(value, by_name=True)
         elif name in scope and not name.startswith("__") and (text := text_of(value)) is not None:
             self.source.bound[self._unique_name(name, scope)] = text
-        elif not isinstance(value, CONTAINERS):
+        elif not isinstance(value, MUTABLE_CONTAINER_TYPES):
             self.follow(value)
 
     def follow(self, value: Any, by_name: bool = False) -> None:
@@ -171,10 +171,12 @@ class Slice:
             if not pending:
                 break
             item = pending.pop()
-            if isinstance(item, runtime_values.PLAIN) or not self._mark_followed(by_name, item):
+            if isinstance(item, runtime_values.PLAIN_TYPES) or not self._mark_followed(
+                by_name, item
+            ):
                 continue
             if isinstance(item, types.FunctionType):
-                inner = [attribute(item, "__wrapped__"), attribute(item, "registry")]
+                inner = [get_attribute(item, "__wrapped__"), get_attribute(item, "registry")]
                 if self._library.has(item):
                     self._is_library(item.__module__ or "")
                     inner += cells_of(item).values()
@@ -184,14 +186,14 @@ class Slice:
             elif isinstance(item, type):
                 if not self._library.has(item) and item.__module__ in sys.modules:
                     self.follow_code(item, by_name)
-                    pending += [x for x in vars(item).values() if isinstance(x, COLLECTIONS)]
+                    pending += [x for x in vars(item).values() if isinstance(x, COLLECTION_TYPES)]
             elif wrapped := [*runtime_values.wrapped_objects(item)]:
                 pending += wrapped
                 if not by_name:
                     self._record_configs(item)
             else:
                 pending.append(type(item))
-                if not by_name or isinstance(item, COLLECTIONS):
+                if not by_name or isinstance(item, COLLECTION_TYPES):
                     pending += reversed(runtime_values.items_of(item))
                 elif not self._library.has(type(item)):
                     pending += runtime_values.attributes(item).values()
@@ -204,14 +206,16 @@ class Slice:
     def _record_configs(self, value: Any) -> None:
         if isinstance(value, functools.partial):
             self._record_closure(value)
-        configs, space = attribute(value, "configs"), attribute(value, "config_space")
+        configs, space = get_attribute(value, "configs"), get_attribute(value, "config_space")
         unique = self._unique_name(f"configs of {qualified_name(value)}", value)
         if isinstance(configs, list) and configs and all(map(codec.is_triton_config, configs)):
-            self.source.bound[unique] = codec.text(codec.encode(configs, with_bound_values=False))
-        if isinstance(space, ConfigSpace) and space.maker is not None:
+            self.source.bound[unique] = codec.to_json(
+                codec.encode(configs, with_bound_values=False)
+            )
+        if isinstance(space, ConfigSpace) and space.config_fn is not None:
             # Follow the function that returns the configs instead of calling it, because the tuned
             # function may never be called.
-            self.follow(space.maker)
+            self.follow(space.config_fn)
         elif isinstance(space, ConfigSpace):
             self.source.bound[unique] = space.digest
             self.follow([*space.functions, *space.classes])
@@ -223,7 +227,7 @@ class Slice:
         """
         for name, item in runtime_values.bound_values(value).items():
             short = name.rpartition(".")[2]
-            if short == "__class__" or item is attribute(value, "__wrapped__"):
+            if short == "__class__" or item is get_attribute(value, "__wrapped__"):
                 self.follow(item)
             elif short in rebound:
                 unique = self._unique_name(name, value)
@@ -238,11 +242,11 @@ class Slice:
         name, kind = self._unique_name(name, holder), type(value).__name__
         value = value.value if kind == "constexpr" else value
         text = self._snapshot.text(value)
-        if text is None and not isinstance(value, CONTAINERS):
+        if text is None and not isinstance(value, MUTABLE_CONTAINER_TYPES):
             text = describe(value)
         if text is not None:
             self.source.bound[name] = text
-        elif isinstance(value, CONTAINERS):
+        elif isinstance(value, MUTABLE_CONTAINER_TYPES):
             self.source.uncounted[name] = f"a {kind}, which may change"
         elif not isinstance(value, types.ModuleType):  # names read from a module are followed
             self.source.uncounted[name] = f"a {kind}, compared by its class"
@@ -315,10 +319,10 @@ class Slice:
         if names[:2] == ["torch", "ops"] and len(names) > 3:
             # torch has no public function that returns a custom op's function. This table exists
             # since torch 2.4.
-            known = attribute(sys.modules.get("torch._library.custom_ops"), "OPDEFS", {})
+            known = get_attribute(sys.modules.get("torch._library.custom_ops"), "OPDEFS", {})
             self.follow(known.get("::".join(names[2:4])))
         elif not self._is_library(module.__name__) and path:
-            value = attribute(module, path[0])
+            value = get_attribute(module, path[0])
             if isinstance(value, types.ModuleType):
                 self._follow_attribute(value, path[1:])
             else:
@@ -362,7 +366,9 @@ class Slice:
         if type(value).__name__ == "constexpr":
             value = value.value
             nodes = [next(iter(getattr(each, "args", ())), _UNKNOWN) for each in nodes]
-        text = text_of(value) if is_marked or not isinstance(value, CONTAINERS) else None
+        text = (
+            text_of(value) if is_marked or not isinstance(value, MUTABLE_CONTAINER_TYPES) else None
+        )
         if text is None:
             return
         source, unique = self.source, self._unique_name(name, scope)
@@ -390,7 +396,7 @@ class Slice:
             is_equal = is_rewritten or all(
                 file.compiles_to(x) for x in codes if x.co_filename == path
             )
-            self._files[key] = file if is_equal else modules.EMPTY
+            self._files[key] = file if is_equal else modules.EMPTY_FILE
         return self._files[key]
 
     def label(self, scope: Globals, name: str) -> str:

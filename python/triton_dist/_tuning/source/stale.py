@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from triton_dist._tuning.source.libraries import version_of
-from triton_dist._tuning.source.modules import EMPTY, File, file_at
+from triton_dist._tuning.source.modules import EMPTY_FILE, File, file_at
 
 
 def changes(recorded: Mapping[str, str], module: str, function: str) -> tuple[list[str], list[str]]:
@@ -29,7 +29,7 @@ def changes(recorded: Mapping[str, str], module: str, function: str) -> tuple[li
         full = files.full_name(module_part)
         file = files.find(full) if module_part else files.home
         if value.startswith("bytecode "):
-            file = EMPTY
+            file = EMPTY_FILE
         if label.startswith("library "):
             version = version_of(label.removeprefix("library "))
             if version and version != value:

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from triton_dist.errors import MissingExtra
 
-_REDIS = ("redis", "rediss")
+_REDIS_SCHEMES = ("redis", "rediss")
 
 
 class DamagedEntry(ValueError):
@@ -29,7 +29,7 @@ def import_library(url: str) -> None:
     scheme, separator, _ = url.partition("://")
     if not separator:
         raise ValueError("the URL has no scheme, such as redis:// or s3://")
-    package = "redis" if scheme in _REDIS else "fsspec"
+    package = "redis" if scheme in _REDIS_SCHEMES else "fsspec"
     try:
         library = importlib.import_module(package)
     except ModuleNotFoundError as error:
@@ -38,7 +38,7 @@ def import_library(url: str) -> None:
         library.get_filesystem_class(scheme.partition("::")[0])
 
 
-class _Redis:
+class _RedisBackend:
     """Backend that stores entries as strings that expire."""
 
     def __init__(self, url: str, seconds: float) -> None:
@@ -76,7 +76,7 @@ class _Redis:
         self._client.delete(name)
 
 
-class _Files:
+class _FileBackend:
     """Backend that stores entries as files. A lease is a file that expires by its age."""
 
     def __init__(self, url: str) -> None:
@@ -138,9 +138,13 @@ class _Files:
             self._fs.pipe_file(path, data, **options)
 
 
-Backend: TypeAlias = _Redis | _Files
+Backend: TypeAlias = _RedisBackend | _FileBackend
 
 
 def connect(url: str, seconds: float) -> Backend:
     """Return the backend for ``url``. For Redis, ``seconds`` limits each wait for the server."""
-    return _Redis(url, seconds) if url.partition("://")[0] in _REDIS else _Files(url)
+    return (
+        _RedisBackend(url, seconds)
+        if url.partition("://")[0] in _REDIS_SCHEMES
+        else _FileBackend(url)
+    )

@@ -16,7 +16,7 @@ from pathlib import Path
 _FLAGS = os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
 
 
-def expanded(path: Path) -> Path:
+def expand_home(path: Path) -> Path:
     """Return ``path`` with ``~`` expanded; unchanged if the home folder is unknown."""
     try:
         return path.expanduser()

@@ -63,11 +63,11 @@ class FileStore(ReadOnlyStore):
             finally:
                 os.close(folder)
         except OSError as error:
-            self._report_refusal("write", path, f"cannot be written ({error}); it stays in memory")
+            self._report_io_error("write", path, f"cannot be written ({error}); it stays in memory")
             return ""
         return str(path)
 
-    def _damaged(self, path: Path, reason: str) -> None:
+    def _report_damaged(self, path: Path, reason: str) -> None:
         """Warn about the damaged file, and rename it to keep it for inspection."""
         renamed = path.with_name(path.name + ".damaged")
         advice = "It stays, because the folder cannot be locked: delete it"
@@ -81,11 +81,11 @@ class FileStore(ReadOnlyStore):
             advice = f"It stays ({error}): delete it"
         self._warn(path, f"is not used: {reason}. {advice}; its key is tuned again")
 
-    def _report_refusal(self, operation: str, path: Path, what: str) -> None:
+    def _report_io_error(self, operation: str, path: Path, what: str) -> None:
         folder = self.root.parent
         if os.path.isfile(folder):
             what += f". Set TRITON_DIST_CACHE_DIR to a folder: {folder} is a file"
-        super()._report_refusal(operation, path, what)
+        super()._report_io_error(operation, path, what)
 
 
 def _is_damaged(path: Path) -> bool:

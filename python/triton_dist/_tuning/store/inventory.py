@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from triton_dist._tuning.store.disk import names_in, open_regular
 from triton_dist._tuning.store.journal import lines_of
-from triton_dist._tuning.store.layout import is_ours
+from triton_dist._tuning.store.layout import is_tuner_file
 from triton_dist._tuning.values import JournalEntry, Key, Measurement
 from triton_dist._tuning.values.outcome import UNREADABLE
 
@@ -42,7 +42,7 @@ def interrupted_tunings(root: Path) -> Iterator[InterruptedTuning]:
     for folder in _names_in(root):
         for name in _names_in(root / folder):
             if name.endswith(".journal"):
-                yield _read(root / folder / name)
+                yield _read_journal(root / folder / name)
 
 
 def record_stems(root: Path) -> set[Path]:
@@ -51,18 +51,20 @@ def record_stems(root: Path) -> set[Path]:
     A record, its logs and its journal differ only in their extensions. Pass the result to
     :func:`removable_files`.
     """
-    return {path.with_name(path.name.partition(".")[0]) for path in _files(root, ours=True)}
+    return {
+        path.with_name(path.name.partition(".")[0]) for path in _files(root, written_by_tuner=True)
+    }
 
 
 def foreign_files(root: Path) -> list[Path]:
     """Return the files that another program wrote to the folders of ``root``."""
-    return list(_files(root, ours=False))
+    return list(_files(root, written_by_tuner=False))
 
 
-def _files(root: Path, ours: bool) -> Iterator[Path]:
+def _files(root: Path, written_by_tuner: bool) -> Iterator[Path]:
     for folder in _names_in(root):
         for name in _names_in(root / folder):
-            if is_ours(name) == ours and not name.startswith("."):
+            if is_tuner_file(name) == written_by_tuner and not name.startswith("."):
                 yield root / folder / name
 
 
@@ -79,10 +81,10 @@ def is_in_use(journal: Path) -> bool:
     return False
 
 
-Kind = Literal["record", "journal", "log"]
+FileKind = Literal["record", "journal", "log"]
 
 
-def removable_files(stems: Collection[Path]) -> dict[Path, Kind]:
+def removable_files(stems: Collection[Path]) -> dict[Path, FileKind]:
     """Return the records, journals and logs that may be removed, with their kinds.
 
     ``stems`` are paths of records without extensions (:func:`record_stems`). The journal and the
@@ -94,7 +96,7 @@ def removable_files(stems: Collection[Path]) -> dict[Path, Kind]:
     stems_by_folder: dict[Path, set[str]] = {}
     for each in stems:
         stems_by_folder.setdefault(each.parent, set()).add(each.name)
-    removable: dict[Path, Kind] = {}
+    removable: dict[Path, FileKind] = {}
     for folder, wanted in sorted(stems_by_folder.items()):
         names = names_in(folder)
         journals = {name for name in names if name.endswith(".journal")}
@@ -110,10 +112,10 @@ def removable_files(stems: Collection[Path]) -> dict[Path, Kind]:
     return removable
 
 
-_KINDS: dict[str, Kind] = {".json": "record", ".journal": "journal"}
+_KINDS: dict[str, FileKind] = {".json": "record", ".journal": "journal"}
 
 
-def _read(path: Path) -> InterruptedTuning:
+def _read_journal(path: Path) -> InterruptedTuning:
     key: Key | None = None
     tried: set[object] = set()
     stuck: set[object] = set()

@@ -204,9 +204,9 @@ class FileJournal:
                 return None
             with suppress(*UNREADABLE):
                 entry = JournalEntry.from_tree(line)
-                if entry.n <= len(entries):
+                if entry.index <= len(entries):
                     # A repeated index replaces its entry and all later entries.
-                    entries[entry.n :] = [entry]
+                    entries[entry.index :] = [entry]
         return entries
 
     def _lines(self) -> Iterator[dict[str, Any]]:

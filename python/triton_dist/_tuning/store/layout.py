@@ -21,7 +21,7 @@ _CHECKSUM = b',\n  "checksum": "'
 _NAME = re.compile(r"[0-9a-f]{32}(-[^.]*)?\..*")
 
 
-def is_ours(name: str) -> bool:
+def is_tuner_file(name: str) -> bool:
     """Return whether ``name`` is the file name of a record, or of its journal or log.
 
     Triton-distributed keeps its files, with names of 64 hexadecimal digits, in the same folders.

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from triton_dist._tuning.store.disk import expanded, make_folder, open_regular
+from triton_dist._tuning.store.disk import expand_home, make_folder, open_regular
 from triton_dist._tuning.store.journal import lines_of
 from triton_dist._warn import print_line, warn
 from triton_dist.errors import TuningWarning
@@ -132,7 +132,7 @@ class StepLog:
     """
 
     def __init__(self, path: Path, prints: bool) -> None:
-        self._lines, self._prints = _LineFile(expanded(path), self._warn_unwritable), prints
+        self._lines, self._prints = _LineFile(expand_home(path), self._warn_unwritable), prints
         self._path = path
 
     def line(self, text: str) -> None:

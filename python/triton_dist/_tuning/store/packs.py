@@ -124,7 +124,7 @@ def read_verified(path: Path) -> Pack:
     return packed
 
 
-def latest(name: str, records: Iterable[TuningRecord]) -> list[TuningRecord]:
+def latest_records(name: str, records: Iterable[TuningRecord]) -> list[TuningRecord]:
     """Return the latest record of each key, for the function's version that was tuned last.
 
     A record tuned with special environment settings, such as a debugging run, is returned only if
@@ -149,7 +149,7 @@ def latest(name: str, records: Iterable[TuningRecord]) -> list[TuningRecord]:
     return list({r.key: r for r in ordered if r.fingerprint.version == version}.values())
 
 
-def own_records(
+def records_of_function(
     key: Key, present: Fingerprint, stored: Iterable[StoredRecord]
 ) -> list[TuningRecord]:
     """Return the ``stored`` records that belong to the function of ``key``.
@@ -159,7 +159,7 @@ def own_records(
     ``key``, because a look-up in a pack compares module names.
     """
     own = []
-    for record, _ in (each for each in stored if each.has_function_of(key)):
+    for record, _ in (each for each in stored if each.is_of_function(key)):
         with_present_code = replace(
             record.fingerprint,
             source=present.source,
@@ -172,7 +172,7 @@ def own_records(
     return own
 
 
-def contents_of_records(records: Iterable[TuningRecord]) -> Contents:
+def pack_contents(records: Iterable[TuningRecord]) -> Contents:
     """Return a pack's contents with the latest records of each function and GPU model.
 
     The pack has no kernels.
@@ -185,7 +185,9 @@ def contents_of_records(records: Iterable[TuningRecord]) -> Contents:
         return record.key.full_name, str(record.fingerprint.hardware.get("gpu"))
 
     groups = itertools.groupby(sorted(records, key=group_of), group_of)
-    return _with_trees([pack(latest(name, list(group))) for (name, _), group in groups], {})
+    return _contents_of_trees(
+        [pack(latest_records(name, list(group))) for (name, _), group in groups], {}
+    )
 
 
 def merge_packs(packs: Sequence[Contents]) -> Contents:
@@ -203,7 +205,7 @@ def merge_packs(packs: Sequence[Contents]) -> Contents:
     kernels: dict[str, PackedKernel] = {}
     for digest, kernel in itertools.chain.from_iterable(each.kernels.items() for each in packs):
         kernels[digest] = min(kernels.get(digest, kernel), kernel, key=sort_key)
-    return _with_trees(trees, kernels)
+    return _contents_of_trees(trees, kernels)
 
 
 def differences(before: Pack, after: Pack) -> Iterator[str]:
@@ -229,7 +231,9 @@ def differences(before: Pack, after: Pack) -> Iterator[str]:
             yield f"! kernel {new_kernel.name} {digest[:12]}: different bytes under the same digest"
 
 
-def _with_trees(trees: Iterable[codec.Tree], kernels: Mapping[str, PackedKernel]) -> Contents:
+def _contents_of_trees(
+    trees: Iterable[codec.Tree], kernels: Mapping[str, PackedKernel]
+) -> Contents:
     """Return a pack's contents with one file for each function, version and GPU model."""
     files: dict[str, list[codec.Tree]] = {}
     for tree in trees:

@@ -21,8 +21,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from triton_dist._tuning.store.disk import expanded, names_in, read_bytes
-from triton_dist._tuning.store.layout import is_ours, read_record
+from triton_dist._tuning.store.disk import expand_home, names_in, read_bytes
+from triton_dist._tuning.store.layout import is_tuner_file, read_record
 from triton_dist._tuning.values import SCHEMA, Key, StoredRecord, TuningRecord, codec
 from triton_dist._warn import warn
 from triton_dist.errors import CacheWarning, NewerSchema
@@ -39,7 +39,7 @@ class ReadOnlyStore:
     """
 
     def __init__(self, root: Path) -> None:
-        self.root = expanded(root) / "autotune"
+        self.root = expand_home(root) / "autotune"
         self._parsed: dict[Path, tuple[tuple[int, int], TuningRecord]] = {}
         """By path: modification time and inode of the file, and the record in it."""
         self._warned: set[Path] = set()
@@ -58,7 +58,7 @@ class ReadOnlyStore:
         return self.root / name
 
     def find(self, key: Key) -> Iterator[StoredRecord]:
-        for path in self._candidates(key):
+        for path in self._candidate_paths(key):
             record = self._read(path, key)
             if record is not None:
                 yield StoredRecord(record, str(path))
@@ -72,11 +72,11 @@ class ReadOnlyStore:
         for folder in folders:
             for name in self._names_in(self.root / folder):
                 path = self.root / folder / name
-                record = self._unchanged(path) if name.endswith(".json") else None
+                record = self._read_if_changed(path) if name.endswith(".json") else None
                 if record is not None:
                     yield StoredRecord(record, str(path))
 
-    def _unchanged(self, path: Path) -> TuningRecord | None:
+    def _read_if_changed(self, path: Path) -> TuningRecord | None:
         """Return the record in ``path``. Parse the file only if it changed since the last call."""
         try:
             status = path.stat()
@@ -91,7 +91,7 @@ class ReadOnlyStore:
             self._parsed[path] = state, record
         return record
 
-    def _candidates(self, key: Key) -> Iterator[Path]:
+    def _candidate_paths(self, key: Key) -> Iterator[Path]:
         """Yield the paths that may have a record of ``key``.
 
         First is the path with an equal origin, last the path in the first format (schema 1).
@@ -110,7 +110,7 @@ class ReadOnlyStore:
         except OSError as error:
             # Ignore files of other programs next to the folders of functions.
             if folder == self.root or not isinstance(error, NotADirectoryError):
-                self._report_refusal("read", folder, f"cannot be read: {error}")
+                self._report_io_error("read", folder, f"cannot be read: {error}")
             return []
 
     def _read(self, path: Path, key: Key | None = None) -> TuningRecord | None:
@@ -124,20 +124,20 @@ class ReadOnlyStore:
             self._warn(path, f"is not used: {error}")
             return None
         except OSError as error:
-            self._report_refusal("read", path, f"cannot be read: {error}")
+            self._report_io_error("read", path, f"cannot be read: {error}")
             return None
         except ValueError as error:
-            if is_ours(path.name):  # ignore files of other programs
-                self._damaged(path, f"it is damaged ({error!s})")
+            if is_tuner_file(path.name):  # ignore files of other programs
+                self._report_damaged(path, f"it is damaged ({error!s})")
             return None
         if key is None or record.key == key:
             return record
         if record.key == Key(key.full_name, key.text, key.hardware):  # the key in schema 1
             return dataclasses.replace(record, key=key)
-        self._damaged(path, f"it is the record of another key, {record.key.text}")
+        self._report_damaged(path, f"it is the record of another key, {record.key.text}")
         return None
 
-    def _damaged(self, path: Path, reason: str) -> None:
+    def _report_damaged(self, path: Path, reason: str) -> None:
         self._warn(path, f"is not used: {reason}. Delete it or replace it")
 
     def _warn(self, path: Path, what: str) -> None:
@@ -146,7 +146,7 @@ class ReadOnlyStore:
             self._warned.add(path)
             warn(f"tuning record {path} {what}", CacheWarning)
 
-    def _report_refusal(self, operation: str, path: Path, what: str) -> None:
+    def _report_io_error(self, operation: str, path: Path, what: str) -> None:
         """Report that the file system refused an access: ``operation`` is "read" or "write".
 
         Usually all files of a folder are refused. Therefore only the first error of each operation

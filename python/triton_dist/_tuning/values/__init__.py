@@ -3,17 +3,23 @@
 The modules import neither torch nor Triton, and read no files or clocks.
 """
 
-from triton_dist._tuning.values.config import Config, ConfigSpace, FixedSpace, Pruned, numbered
+from triton_dist._tuning.values.config import (
+    Config,
+    ConfigSpace,
+    PrunedConfig,
+    RemainingSpace,
+    numbered,
+)
 from triton_dist._tuning.values.fingerprint import (
-    DIFFERS,
+    DIFFERS_BY_RANK,
     Difference,
     Fingerprint,
     ShippedFingerprint,
-    with_common_constants,
+    with_equal_bound_constants,
 )
 from triton_dist._tuning.values.key import (
+    FunctionIdentity,
     Key,
-    Origin,
     bucket,
     original,
     qualified_name,
@@ -30,7 +36,7 @@ from triton_dist._tuning.values.outcome import (
 )
 from triton_dist._tuning.values.pack import PACK_FORMAT, merge, pack, unpack
 from triton_dist._tuning.values.policy import Policy
-from triton_dist._tuning.values.product import Candidates, Point, Product, Unlisted
+from triton_dist._tuning.values.product import Candidates, Point, Product, UnlistedCandidates
 from triton_dist._tuning.values.record import (
     SCHEMA,
     StoredRecord,

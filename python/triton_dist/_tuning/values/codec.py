@@ -45,32 +45,32 @@ def encode(value: object, with_bound_values: bool = True) -> Tree:
     if isinstance(value, enum.Enum):
         # A combination of flags has no name, but always has a value.
         return {
-            "enum": _name_of(kind),
+            "enum": _qualified_name(kind),
             "value" if isinstance(value, enum.Flag) else "name": encode(value.value)
             if isinstance(value, enum.Flag)
             else value.name,
         }
-    inner = functools.partial(encode, with_bound_values=with_bound_values)
+    encode_item = functools.partial(encode, with_bound_values=with_bound_values)
     if kind is list:
-        return [inner(item) for item in value]  # type: ignore[attr-defined]
+        return [encode_item(item) for item in value]  # type: ignore[attr-defined]
     if isinstance(value, tuple):
-        return _encode_tuple(value, inner)
+        return _encode_tuple(value, encode_item)
     if kind is dict:
-        pairs = [[inner(name), inner(item)] for name, item in value.items()]  # type: ignore[attr-defined]
-        return {"dict": sorted(pairs, key=text)}
+        pairs = [[encode_item(name), encode_item(item)] for name, item in value.items()]  # type: ignore[attr-defined]
+        return {"dict": sorted(pairs, key=to_json)}
     if kind in (set, frozenset):
-        return {kind.__name__: sorted((inner(item) for item in value), key=text)}  # type: ignore[attr-defined]
+        return {kind.__name__: sorted((encode_item(item) for item in value), key=to_json)}  # type: ignore[attr-defined]
     if kind is bytes:
         return {"bytes": value.hex()}  # type: ignore[attr-defined]
     if kind is complex:
         return {"complex": repr(value)}
     if is_triton_config(value):
-        return _encode_triton_config(value, inner)
+        return _encode_triton_config(value, encode_item)
     if isinstance(value, type):
-        return {"class": _name_of(value)}
+        return {"class": _qualified_name(value)}
     if dataclasses.is_dataclass(value) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        fields = {f.name: inner(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return {"dataclass": _name_of(kind), "fields": fields}
+        fields = {f.name: encode_item(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"dataclass": _qualified_name(kind), "fields": fields}
     if kind is range:
         return {"range": _range(value)}  # type: ignore[arg-type]
     if kind.__module__ == "torch" and kind.__name__ in _TORCH_TYPES:
@@ -82,18 +82,19 @@ def encode(value: object, with_bound_values: bool = True) -> Tree:
         and hasattr(value, "item")
         and getattr(value, "shape", None) == ()
     ):
-        return inner(value.item())
+        return encode_item(value.item())
     if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
         return _encode_function(value, with_bound_values)
     if is_triton_kernel(value):
         return {"kernel": _encode_function(value.fn, with_bound_values)}  # type: ignore[attr-defined]
     if kind is functools.partial and not with_bound_values:
-        keywords = inner(value.keywords)  # type: ignore[attr-defined]
-        return {"partial": [inner(value.func), *map(inner, value.args)], "keywords": keywords}  # type: ignore[attr-defined]
+        keywords = encode_item(value.keywords)  # type: ignore[attr-defined]
+        arguments = [encode_item(value.func), *map(encode_item, value.args)]  # type: ignore[attr-defined]
+        return {"partial": arguments, "keywords": keywords}
     raise TypeError(f"{value!r} of type {kind.__module__}.{kind.__qualname__} has no stable text")
 
 
-def is_exact(value: object, with_bound_values: bool = True) -> bool:
+def is_encodable(value: object, with_bound_values: bool = True) -> bool:
     """Return whether :func:`encode` accepts ``value``."""
     try:
         encode(value, with_bound_values)
@@ -123,7 +124,7 @@ def _finite(number_text: str) -> float:
     return value
 
 
-def text(tree: Tree) -> str:
+def to_json(tree: Tree) -> str:
     """Return ``tree`` as compact ASCII JSON, with the names of objects in their present order."""
     return json.dumps(tree, separators=(",", ":"), allow_nan=False)
 
@@ -167,30 +168,30 @@ def _range(value: range) -> list[int]:
     return [value.start, value[-1] + value.step, value.step]
 
 
-def _encode_tuple(value: tuple[Any, ...], inner: Callable[[object], Tree]) -> Tree:
-    items = [inner(item) for item in value]
+def _encode_tuple(value: tuple[Any, ...], encode_item: Callable[[object], Tree]) -> Tree:
+    items = [encode_item(item) for item in value]
     kind = type(value)
     if hasattr(kind, "_fields"):
-        return {"namedtuple": _name_of(kind), "items": items}
+        return {"namedtuple": _qualified_name(kind), "items": items}
     if kind is tuple or (kind.__module__, kind.__name__) == ("torch", "Size"):
         return {"tuple": items}
     raise TypeError(f"{value!r} of type {kind.__module__}.{kind.__qualname__} has no stable text")
 
 
-def _encode_triton_config(value: Any, inner: Callable[[object], Tree]) -> Tree:
+def _encode_triton_config(value: Any, encode_item: Callable[[object], Tree]) -> Tree:
     """Encode the meta-parameters of a ``triton.Config``, then its options.
 
     Options that are ``None`` are left out, because newer Triton versions add such options.
     """
     options = {name: option for name, option in sorted(vars(value).items()) if option is not None}
-    meta = {str(name): inner(item) for name, item in options.pop("kwargs").items()}
-    return {"triton.Config": meta} | {name: inner(option) for name, option in options.items()}
+    meta = {str(name): encode_item(item) for name, item in options.pop("kwargs").items()}
+    return {"triton.Config": meta} | {name: encode_item(option) for name, option in options.items()}
 
 
 def _encode_function(value: Any, with_bound_values: bool) -> Tree:
     """Encode a function by its name. For a lambda or an inner function, add a digest of its code,
     and of its closure cells if ``with_bound_values``."""
-    tree = {"function": _name_of(value)}
+    tree = {"function": _qualified_name(value)}
     code = getattr(value, "__code__", None)
     if code is not None and "<" in value.__qualname__:
         closure = (value.__closure__ or ()) if with_bound_values else ()
@@ -223,7 +224,7 @@ def encode_code(code: types.CodeType) -> list[Tree]:
     return [code.co_code.hex(), constants, list(code.co_names)]
 
 
-def _name_of(item: Any) -> str:
+def _qualified_name(item: Any) -> str:
     return f"{item.__module__}:{item.__qualname__}"
 
 

@@ -83,7 +83,7 @@ class Config(Mapping[str, Any]):
         Values of containers, functions of Triton kernels and the pre-hook of a ``triton.Config``
         are included.
         """
-        for each in _parts(self._values.values()):
+        for each in _flattened(self._values.values()):
             if isinstance(each, types.FunctionType):
                 yield each
             elif codec.is_triton_kernel(each):
@@ -91,27 +91,27 @@ class Config(Mapping[str, Any]):
 
     def classes(self) -> Iterator[type]:
         """Yield the classes among the values, and the classes of enum and dataclass values."""
-        for each in _parts(self._values.values()):
+        for each in _flattened(self._values.values()):
             if isinstance(each, type):
                 yield each
             elif isinstance(each, enum.Enum) or dataclasses.is_dataclass(each):
                 yield type(each)
 
 
-def _parts(values: Iterable[Any]) -> Iterator[Any]:
+def _flattened(values: Iterable[Any]) -> Iterator[Any]:
     """Yield ``values``. Replace each container and ``triton.Config`` by its contents."""
     for value in values:
         if codec.is_triton_config(value):
-            yield from _parts(vars(value).values())
+            yield from _flattened(vars(value).values())
         elif isinstance(value, Mapping):
-            yield from _parts(value.values())
+            yield from _flattened(value.values())
         elif isinstance(value, (tuple, list, set, frozenset)):
-            yield from _parts(value)
+            yield from _flattened(value)
         elif isinstance(value, functools.partial):
-            yield from _parts((value.func, value.args, value.keywords))
+            yield from _flattened((value.func, value.args, value.keywords))
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             yield value
-            yield from _parts(getattr(value, f.name, None) for f in dataclasses.fields(value))
+            yield from _flattened(getattr(value, f.name, None) for f in dataclasses.fields(value))
         else:
             yield value
 
@@ -135,7 +135,7 @@ def _encode(name: str, value: object) -> codec.Tree:
         return codec.encode(value, with_bound_values=False)
     except TypeError as error:
         if codec.is_triton_config(value):
-            _check_parts(name, value)
+            _check_fields(name, value)
         shown = repr(value)
         if " at 0x" in shown:  # the default repr, which differs between processes
             raise InvalidArgument(
@@ -149,7 +149,7 @@ def _encode(name: str, value: object) -> codec.Tree:
         return {"object": shown}
 
 
-def _check_parts(name: str, config: Any) -> None:
+def _check_fields(name: str, config: Any) -> None:
     """Raise ``InvalidArgument`` for the first field of a ``triton.Config`` without stable text."""
     for part, value in {**vars(config), **config.kwargs}.items():
         if part != "kwargs":
@@ -158,7 +158,7 @@ def _check_parts(name: str, config: Any) -> None:
 
 def _are_equal(one: Any, other: Any) -> bool:
     """Return whether two values with equal text are equal; ``False`` if comparing them raises."""
-    if one is other or codec.is_exact(one, with_bound_values=False):
+    if one is other or codec.is_encodable(one, with_bound_values=False):
         return True
     try:
         equal = one == other
@@ -183,11 +183,11 @@ def numbered(configs: Iterable[Config]) -> list[Config]:
 
 def _closures(config: Config) -> list[Any]:
     """Return the functions in ``config``, encoded with the values in their closures if possible."""
-    return [codec.encode(f) if codec.is_exact(f) else f for f in config.functions()]
+    return [codec.encode(f) if codec.is_encodable(f) else f for f in config.functions()]
 
 
 @dataclass(frozen=True)
-class Pruned:
+class PrunedConfig:
     """A config that ``prune_fn`` rejected."""
 
     config: Config
@@ -220,13 +220,13 @@ class ConfigSpace(Sequence[Config]):
         self._source = source
 
     @property
-    def maker(self) -> Callable[[], Iterable[Mapping[str, Any]]] | None:
+    def config_fn(self) -> Callable[[], Iterable[Mapping[str, Any]]] | None:
         """The callable that returns the configs; ``None`` if the space was given as a list."""
         return self._source if callable(self._source) else None
 
     @functools.cached_property
     def _configs(self) -> tuple[Config, ...]:
-        candidates: object = self._source if self.maker is None else self.maker()
+        candidates: object = self._source if self.config_fn is None else self.config_fn()
         if not isinstance(candidates, Iterable):
             expected = "dicts of keyword arguments"
             raise InvalidArgument("autotune", "the result of config_space", candidates, expected)
@@ -297,7 +297,7 @@ class ConfigSpace(Sequence[Config]):
 
     def without(self, fixed: Config) -> ConfigSpace:
         """Return the space that remains when the caller passes the values in ``fixed``."""
-        space = FixedSpace(
+        space = RemainingSpace(
             [{name: value for name, value in c.items() if name not in fixed} for c in self]
         )
         space.fixed = fixed
@@ -305,35 +305,35 @@ class ConfigSpace(Sequence[Config]):
 
     def prune(
         self, prune_fn: Callable[..., object] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Any, list[Pruned]]:
+    ) -> tuple[Any, list[PrunedConfig]]:
         """Return the configs for which ``prune_fn(config, *args, **kwargs)`` is true, and the
         other configs."""
         if prune_fn is None:
             return list(self._configs), []
         kept: list[Config] = []
-        pruned: list[Pruned] = []
+        pruned: list[PrunedConfig] = []
         for config in self._configs:
             if prune_fn(config, *args, **kwargs):
                 kept.append(config)
             else:
-                pruned.append(Pruned(config, reason_of(prune_fn)))
+                pruned.append(PrunedConfig(config, prune_reason(prune_fn)))
         return kept, pruned
 
 
-class FixedSpace(ConfigSpace):
+class RemainingSpace(ConfigSpace):
     """Space that remains when the caller passes ``fixed``. ``prune_fn`` gets complete configs."""
 
     fixed: Config
 
     def prune(
         self, prune_fn: Callable[..., object] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Any, list[Pruned]]:
+    ) -> tuple[Any, list[PrunedConfig]]:
         others = {name: value for name, value in kwargs.items() if name not in self.fixed}
-        prune_fn = prune_fn and on_complete_configs(prune_fn, self.fixed)
+        prune_fn = prune_fn and with_fixed_arguments(prune_fn, self.fixed)
         return super().prune(prune_fn, args, others)
 
 
-def on_complete_configs(function: Callable[..., object], fixed: Config) -> Callable[..., object]:
+def with_fixed_arguments(function: Callable[..., object], fixed: Config) -> Callable[..., object]:
     """Return ``function``, called with ``fixed`` added to each config."""
 
     @functools.wraps(function)
@@ -343,6 +343,6 @@ def on_complete_configs(function: Callable[..., object], fixed: Config) -> Calla
     return with_fixed
 
 
-def reason_of(prune_fn: Callable[..., object] | None) -> str:
+def prune_reason(prune_fn: Callable[..., object] | None) -> str:
     """Return the reason recorded for a config that ``prune_fn`` rejects."""
     return f"{getattr(prune_fn, '__name__', repr(prune_fn))} dropped it"

@@ -27,7 +27,7 @@ class Difference(NamedTuple):
     as a further difference."""
 
 
-DIFFERS = "differs by rank"
+DIFFERS_BY_RANK = "differs by rank"
 """Reason in :attr:`Fingerprint.uncounted` for a bound value that differs between ranks."""
 
 _DEFAULT_SETTING = "TRITON_DEFAULT_FP_FUSION=true"
@@ -61,12 +61,12 @@ class Fingerprint:
     uncounted: Mapping[str, str] = field(default_factory=dict)
     """Constants that are not compared, with the reason for each."""
 
-    def compare(self, now: Fingerprint) -> Iterator[Difference]:
-        """Yield the differences between this recorded fingerprint and ``now``."""
-        constants = list(self._compare_constants(now))
+    def compare(self, present: Fingerprint) -> Iterator[Difference]:
+        """Yield the differences between this recorded fingerprint and ``present``."""
+        constants = list(self._compare_constants(present))
         changed_constants = {each.constant for each in constants}
         for group in fields(self):
-            before, after = getattr(self, group.name), getattr(now, group.name)
+            before, after = getattr(self, group.name), getattr(present, group.name)
             if isinstance(before, str) or group.name in _CONSTANTS:
                 continue
             for name in sorted(before.keys() | after.keys()):
@@ -80,17 +80,17 @@ class Fingerprint:
                     )
                     yield Difference(_sentence(group.name, name, old, new), is_patch_level)
         yield from constants
-        yield from self._compare_version(now)
-        if self.space != now.space:
+        yield from self._compare_version(present)
+        if self.space != present.space:
             yield Difference(
-                f"config space: its digest was {self.space}, is {now.space}; the configs, their "
-                "order, prune_fn, check_fn, reset_fn or restore changed",
+                f"config space: its digest was {self.space}, is {present.space}; the configs, "
+                "their order, prune_fn, check_fn, reset_fn or restore changed",
                 False,
             )
 
-    def diff(self, now: Fingerprint) -> list[str]:
+    def diff(self, present: Fingerprint) -> list[str]:
         """Return one sentence per difference. Each sentence has the name and both values."""
-        return [difference.sentence for difference in self.compare(now)]
+        return [difference.sentence for difference in self.compare(present)]
 
     @property
     def settings(self) -> str:
@@ -118,17 +118,17 @@ class Fingerprint:
         exact = map(dict, (self.topology, self.policy, self.source, constants))
         return codec.digest(software, hardware, *exact, self.version, self.space)
 
-    def _compare_constants(self, now: Fingerprint) -> Iterator[Difference]:
-        before, after = self.constants, now.constants
-        uncounted = self.uncounted.keys() | now.uncounted.keys()
+    def _compare_constants(self, present: Fingerprint) -> Iterator[Difference]:
+        before, after = self.constants, present.constants
+        uncounted = self.uncounted.keys() | present.uncounted.keys()
         for name in sorted((before.keys() | after.keys()) - uncounted):
             old, new = before.get(name), after.get(name)
             if old != new:
                 yield Difference(_sentence("constant", name, old, new), False, name)
 
-    def _compare_version(self, now: Fingerprint) -> Iterator[Difference]:
-        if self.version != now.version:
-            old, new = (each.version or "not declared" for each in (self, now))
+    def _compare_version(self, present: Fingerprint) -> Iterator[Difference]:
+        if self.version != present.version:
+            old, new = (each.version or "not declared" for each in (self, present))
             yield Difference(f"version: the version of the function was {old}, is {new}", False)
 
 
@@ -138,8 +138,8 @@ class OlderFingerprint(Fingerprint):
     In these formats, digests of code were computed differently, so a comparison always differs.
     """
 
-    def compare(self, now: Fingerprint) -> Iterator[Difference]:
-        for difference in super().compare(now):
+    def compare(self, present: Fingerprint) -> Iterator[Difference]:
+        for difference in super().compare(present):
             is_about_code = difference.sentence.startswith(("source: ", "config space: "))
             if not (is_about_code or difference.constant):
                 yield difference
@@ -157,16 +157,16 @@ class ShippedFingerprint(Fingerprint):
     version changes. ``software`` has the versions used for tuning, for information only.
     """
 
-    def compare(self, now: Fingerprint) -> Iterator[Difference]:
+    def compare(self, present: Fingerprint) -> Iterator[Difference]:
         for group in ("hardware", "topology"):
-            after = getattr(now, group)
+            after = getattr(present, group)
             for name, old in sorted(getattr(self, group).items()):
                 if old != after.get(name):
                     yield Difference(_sentence(group, name, old, after.get(name)), False)
-        yield from self._compare_version(now)
+        yield from self._compare_version(present)
 
 
-def with_common_constants(fingerprints: Sequence[Fingerprint]) -> list[Fingerprint]:
+def with_equal_bound_constants(fingerprints: Sequence[Fingerprint]) -> list[Fingerprint]:
     """Return the fingerprints of all ranks, in order, with equal bound constants.
 
     A bound constant that differs between ranks becomes uncounted on all ranks.
@@ -178,7 +178,7 @@ def with_common_constants(fingerprints: Sequence[Fingerprint]) -> list[Fingerpri
         for name in sorted(bound)
         if name in first and all(other.get(name, "") == first[name] for other in others)
     }
-    uncounted = dict.fromkeys(sorted(bound - common.keys()), DIFFERS)
+    uncounted = dict.fromkeys(sorted(bound - common.keys()), DIFFERS_BY_RANK)
     for each in reversed(fingerprints):
         uncounted |= each.uncounted
     return [

@@ -20,7 +20,7 @@ from triton_dist._tuning.values.show import show
 from triton_dist.errors import InvalidArgument
 
 
-class Origin(NamedTuple):
+class FunctionIdentity(NamedTuple):
     """Names that identify the tuned function."""
 
     function: str
@@ -32,8 +32,8 @@ class Origin(NamedTuple):
     one module."""
 
     @classmethod
-    def of(cls, function: Callable[..., Any], tunables: Iterable[str]) -> Origin:
-        """Return the origin of ``function``, whose parameters ``tunables`` are tuned."""
+    def of(cls, function: Callable[..., Any], tunables: Iterable[str]) -> FunctionIdentity:
+        """Return the identity of ``function``, whose parameters ``tunables`` are tuned."""
         try:
             parameters = list(inspect.signature(function).parameters)
         except (TypeError, ValueError):  # builtins have no signature
@@ -41,9 +41,9 @@ class Origin(NamedTuple):
         signature = f"({', '.join(parameters)}) tunes {', '.join(sorted(tunables))}"
         return cls(qualified_name(function), _module_name(original(function).__module__), signature)
 
-    def with_distinction(self, which: str) -> Origin:
-        """Return this origin with ``which`` appended to the signature, to make it unique."""
-        return self._replace(signature=f"{self.signature}, {which}")
+    def with_suffix_in_signature(self, suffix: str) -> FunctionIdentity:
+        """Return this identity with ``suffix`` appended to the signature, to make it unique."""
+        return self._replace(signature=f"{self.signature}, {suffix}")
 
 
 def original(function: Any) -> Any:
@@ -76,7 +76,7 @@ class Key:
 
     function: str
     text: str
-    """Result of ``key_fn`` as JSON (:func:`codec.text`)."""
+    """Result of ``key_fn`` as JSON (:func:`codec.to_json`)."""
     hardware: str
     """Device type, GPU model, and size and placement of the group."""
     module: str = ""
@@ -89,15 +89,17 @@ class Key:
         return hash(self.digest)
 
     @classmethod
-    def of(cls, origin: Origin | str, value: object, hardware: str) -> Key:
+    def of(cls, identity: FunctionIdentity | str, value: object, hardware: str) -> Key:
         """Return the key for ``value``, a result of ``key_fn``.
 
         Raises:
             InvalidArgument: ``value`` contains a value without an exact text, such as a tensor.
         """
-        function, module, signature = Origin(origin) if isinstance(origin, str) else origin
+        function, module, signature = (
+            FunctionIdentity(identity) if isinstance(identity, str) else identity
+        )
         try:
-            return cls(function, codec.text(codec.encode(value)), hardware, module, signature)
+            return cls(function, codec.to_json(codec.encode(value)), hardware, module, signature)
         except TypeError as error:
             raise InvalidArgument(
                 function,

@@ -100,53 +100,53 @@ def read_outcome(tree: Mapping[str, Any]) -> Outcome:
     return Measurement(samples, int(tree["warmup"]), tree["reduction"])
 
 
-class TimesByRank(NamedTuple):
+class RankTimes(NamedTuple):
     """Summary of the samples of one config on each rank. Index n belongs to rank n."""
 
-    ms: tuple[float, ...]
+    medians_ms: tuple[float, ...]
     """Median of the rank's samples, in milliseconds."""
-    slowest: tuple[int, ...]
+    num_slowest: tuple[int, ...]
     """Number of samples in which the rank was the slowest. A tie counts for the lowest rank."""
 
     @classmethod
-    def of(cls, samples: Sequence[Sequence[float]]) -> TimesByRank:
+    def of(cls, samples: Sequence[Sequence[float]]) -> RankTimes:
         """Summarise ``samples``: one sequence of milliseconds per rank, in order of time."""
         slowest = [times.index(max(times)) for times in zip(*samples, strict=True)]
         medians = (round(statistics.median(each), 6) for each in samples)
         return cls(tuple(medians), tuple(map(slowest.count, range(len(samples)))))
 
     @classmethod
-    def from_tree(cls, tree: Mapping[str, Any]) -> TimesByRank:
+    def from_tree(cls, tree: Mapping[str, Any]) -> RankTimes:
         return cls(tuple(map(float, tree["ms"])), tuple(map(int, tree["slowest"])))
 
     def to_tree(self) -> dict[str, Any]:
-        return {"ms": list(self.ms), "slowest": list(self.slowest)}
+        return {"ms": list(self.medians_ms), "slowest": list(self.num_slowest)}
 
     def __str__(self) -> str:
         """Return a sentence with the slowest rank and the range of the medians."""
-        slowest = max(range(len(self.slowest)), key=self.slowest.__getitem__)
-        low, high = (pick(range(len(self.ms)), key=self.ms.__getitem__) for pick in (min, max))
+        ms, counts, ranks = self.medians_ms, self.num_slowest, range(len(self.medians_ms))
+        slowest = max(ranks, key=counts.__getitem__)
+        low, high = min(ranks, key=ms.__getitem__), max(ranks, key=ms.__getitem__)
         return (
-            f"rank {slowest} was the slowest in {self.slowest[slowest]} of {sum(self.slowest)} "
-            f"samples; medians from {self.ms[low]:.4f} ms (rank {low}) to {self.ms[high]:.4f} ms "
-            f"(rank {high})"
+            f"rank {slowest} was the slowest in {counts[slowest]} of {sum(counts)} samples; "
+            f"medians from {ms[low]:.4f} ms (rank {low}) to {ms[high]:.4f} ms (rank {high})"
         )
 
 
 @dataclass(frozen=True)
 class Request:
-    """Request of a search to take ``samples`` samples of ``config`` next.
+    """Request of a search to take ``num_samples`` samples of ``config`` next.
 
     If a search requests a config repeatedly, its samples are merged. A config is compiled, run
     once, and its result checked at the first request only.
     """
 
     config: Config
-    samples: int
+    num_samples: int
 
     def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise ValueError(f"a request needs at least 1 sample, got {self.samples}")
+        if self.num_samples < 1:
+            raise ValueError(f"a request needs at least 1 sample, got {self.num_samples}")
 
 
 @dataclass(frozen=True)
@@ -154,23 +154,23 @@ class LaunchStep:
     """One kernel launch with ``config`` during ``contextual_autotune``."""
 
     config: Config
-    timed: bool
+    is_timed: bool
 
 
 @dataclass(frozen=True)
 class JournalEntry:
     """One request of a tuning and its outcome, as written to the journal on disk."""
 
-    n: int
+    index: int
     """Index of the request, from 0."""
-    config: str
-    samples: int
+    config_digest: str
+    num_samples: int
     outcome: Outcome
     seconds: float
     """Seconds of tuning until the outcome, without interruptions."""
 
     def to_tree(self) -> dict[str, Any]:
-        request = {"n": self.n, "config": self.config, "asked": self.samples}
+        request = {"n": self.index, "config": self.config_digest, "asked": self.num_samples}
         return {**request, "seconds": round(self.seconds, 3), **outcome_tree(self.outcome)}
 
     @classmethod

@@ -49,7 +49,7 @@ def merge(trees: Sequence[codec.Tree]) -> codec.Tree:
     pack_fields = {name: trees[0][name] for name in _PACK_FIELDS}
     latest: dict[tuple[str, str], _Result] = {}
     for result in sorted((each for tree in trees for each in _results(tree)), key=_Result.age_key):
-        latest[result.group["hardware_group"], codec.text(result.result["key"])] = result
+        latest[result.group["hardware_group"], codec.to_json(result.result["key"])] = result
     return _assembled(pack_fields, latest.values())
 
 
@@ -96,7 +96,7 @@ class _Result:
 
     def file_key(self) -> tuple[Any, ...]:
         """Return a sort key: by hardware, then by key with numbers in numeric order."""
-        parts = re.split(r"(\d+)", codec.text(self.result["key"]))
+        parts = re.split(r"(\d+)", codec.to_json(self.result["key"]))
         key = [int(part) if i % 2 else part for i, part in enumerate(parts)]
         return self.group["hardware_group"], key
 
@@ -114,7 +114,7 @@ def _assembled(pack_fields: Mapping[str, codec.Tree], results: Iterable[_Result]
     groups: dict[str, codec.Tree] = {}
     for each in sorted(results, key=_Result.file_key):
         configs |= each.configs
-        group = groups.setdefault(codec.text(each.group), {**each.group, "results": []})
+        group = groups.setdefault(codec.to_json(each.group), {**each.group, "results": []})
         group["results"].append(each.result)
     tree = {
         "pack": PACK_FORMAT,
@@ -185,7 +185,7 @@ def _record(
     return TuningRecord(
         key=Key(
             function=str(tree["function"]),
-            text=codec.text(result["key"]),
+            text=codec.to_json(result["key"]),
             hardware=str(group["hardware_group"]),
             module=str(tree["module"]),
         ),

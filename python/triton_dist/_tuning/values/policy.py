@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from triton_dist._tuning.values.product import Candidates, Unlisted
+from triton_dist._tuning.values.product import Candidates, UnlistedCandidates
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class Policy:
     candidate, which the host waits for, is additional."""
     repeat: int = 10
     """Samples of each candidate. In a race: maximum samples of a finalist in the final."""
-    tie_break: int = 0
+    max_extra_samples: int = 0
     """In a race: samples beyond ``repeat`` of finalists whose difference is within noise. Not part
     of the fingerprint: it changes the certainty of a result, not its meaning."""
     rounds: tuple[int, ...] = (1, 2, 5)
@@ -68,10 +68,10 @@ class Policy:
 
     def is_model_based(self, candidates: Candidates) -> bool:
         """Return whether a model of the measured times selects the candidates to try."""
-        many = isinstance(candidates, Unlisted) or len(candidates) > _MAX_RACED_PER_TRY * (
-            self.tries or 0
-        )
-        return self.search in MODEL_SEARCHES or (self.search == "auto" and many)
+        if self.search != "auto":
+            return self.search in MODEL_SEARCHES
+        max_raced = _MAX_RACED_PER_TRY * (self.tries or 0)
+        return isinstance(candidates, UnlistedCandidates) or len(candidates) > max_raced
 
     def max_tried(self, number: int) -> int:
         """Return the maximum number of candidates tried out of ``number``.
@@ -123,7 +123,7 @@ class Policy:
         return cls(
             warmup=max(warmup, 1) if timing == "graph" else warmup,
             repeat=4 if few_runs else 10,
-            tie_break=0 if few_runs else 60,
+            max_extra_samples=0 if few_runs else 60,
             rounds=(2,) if few_runs else (1, 2, 5),
             timing=timing,
             search=search,
@@ -134,5 +134,5 @@ class Policy:
 
     def fingerprint_fields(self) -> Mapping[str, str]:
         """Return the fields that are part of the fingerprint, as text."""
-        fields = {name: value for name, value in vars(self).items() if name != "tie_break"}
+        fields = {name: value for name, value in vars(self).items() if name != "max_extra_samples"}
         return {name: str(value) for name, value in fields.items() if value is not None}

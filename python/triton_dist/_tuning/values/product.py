@@ -14,14 +14,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from triton_dist._tuning.values import codec
-from triton_dist._tuning.values.config import Config, ConfigSpace, FixedSpace, Pruned, reason_of
+from triton_dist._tuning.values.config import (
+    Config,
+    ConfigSpace,
+    PrunedConfig,
+    RemainingSpace,
+    prune_reason,
+)
 from triton_dist.errors import InvalidArgument
 
 Point = tuple[int, ...]
 """For each parameter, the index of the chosen value in the parameter's values."""
 _MAX_LISTED = 2000
 """Maximum number of combinations of a product whose configs are listed, as in any other space."""
-_MAX_CHECKED = 1_000_000
+_MAX_CHECKED_FOR_DEFAULT = 1_000_000
 """Maximum number of combinations for which ``where`` is called to find the default."""
 
 
@@ -48,14 +54,14 @@ class Product(ConfigSpace):
         parameters: Mapping[str, Iterable[Any]],
         where: Callable[[Mapping[str, Any]], object] | None = None,
     ) -> None:
-        super().__init__(self._combinations)
+        super().__init__(self._kept_combinations)
         if not isinstance(parameters, Mapping) or not parameters:
             raise InvalidArgument("Product", "parameters", parameters, "values by name")
         if where is not None and not callable(where):
             raise InvalidArgument("Product", "where", where, "a function of a dict, or None")
         self.values = {name: _listed(name, values) for name, values in parameters.items()}
         self.where = where
-        self._indices = {name: _indices(name, values) for name, values in self.values.items()}
+        self._indices = {name: _index_by_text(name, values) for name, values in self.values.items()}
 
     def __len__(self) -> int:
         """Return the number of combinations, including those that ``where`` rejects."""
@@ -74,34 +80,34 @@ class Product(ConfigSpace):
         for values in reversed(self.values.values()):
             index, value_index = divmod(index, len(values))
             point.append(value_index)
-        return self.config(tuple(point[::-1]))
+        return self.config_at(tuple(point[::-1]))
 
     def __iter__(self) -> Iterator[Config]:
-        return map(Config, self._combinations())
+        return map(Config, self._kept_combinations())
 
-    def config(self, point: Point) -> Config:
-        return Config(self.value(point))
+    def config_at(self, point: Point) -> Config:
+        return Config(self.values_at(point))
 
-    def value(self, point: Point) -> dict[str, Any]:
+    def values_at(self, point: Point) -> dict[str, Any]:
         pairs = zip(self.values.items(), point, strict=True)
         return {name: values[index] for (name, values), index in pairs}
 
-    def has(self, point: Point) -> bool:
+    def has_point(self, point: Point) -> bool:
         """Return whether ``where`` keeps the combination at ``point``."""
-        return self.where is None or bool(self.where(self.value(point)))
+        return self.where is None or bool(self.where(self.values_at(point)))
 
-    def point(self, config: Config) -> Point | None:
+    def point_of(self, config: Config) -> Point | None:
         """Return the point of ``config``; ``None`` if it is not a combination of these values."""
-        return self._point(config.tree)
+        return self._point_of_tree(config.tree)
 
-    def _point(self, tree: codec.Tree) -> Point | None:
+    def _point_of_tree(self, tree: codec.Tree) -> Point | None:
         if not isinstance(tree, dict) or tree.keys() != self._indices.keys():
             return None
-        indices = [self._indices[name].get(codec.text(tree[name])) for name in self._indices]
+        indices = [self._indices[name].get(codec.to_json(tree[name])) for name in self._indices]
         return None if None in indices else tuple(indices)  # type: ignore[arg-type]
 
     def index_of(self, config: Config) -> int:
-        point = self.point(config)
+        point = self.point_of(config)
         if point is None:
             raise LookupError(f"{config} is not a combination of this product")
         index = 0
@@ -110,18 +116,18 @@ class Product(ConfigSpace):
         return index
 
     def find(self, config_digest: str, tree: codec.Tree = None) -> Config | None:
-        point = self._point(tree)
-        if point is None or not self.has(point):
+        point = self._point_of_tree(tree)
+        if point is None or not self.has_point(point):
             return None
-        config = self.config(point)
+        config = self.config_at(point)
         return config if config.digest == config_digest else None
 
     @functools.cached_property
     def default(self) -> Config:
-        for values in itertools.islice(self._raw(), _MAX_CHECKED):
+        for values in itertools.islice(self._all_combinations(), _MAX_CHECKED_FOR_DEFAULT):
             if self.where is None or self.where(values):
                 return Config(values)
-        checked = min(len(self), _MAX_CHECKED)
+        checked = min(len(self), _MAX_CHECKED_FOR_DEFAULT)
         expected = f"a function that keeps at least one of the first {checked} combinations"
         raise InvalidArgument("Product", "where", self.where, expected)
 
@@ -156,37 +162,37 @@ class Product(ConfigSpace):
 
     def prune(
         self, prune_fn: Callable[..., object] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Sequence[Config] | Unlisted, list[Pruned]]:
+    ) -> tuple[Sequence[Config] | UnlistedCandidates, list[PrunedConfig]]:
         """Return the configs that ``prune_fn`` keeps, and the pruned configs.
 
-        If the product is too large to list, return :class:`Unlisted` and no pruned configs.
-        :class:`Unlisted` calls ``prune_fn`` only for the configs that the search selects.
+        If the product is too large to list, return :class:`UnlistedCandidates` and no pruned
+        configs. They call ``prune_fn`` only for the configs that the search selects.
         """
         if self.is_listed:
             return super().prune(prune_fn, args, kwargs)
-        return Unlisted(self, prune_fn, args, kwargs), []
+        return UnlistedCandidates(self, prune_fn, args, kwargs), []
 
-    def _combinations(self) -> Iterator[dict[str, Any]]:
-        return (each for each in self._raw() if self.where is None or self.where(each))
+    def _kept_combinations(self) -> Iterator[dict[str, Any]]:
+        return (each for each in self._all_combinations() if self.where is None or self.where(each))
 
-    def _raw(self) -> Iterator[dict[str, Any]]:
+    def _all_combinations(self) -> Iterator[dict[str, Any]]:
         names = tuple(self.values)
         return (
             dict(zip(names, each, strict=True)) for each in itertools.product(*self.values.values())
         )
 
 
-class _RemainingProduct(FixedSpace, Product):
+class _RemainingProduct(RemainingSpace, Product):
     """Product of the parameters that are left when the caller passes the values of others."""
 
 
-class Unlisted:
+class UnlistedCandidates:
     """Candidates of one call if there are too many to list.
 
     ``prune_fn`` is called only for configs that are looked up.
 
     Attributes:
-        dropped: number of configs that ``prune_fn`` rejected so far, by reason.
+        num_pruned_by_reason: number of configs that ``prune_fn`` rejected so far, by reason.
     """
 
     def __init__(
@@ -198,7 +204,7 @@ class Unlisted:
     ) -> None:
         self.product = product
         self._prune_fn, self._args, self._kwargs = prune_fn, args, kwargs
-        self.dropped: Counter[str] = Counter()
+        self.num_pruned_by_reason: Counter[str] = Counter()
 
     def __len__(self) -> int:
         """Return the number of combinations, including rejected combinations."""
@@ -207,15 +213,15 @@ class Unlisted:
     def __contains__(self, config: object) -> bool:
         return isinstance(config, Config) and config in self.product and self._keeps(config)
 
-    def config(self, point: Point) -> Config | None:
+    def config_at(self, point: Point) -> Config | None:
         """Return the config at ``point``; ``None`` if ``prune_fn`` rejects it.
 
         ``where`` must keep the combination at ``point``.
         """
-        config = self.product.config(point)
+        config = self.product.config_at(point)
         if self._keeps(config):
             return config
-        self.dropped[reason_of(self._prune_fn)] += 1
+        self.num_pruned_by_reason[prune_reason(self._prune_fn)] += 1
         return None
 
     def _keeps(self, config: Config) -> bool:
@@ -223,7 +229,7 @@ class Unlisted:
         return prune_fn is None or bool(prune_fn(config, *self._args, **self._kwargs))
 
 
-Candidates = Sequence[Config] | Unlisted
+Candidates = Sequence[Config] | UnlistedCandidates
 """The configs that a search may try in one tuning."""
 
 
@@ -233,10 +239,10 @@ def _listed(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def _indices(name: str, values: Sequence[Any]) -> dict[str, int]:
+def _index_by_text(name: str, values: Sequence[Any]) -> dict[str, int]:
     """Return the index of each value of a parameter, by the text of the value."""
     indices = {
-        codec.text(Config({name: value}).tree[name]): index for index, value in enumerate(values)
+        codec.to_json(Config({name: value}).tree[name]): index for index, value in enumerate(values)
     }
     if len(indices) < max(len(values), 1):
         wanted = "at least one value, and no two values with equal text"

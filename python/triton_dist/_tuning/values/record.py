@@ -21,7 +21,7 @@ from triton_dist._tuning.values.outcome import (
     UNREADABLE,
     Measurement,
     Outcome,
-    TimesByRank,
+    RankTimes,
     outcome_tree,
     read_number,
     read_outcome,
@@ -71,9 +71,9 @@ class TuningRecord:
     measured_sizes: tuple[int, ...] = ()
     """Sizes of the measured call. Empty if they equal the sizes in the key. A size in the key is
     the largest size of the range for which the result is used."""
-    dropped: Mapping[str, int] = field(default_factory=dict)
+    num_pruned_by_reason: Mapping[str, int] = field(default_factory=dict)
     """If the space is too large to list: number of pruned configs, by reason."""
-    by_rank: Mapping[str, TimesByRank] = field(default_factory=dict)
+    times_by_rank: Mapping[str, RankTimes] = field(default_factory=dict)
     """Times of each rank, by digest of the config. Only for the configs with the most samples."""
 
     def __getattr__(self, name: str) -> Any:
@@ -99,12 +99,14 @@ class TuningRecord:
         index = winner([trial.outcome for trial in self.trials], indifference)
         if index is None:
             causes = {str(trial): str(trial.outcome) for trial in self.trials}
-            causes |= {f"{count} configs": reason for reason, count in self.dropped.items()}
+            causes |= {
+                f"{count} configs": reason for reason, count in self.num_pruned_by_reason.items()
+            }
             raise NoValidConfig(self.key.full_name, self.key, causes)
         return self.trials[index]
 
     @property
-    def shipped(self) -> bool:
+    def is_shipped(self) -> bool:
         """True if the record was read from a pack (a file of shipped results). It has few trials,
         and fewer dependencies are compared."""
         return isinstance(self.fingerprint, ShippedFingerprint)
@@ -127,8 +129,8 @@ class TuningRecord:
         optional = {
             "warm_started_from": self.warm_started_from,
             "at": list(self.measured_sizes),
-            "dropped": dict(self.dropped),
-            "by_rank": {digest: times.to_tree() for digest, times in self.by_rank.items()},
+            "dropped": dict(self.num_pruned_by_reason),
+            "by_rank": {digest: times.to_tree() for digest, times in self.times_by_rank.items()},
         }
         return {
             "schema": 3 if isinstance(self.fingerprint, OlderFingerprint) else SCHEMA,
@@ -200,9 +202,9 @@ class StoredRecord(NamedTuple):
     location: str
     """Path of the record's file, or ``"memory"``."""
 
-    def has_function_of(self, key: Key) -> bool:
+    def is_of_function(self, key: Key) -> bool:
         """Return whether ``key`` has this function name and, for a shipped record, this module."""
-        recorded, shipped = self.record.key, self.record.shipped
+        recorded, shipped = self.record.key, self.record.is_shipped
         is_same_module = not shipped or recorded.module == key.module
         return recorded.function == key.function and is_same_module
 
@@ -240,7 +242,7 @@ def _from_schema_1(tree: Mapping[str, codec.Tree]) -> dict[str, codec.Tree]:
 def _from_tree_without_trials(tree: Mapping[str, codec.Tree]) -> dict[str, Any]:
     key = Key(
         function=str(tree["function"]),
-        text=codec.text(tree["key"]),
+        text=codec.to_json(tree["key"]),
         hardware=str(tree["hardware_group"]),
         module=str(tree["module"]),
         signature=str(tree["signature"]),
@@ -253,11 +255,13 @@ def _from_tree_without_trials(tree: Mapping[str, codec.Tree]) -> dict[str, Any]:
         "seconds": read_number(tree["seconds"]),
         "warm_started_from": str(tree.get("warm_started_from", "")),
         "measured_sizes": tuple(int(read_number(size)) for size in tree.get("at", ())),
-        "by_rank": {
-            str(digest): TimesByRank.from_tree(each)
+        "times_by_rank": {
+            str(digest): RankTimes.from_tree(each)
             for digest, each in tree.get("by_rank", {}).items()
         },
-        "dropped": {str(name): int(number) for name, number in tree.get("dropped", {}).items()},
+        "num_pruned_by_reason": {
+            str(name): int(number) for name, number in tree.get("dropped", {}).items()
+        },
     }
 
 
@@ -284,12 +288,14 @@ class Validity:
 
     reasons: tuple[str, ...]
     """Differences that make the record unusable. The record is valid if there are none."""
-    tolerated: tuple[str, ...] = ()
+    accepted: tuple[str, ...] = ()
     """Differences at patch level, which are accepted unless versions are checked strictly."""
 
 
-def validity(record: TuningRecord, now: Fingerprint, space: ConfigSpace, strict: bool) -> Validity:
-    """Compare ``record`` with the present fingerprint ``now`` and config space ``space``.
+def validity(
+    record: TuningRecord, present: Fingerprint, space: ConfigSpace, strict: bool
+) -> Validity:
+    """Compare ``record`` with the present fingerprint ``present`` and config space ``space``.
 
     The class of the recorded fingerprint decides what is compared. For a shipped record, less is
     compared than for a record that this machine tuned.
@@ -297,32 +303,32 @@ def validity(record: TuningRecord, now: Fingerprint, space: ConfigSpace, strict:
     Args:
         strict: reject differences at patch level (``TRITON_DIST_AUTOTUNE_VERSION_CHECK``).
     """
-    found = list(differences(record.fingerprint, now))
+    found = list(differences(record.fingerprint, present))
     reasons = [d.sentence for d in found if strict or not d.is_patch_level]
-    tolerated = [d.sentence for d in found if not strict and d.is_patch_level]
+    accepted = [d.sentence for d in found if not strict and d.is_patch_level]
     # For a shipped record, ``differences`` does not compare digests of the config space. Any other
     # record fails here only if its file was edited.
     best = record.best
     if not reasons and space.find(best.digest, best.config) is None:
         reasons = [f"config space: the winner {best} is not in it"]
-    return Validity(tuple(reasons), tuple(tolerated))
+    return Validity(tuple(reasons), tuple(accepted))
 
 
 _INTERPRETER = " (interpreter)"
 """Suffix of the recorded GPU name if kernels are interpreted."""
 
 
-def differences(recorded: Fingerprint, now: Fingerprint) -> Iterator[Difference]:
+def differences(recorded: Fingerprint, present: Fingerprint) -> Iterator[Difference]:
     """Yield the differences between a recorded fingerprint and the present one.
 
     If the GPU or the use of the interpreter differs, yield only this difference. It may cause all
     other differences, such as driver, libraries, code and config space.
     """
-    recorded_gpu, present_gpu = (each.hardware.get("gpu", "") for each in (recorded, now))
+    recorded_gpu, present_gpu = (each.hardware.get("gpu", "") for each in (recorded, present))
     if recorded_gpu == present_gpu:
-        yield from recorded.compare(now)
+        yield from recorded.compare(present)
     elif recorded_gpu.endswith(_INTERPRETER) == present_gpu.endswith(_INTERPRETER):
-        yield from (d for d in recorded.compare(now) if d.sentence.startswith("hardware: gpu "))
+        yield from (d for d in recorded.compare(present) if d.sentence.startswith("hardware: gpu "))
     elif recorded_gpu.removesuffix(_INTERPRETER) == present_gpu.removesuffix(_INTERPRETER):
         condition = (
             "with TRITON_INTERPRET=1, which is not set"

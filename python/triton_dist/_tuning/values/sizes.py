@@ -29,7 +29,7 @@ Rounding = Callable[[int], int]
 """Function that returns the largest size of the range that contains a size."""
 WavesFn = Callable[[Any, Config], float | None]
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-Path = tuple[int, ...]
+KeyPath = tuple[int, ...]
 """Path of a size in a key of nested tuples: the index at each level."""
 
 
@@ -81,7 +81,7 @@ class Sizes:
         self.function, self.rounding, self._waves_fn = function, dict(rounding), waves_fn
         self._checks_duplicates = are_added
 
-    def range_of(self, key: Any) -> Any:
+    def rounded_key(self, key: Any) -> Any:
         """Return ``key`` with each size replaced by the largest size of its range.
 
         Raises:
@@ -107,11 +107,11 @@ class Sizes:
         """Return the sizes in ``key``."""
         return tuple(operator.index(value) for _, _, value in self._sizes_in(key))
 
-    def family(self, key: Any) -> Family:
+    def family(self, key: Any) -> KeyFamily:
         """Return the keys that differ from ``key``, a result of ``key_fn``, only in sizes."""
-        return Family(list(self._sizes_in(key)), key, self.rounding)
+        return KeyFamily(list(self._sizes_in(key)), key, self.rounding)
 
-    def with_fixed(self, fixed: Config) -> Sizes:
+    def with_fixed_arguments(self, fixed: Config) -> Sizes:
         """Return the sizes for calls that pass the values ``fixed`` of tuned parameters.
 
         The key of such a call is a tuple that starts with the result of ``key_fn``. ``waves_fn``
@@ -171,7 +171,7 @@ class Sizes:
             raise InvalidArgument(self.function, f"{size} rounded, size {name}", rounded, expected)
         return end
 
-    def _sizes_in(self, key: Any, path: Path = ()) -> Iterator[tuple[Path, str, Any]]:
+    def _sizes_in(self, key: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str, Any]]:
         """Yield path, name and value of each size in ``key``."""
         if not isinstance(key, tuple):
             return
@@ -183,7 +183,7 @@ class Sizes:
                 yield from self._sizes_in(value, (*path, index))
 
 
-class Family:
+class KeyFamily:
     """The keys that differ from a given key only in sizes.
 
     Attributes:
@@ -191,43 +191,43 @@ class Family:
     """
 
     def __init__(
-        self, fields: Sequence[tuple[Path, str, int]], key: Any, rounding: Mapping[str, Rounding]
+        self, fields: Sequence[tuple[KeyPath, str, int]], key: Any, rounding: Mapping[str, Rounding]
     ) -> None:
         self._paths = tuple(path for path, _, _ in fields)
         self._names = [name for _, name, _ in fields]
         self.sizes = tuple(value for _, _, value in fields)
         self._rounding = [rounding[name] for name in self._names]
-        self._rest_digest = _split(codec.text(codec.encode(key)), self._paths)[1]
+        self._rest_digest = _split_sizes(codec.to_json(codec.encode(key)), self._paths)[1]
 
     def sizes_of(self, key: Key) -> tuple[int, ...] | None:
         """Return the sizes in the key of a record; ``None`` if the key is not in the family."""
         try:
-            sizes, rest_digest = _split(key.text, self._paths)
+            sizes, rest_digest = _split_sizes(key.text, self._paths)
         except (LookupError, TypeError, AttributeError):  # the key of an earlier key_fn
             return None
         is_in_family = rest_digest == self._rest_digest
         return sizes if is_in_family and all(type(size) is int for size in sizes) else None
 
-    def are_single_sizes(self, ends: Sequence[int]) -> bool:
-        """Return whether each size in ``ends`` is the only size of its range.
+    def have_single_sizes(self, range_ends: Sequence[int]) -> bool:
+        """Return whether each size in ``range_ends`` is the only size of its range.
 
         A rounding may give a special size, such as a multiple of 32, a range of its own.
         """
-        pairs = zip(self._rounding, ends, strict=True)
+        pairs = zip(self._rounding, range_ends, strict=True)
         return all(end < 2 or _rounded(each, end - 1) not in (end, None) for each, end in pairs)
 
-    def rounds_to(self, ends: Sequence[int], measured_sizes: Sequence[int]) -> bool:
-        """Return whether ``measured_sizes`` round to ``ends``.
+    def rounds_to(self, range_ends: Sequence[int], measured_sizes: Sequence[int]) -> bool:
+        """Return whether ``measured_sizes`` round to ``range_ends``.
 
-        The rounding may have changed since a record with the sizes ``ends`` in its key was
-        measured. If ``measured_sizes`` is empty, the record was measured at ``ends``.
+        The rounding may have changed since a record with the sizes ``range_ends`` in its key was
+        measured. If ``measured_sizes`` is empty, the record was measured at ``range_ends``.
         """
         if not measured_sizes:
             return True
-        if len(measured_sizes) != len(ends):
+        if len(measured_sizes) != len(range_ends):
             return False
         pairs = zip(self._rounding, measured_sizes, strict=True)
-        return [_rounded(*each) for each in pairs] == [*ends]
+        return [_rounded(*each) for each in pairs] == [*range_ends]
 
     def show(self, sizes: Sequence[int]) -> str:
         """Return ``sizes`` with their names, such as ``M=512``."""
@@ -235,7 +235,7 @@ class Family:
 
 
 @functools.lru_cache(maxsize=4096)  # a first call does this for every record of its function
-def _split(text: str, paths: tuple[Path, ...]) -> tuple[tuple[Any, ...], str]:
+def _split_sizes(text: str, paths: tuple[KeyPath, ...]) -> tuple[tuple[Any, ...], str]:
     """Return the sizes at ``paths`` in the text of a key, and a digest of the rest of the key."""
     tree, sizes = json.loads(text), []
     for path in paths:
@@ -273,7 +273,7 @@ def distance(one: Sequence[int], other: Sequence[int]) -> float:
     return max(abs(math.log2(max(a, 1) / max(b, 1))) for a, b in pairs)
 
 
-def sized_key(
+def key_fn_with_sizes(
     function: Callable[..., Any],
     key_fn: Callable[..., Any],
     rounding: Mapping[str, Rounding],

@@ -21,10 +21,10 @@ _DEVIATIONS_PER_MAD = 1.4826
 """Standard deviation of a normal distribution, divided by its median absolute deviation."""
 
 
-class Levels(NamedTuple):
+class LatencyLevels(NamedTuple):
     """Latencies of several candidates, without the common deviation of each round."""
 
-    level: list[float]
+    ms: list[float]
     """Milliseconds of each candidate in a typical round."""
     noise: float
     """Estimated standard deviation of one sample in milliseconds; outliers have little effect."""
@@ -34,7 +34,7 @@ class Levels(NamedTuple):
         return self.noise * math.sqrt(1 / num_samples + 1 / other_num_samples)
 
 
-def typical(samples: Sequence[float]) -> float:
+def interquartile_mean(samples: Sequence[float]) -> float:
     """Return the mean of the middle half of the samples (the interquartile mean).
 
     Like the median, this mean ignores one outlier among three or more samples. If the device
@@ -45,7 +45,7 @@ def typical(samples: Sequence[float]) -> float:
     return statistics.fmean(ordered[cut : len(ordered) - cut])
 
 
-def levels(samples: Sequence[Sequence[float]]) -> Levels:
+def estimate_levels(samples: Sequence[Sequence[float]]) -> LatencyLevels:
     """Estimate the level of each candidate and the common deviation of each round.
 
     Repeat two steps. The level of a candidate is the typical sample after subtracting the
@@ -59,7 +59,9 @@ def levels(samples: Sequence[Sequence[float]]) -> Levels:
     round_drift = [0.0] * max(map(len, samples))
     for _ in range(_FIT_ITERATIONS):
         level = [
-            typical([time - drift for time, drift in zip(each, round_drift, strict=False)])
+            interquartile_mean(
+                [time - drift for time, drift in zip(each, round_drift, strict=False)]
+            )
             for each in samples
         ]
         if len(samples) == 1:
@@ -76,7 +78,9 @@ def levels(samples: Sequence[Sequence[float]]) -> Levels:
     ]
     # The deviations of the rounds absorb a share of the noise: with two candidates, half.
     absorbed = len(samples) / max(len(samples) - 1, 1)
-    return Levels(level, _DEVIATIONS_PER_MAD * statistics.median(residuals) * math.sqrt(absorbed))
+    return LatencyLevels(
+        level, _DEVIATIONS_PER_MAD * statistics.median(residuals) * math.sqrt(absorbed)
+    )
 
 
 _MAX_DRIFT = 0.1
@@ -90,10 +94,10 @@ _ZONE_WIDTH = 0.5
 def winner(outcomes: Sequence[Outcome], indifference: float) -> int | None:
     """Return the index of the winning outcome; ``None`` if all are failures.
 
-    Drift is removed from the samples (:func:`~triton_dist._tuning.values.winner.levels`). The
-    winner is the first outcome whose level lies within a zone above the fastest level. The zone is
-    half a standard error of the difference, and at most ``indifference`` times the fastest level.
-    Within the zone, the order of the config space decides.
+    Drift is removed from the samples (:func:`estimate_levels`). The winner is the first outcome
+    whose level lies within a zone above the fastest level. The zone is half a standard error of the
+    difference, and at most ``indifference`` times the fastest level. Within the zone, the order of
+    the config space decides.
 
     Outcomes with fewer than half as many samples as the outcome with the most are ignored: the
     search eliminated them early, and their times are imprecise.
@@ -114,13 +118,13 @@ def winner(outcomes: Sequence[Outcome], indifference: float) -> int | None:
     compared = sorted(index for index, median in medians.items() if median <= limit)
     compared = sorted(sorted(compared, key=medians.__getitem__)[:_MAX_COMPARED])
     samples = [outcomes[index].samples for index in compared]  # type: ignore[union-attr]
-    fitted = levels(samples)
-    fastest = min(range(len(compared)), key=fitted.level.__getitem__)
-    fastest_ms = fitted.level[fastest]
+    fitted = estimate_levels(samples)
+    fastest = min(range(len(compared)), key=fitted.ms.__getitem__)
+    fastest_ms = fitted.ms[fastest]
     for each, index in enumerate(compared):
         error = fitted.standard_error(len(samples[fastest]), len(samples[each]))
         zone = min(indifference * abs(fastest_ms), _ZONE_WIDTH * error)
-        if fitted.level[each] <= fastest_ms + zone:
+        if fitted.ms[each] <= fastest_ms + zone:
             return index
     raise AssertionError("the fastest is within the zone")
 

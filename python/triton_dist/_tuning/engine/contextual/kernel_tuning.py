@@ -217,15 +217,15 @@ class KernelTuning:
         )
         for entry in next((entries for _, entries in by_rank if entries), []):
             # The journal has no untimed steps. Take them again, up to the next timed step.
-            while (step := self.plan.current) is not None and not step.timed:
-                if step.config.digest != entry.config:
+            while (step := self.plan.current) is not None and not step.is_timed:
+                if step.config.digest != entry.config_digest:
                     break
-                self._advance(entry.config, 0.0)
+                self._advance(entry.config_digest, 0.0)
             if isinstance(entry.outcome, Failure):
-                self.failures[entry.config] = entry.outcome
-                self.plan.fail(entry.config)
-            elif step is not None and step.config.digest == entry.config:
-                self._advance(entry.config, entry.outcome.samples[0])
+                self.failures[entry.config_digest] = entry.outcome
+                self.plan.fail(entry.config_digest)
+            elif step is not None and step.config.digest == entry.config_digest:
+                self._advance(entry.config_digest, entry.outcome.samples[0])
             else:  # the interrupted tuning took another step
                 break
             self._num_entries += 1
@@ -246,7 +246,7 @@ class KernelTuning:
 
     def record_time(self, digest: str, milliseconds: float, reduction: Reduction) -> None:
         """Record the time of the plan's current step, which all ranks have taken."""
-        timed = self.plan.current is not None and self.plan.current.timed
+        timed = self.plan.current is not None and self.plan.current.is_timed
         self._advance(digest, milliseconds)
         if timed:
             self._append(digest, Measurement((milliseconds,), 0, reduction))
@@ -399,7 +399,9 @@ def as_config(config: Any) -> Config:
     If its ``pre_hook`` has no stable text, it is replaced by its name. So is a
     ``functools.partial``, because its arguments may differ between ranks.
     """
-    if isinstance(config.pre_hook, functools.partial) or not codec.is_exact(config.pre_hook, False):
+    if isinstance(config.pre_hook, functools.partial) or not codec.is_encodable(
+        config.pre_hook, False
+    ):
         without_hook = copy.copy(config)
         without_hook.pre_hook = None
         hook = getattr(config.pre_hook, "__qualname__", type(config.pre_hook).__qualname__)
@@ -433,7 +435,7 @@ def begin_kernel_tuning(
     name = kernel_name(tuner)
     _check_names(name, tuner)
     local = _LocalConfigs(tuner, prune)
-    values = (value if codec.is_exact(value) else repr(value) for value in triton_key)
+    values = (value if codec.is_encodable(value) else repr(value) for value in triton_key)
     key = Key.of(name, tuple(values), parts.hardware)
     fingerprint = parts.fingerprint(tuner, local.space)
     tuning = KernelTuning(tuner, triton_key, key, local.triton_configs)

@@ -197,7 +197,7 @@ class TuningCall:
         assert step is not None  # otherwise the tuning has a winner
         digest = step.config.digest
         timer = device.timer()
-        report = LaunchReport(tuning.name, digest, tuning.launches[digest], step.timed)
+        report = LaunchReport(tuning.name, digest, tuning.launches[digest], step.is_timed)
         self.reports[tuning], self._launched_configs[tuning] = report, step.config
         last_error: Exception | None = None
         tuning.trying(digest)
@@ -205,7 +205,7 @@ class TuningCall:
             for config in (step.config, *tuning.fallbacks(digest)):
                 try:
                     triton_config = tuning.triton_configs[config.digest]
-                    result = launch.run_candidate(triton_config, device, timer, step.timed)
+                    result = launch.run_candidate(triton_config, device, timer, step.is_timed)
                 except _ERRORS_OF_OTHER_RANKS:
                     raise
                 except Exception as error:
