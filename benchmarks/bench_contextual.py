@@ -84,7 +84,7 @@ def tune_with_empty_cache(
     if dist.get_rank() == 0:
         shutil.rmtree(folder[0])
     (winner,) = op.choices().values()
-    return op.tuning_calls + 1, seconds, winner
+    return op.num_tuning_calls + 1, seconds, winner
 
 
 def main() -> None:

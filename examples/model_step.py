@@ -258,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     count = check_and_count_configs(forward_backward.choices())
     for name, config in forward_backward.choices().items():
         dist_print(f"  {name}: {config}")
-    calls = forward_backward.tuning_calls
+    calls = forward_backward.num_tuning_calls
     dist_print(
         f"{dist.get_world_size()} ranks agree on {count} kernels and keys; {calls} tuning calls"
     )

@@ -47,11 +47,11 @@ class TunedOp:
         self._ctx, self._selection = ctx, selection
         self._operands = info.operands(shape, dtype, size)
         self._args, self._kwargs = info.arguments(self._operands, ctx)
-        before, begin = info.op.tuning_count, time.perf_counter()
+        before, begin = info.op.num_tunings, time.perf_counter()
         self._record = info.op.tune(*self._args, **self._kwargs)
         seconds = time.perf_counter() - begin
         self._winner = info.op.best_config(*self._args, **self._kwargs)
-        tuned_now = info.op.tuning_count > before
+        tuned_now = info.op.num_tunings > before
         self.how = self._record.warm_started_from or "tuned in full at a size of this range"
         self.first_call = cost_of(self._record, seconds) if tuned_now else None
         fastest = _measured(self._record)[:_MAX_RACED]

@@ -27,6 +27,6 @@ def run_with_few_samples(ops: Sequence[str], path: str, *arguments: str) -> str:
     with contextlib.ExitStack() as stack:
         for name in ops:
             op = OPINFOS[name].op
-            patch = mock.patch.object(op, "_parts_for", with_few_samples(op._parts_for))
+            patch = mock.patch.object(op, "_components_for", with_few_samples(op._components_for))
             stack.enter_context(patch)
         return run_program(path, *arguments)

@@ -62,7 +62,7 @@ def test_there_and_back_again(run, shipped, tmp_path, monkeypatch, capsys):
     for size, winner in winners.items():
         edited = tuned(max_trials=2)  # something that a user's own record would not survive
         assert edited(size, autotune_verbose=True) == (size, winner["n"])
-        assert edited.tuning_count == 0
+        assert edited.num_tunings == 0
         (line,) = capsys.readouterr().err.splitlines()
         assert f"using the shipped record for none (interpreter) from {shipped}: " in line
     with pytest.raises(TuningFrozen, match=r"key 4 on cpu.*: no record"):

@@ -56,7 +56,7 @@ if __name__ == "__main__":
     packs.use(sys.argv[1])
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
     packed.scaled(2.0)
-    answers = [packed.native(), len(driver.launches), packed.scaled.tuning_count, *found]
+    answers = [packed.native(), len(driver.launches), packed.scaled.num_tunings, *found]
     # Nothing has initialised LLVM here: stages above llir do it.
     del os.environ["TRITON_DIST_COMPILE_FROZEN"]
     x = torch.zeros(1024)

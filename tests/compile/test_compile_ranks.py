@@ -32,8 +32,8 @@ def launched(x, n):
 def tune() -> tuple[int, list[str], int]:
     """In a rank: what was chosen, failures, this process."""
     install(90)
-    composed = launched._parts_for
-    launched._parts_for = lambda group, verbose: dataclasses.replace(
+    composed = launched._components_for
+    launched._components_for = lambda group, verbose: dataclasses.replace(
         composed(group, verbose), compiler=CompilePool
     )
     x = torch.empty(1)

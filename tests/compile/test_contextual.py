@@ -66,7 +66,7 @@ def test_what_does_not_compile_or_fit_is_never_launched(sm90, candidates):
 
     kernel, function = tuned(candidates, note)
     function()
-    assert function.tuning_calls == 2 * 3
+    assert function.num_tuning_calls == 2 * 3
     assert launched[:6] == [32] * 3 + [64] * 3
     assert len(sm90.launches) == 7
     (winner,) = kernel.cache.values()
@@ -93,10 +93,10 @@ def test_a_recorded_winner_that_does_not_fit_today_is_replaced(sm90, monkeypatch
         function()
     (after,) = kernel.cache.values()
     assert after != before
-    calls = function.tuning_calls
+    calls = function.num_tuning_calls
     function.clear()
     function()
-    assert function.tuning_calls == calls
+    assert function.num_tuning_calls == calls
     assert list(kernel.cache.values()) == [after]
 
 
@@ -120,7 +120,7 @@ def test_cache_results_are_read_and_written(sm90):
 
     tuning = contextual_autotune(n_repeat=1, n_warmup=0)(function)
     tuning()
-    assert tuning.tuning_calls == 2
+    assert tuning.num_tuning_calls == 2
     winner = dict(kernel.cache)
     kernel.cache.clear()
     function()  # plain Triton finds it on disk
@@ -138,7 +138,7 @@ def test_what_triton_has_on_disk_is_used(sm90, tmp_path, monkeypatch):
     kernel.cache.clear()
     tuning = contextual_autotune()(function)
     tuning()
-    assert tuning.tuning_calls == 0
+    assert tuning.num_tuning_calls == 0
     assert len(kernel.cache) == 1
 
 
@@ -152,9 +152,9 @@ def test_configs_are_compiled_ahead_by_other_processes(sm90, tmp_path, monkeypat
 
     monkeypatch.setattr(triton.knobs.compilation, "listener", listen)
     kernel, function = tuned([SMALL, BROKEN, LARGE])
-    compose = function._compose
-    function._compose = lambda: dataclasses.replace(compose(), compiler=CompilePool)
+    compose = function._create_components
+    function._create_components = lambda: dataclasses.replace(compose(), compiler=CompilePool)
     function()
-    assert function.tuning_calls == 2 * 3
+    assert function.num_tuning_calls == 2 * 3
     assert compiled == ["found"] * 2
     assert next(iter(kernel.cache.values())) in (SMALL, LARGE)

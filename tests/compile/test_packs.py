@@ -252,7 +252,7 @@ def test_packs_in_the_users_folder_are_found_without_a_word(pack, elsewhere):
     shutil.copy(pack, folder)
     packed.scaled(2.0)
     assert elsewhere == [True]
-    assert packed.scaled.tuning_count == 1  # that of the fixture
+    assert packed.scaled.num_tunings == 1  # that of the fixture
 
 
 def test_a_kernel_that_cannot_be_recorded_does_not_end_the_program(tmp_path, monkeypatch):

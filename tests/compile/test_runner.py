@@ -545,14 +545,14 @@ def test_tuning_among_cubins(several, monkeypatch):
 
     first = tuned(several)
     assert first() in (32, 128)
-    assert first.tuning_count == 1
+    assert first.num_tunings == 1
     moved = Path(shutil.copytree(several, several.parent / "moved"))
     second = tuned(moved)
-    assert (second(), second.tuning_count) == (first(), 0)
+    assert (second(), second.num_tunings) == (first(), 0)
     shutil.copy(several / "0-32" / "scale.cubin", moved / "2-128" / "scale.cubin")
     third = tuned(moved)
     third()
-    assert third.tuning_count == 1
+    assert third.num_tunings == 1
     with pytest.raises(InvalidArgument, match=r"a folder with scale\.cubin in it"):
         tuned(several / "none")()
     with pytest.raises(NoValidConfig):

@@ -42,7 +42,7 @@ def test_it_stays_a_function():
     assert pickled.__doc__ == "Has a docstring."
     assert pickle.loads(pickle.dumps(pickled)) is pickled
     assert pickled(3) == 3
-    assert pickled.tuning_calls == 0
+    assert pickled.num_tuning_calls == 0
 
 
 def test_as_a_method():
@@ -94,11 +94,11 @@ def test_a_new_shape_inside_a_nested_function():
     first, second = outer(X, X[:40])  # both are settled: the inner one meets it
     assert torch.equal(first, 2 * X)
     assert torch.equal(second, 2 * X[:40])
-    assert inner.tuning_calls == 8
+    assert inner.num_tuning_calls == 8
     first, second = outer(X[:50], X[:50])
     assert torch.equal(first, 2 * X[:50])
     assert torch.equal(second, 2 * X[:50])
-    assert (outer.tuning_calls, inner.tuning_calls) == (8, 12)
+    assert (outer.num_tuning_calls, inner.num_tuning_calls) == (8, 12)
 
 
 @pytest.mark.parametrize("settled", [False, True])
@@ -179,7 +179,7 @@ def test_kernels_of_a_backward_pass_are_tuned(monkeypatch):
         assert loss.requires_grad
         assert torch.equal(gradient, torch.full((size,), 2.0))
     assert all(len(kernel.cache) == 2 for kernel in kernels)
-    assert step.tuning_calls == 8
+    assert step.num_tuning_calls == 8
 
 
 def test_contexts_that_appear_later_join():
@@ -243,7 +243,7 @@ def test_clear_forgets():
     assert not function.kernel.cache
     assert not function.choices()
     assert torch.equal(function(X), 2 * X)
-    assert function.tuning_calls == 4  # the second time it was on disk
+    assert function.num_tuning_calls == 4  # the second time it was on disk
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_a_call_may_take_longer_than_the_limit_if_the_one_before_did(monkeypatch
 
     x = torch.arange(64.0)
     assert torch.equal(function(x), 2 * x)
-    assert function.tuning_calls == 2
+    assert function.num_tuning_calls == 2
 
 
 def candidates(count):
@@ -310,7 +310,7 @@ def run(plan, time_of):
     while plan.current is not None:
         step = plan.current
         number = step.config["BLOCK"]
-        taken.append((number, step.timed))
+        taken.append((number, step.is_timed))
         plan.tell(time_of(number))
     return taken
 
@@ -391,7 +391,7 @@ def test_the_table_of_the_contract():
     ]
     assert spies[0].blocks == [16, 16, 32, 32, best[0], best[0], best[0]]
     assert spies[1].blocks == [16, 16, 32, 32, 64, 64, best[1]]
-    assert function.tuning_calls == 6
+    assert function.num_tuning_calls == 6
     function(x)
     assert len(spies[0].blocks) == 8
 
@@ -432,7 +432,7 @@ def test_a_race_of_24_configs():
     kernel = autotuned(scale_kernel, [triton.Config({"BLOCK": 64}, num_warps=n) for n in range(24)])
     function = contextual_autotune(race=True)(lambda x: scale(kernel, x))
     function(torch.ones(64))
-    assert 24 * 2 < function.tuning_calls + 1 <= (24 * (3 + 5) + 1) / 2
+    assert 24 * 2 < function.num_tuning_calls + 1 <= (24 * (3 + 5) + 1) / 2
 
 
 def test_each_key_has_its_own_context_and_arguments():
@@ -523,7 +523,7 @@ def test_a_partial():
     kernel = autotuned(scale_kernel, configs(16, 32))
     function = contextual_autotune(**ONCE)(functools.partial(scale, kernel))
     assert torch.equal(function(X), 2 * X)
-    assert function.tuning_calls == 4
+    assert function.num_tuning_calls == 4
     with pytest.raises(pickle.PicklingError, match="not a global of any module"):
         pickle.dumps(function)
 
@@ -542,15 +542,15 @@ def test_nothing_is_tuned_or_kept_where_nothing_is_computed(settled):
 
     if settled:
         function(X[:40])
-    tuned, calls[:] = function.tuning_calls, []
+    tuned, calls[:] = function.num_tuning_calls, []
     with FakeTensorMode() as mode:
         assert function(mode.from_tensor(X)).shape == X.shape
     assert function(X.to("meta")).is_meta
     assert torch.export.export(Module(function), (X,)) is not None
-    assert function.tuning_calls == tuned
+    assert function.num_tuning_calls == tuned
     assert len(calls) == 3
     assert torch.equal(function(X), 2 * X)
-    assert function.tuning_calls == tuned + 4
+    assert function.num_tuning_calls == tuned + 4
 
 
 class Module(torch.nn.Module):
@@ -582,7 +582,7 @@ def test_a_launch_on_what_holds_no_data_is_left_to_triton(settled, monkeypatch):
     assert [context.split()[0] for context in function.choices()] == [
         "tests.contextual.kernels.scale_kernel"
     ]
-    assert function.tuning_calls == 4
+    assert function.num_tuning_calls == 4
 
 
 @pytest.fixture
@@ -601,13 +601,17 @@ def test_a_whole_run_can_go_without_tuning(off, monkeypatch, logs):
     for _ in range(2):
         assert torch.equal(function(X), 2 * X)
     assert function.spy.blocks == [32, 32]
-    assert (function.tuning_calls, function.choices(), dict(function.kernel.cache)) == (0, {}, {})
+    assert (function.num_tuning_calls, function.choices(), dict(function.kernel.cache)) == (
+        0,
+        {},
+        {},
+    )
     assert Autotuner.run is RUN
     assert not list(knobs.cache_dir.get().rglob("*.json"))
     assert not logs.exists()
     switch_on(monkeypatch)
     function(X)
-    assert function.tuning_calls == 6
+    assert function.num_tuning_calls == 6
     assert len(function.kernel.cache) == 1
 
 
@@ -620,7 +624,7 @@ def test_a_settled_function_goes_on_and_takes_the_first_config_for_a_new_key(off
     for _ in range(2):
         function(torch.arange(128.0))
     assert (function.spy.blocks, len(function.kernel.cache)) == ([32, 32], cached)
-    assert function.tuning_calls == 4
+    assert function.num_tuning_calls == 4
     function(X)  # what is known stays known
 
 

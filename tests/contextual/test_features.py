@@ -301,7 +301,7 @@ def test_warmup_of_a_kernel_inside_is_not_a_launch():
 
     for _ in range(2):
         assert torch.equal(function(), 2 * X)
-    assert function.tuning_calls == 2
+    assert function.num_tuning_calls == 2
 
 
 ONCE = {"n_repeat": 1, "n_warmup": 1}
@@ -320,14 +320,14 @@ def test_one_with_a_table_of_its_own_is_stepped():
     spy = Spy(kernel)
     function = contextual_autotune(**ONCE)(lambda x: scale(kernel, x))
     assert torch.equal(function(X), 2 * X)
-    assert function.tuning_calls == 4
+    assert function.num_tuning_calls == 4
     assert spy.blocks[:4] == [16, 16, 32, 32]
     (winner,) = function.choices().values()
     assert torch.equal(function(X), 2 * X)  # settled: no more than a launch
     assert spy.blocks[4:] == [winner.kwargs["BLOCK"]] * 2
     assert kernel.best_config is winner
     assert torch.equal(function(X[:40]), 2 * X[:40])  # a new key, in a settled function
-    assert function.tuning_calls == 8
+    assert function.num_tuning_calls == 8
     assert kernel.benched == kernel.cache.written == []
     assert torch.equal(scale(kernel, X), 2 * X)  # outside of it, it does as ever
     assert kernel.benched == [16, 32]
@@ -341,7 +341,7 @@ def test_one_that_comes_to_tritons_run_is_stepped_there():
     assert torch.equal(function(X), 2 * X)
     assert spy.blocks[:4] == [16, 16, 32, 32]
     assert torch.equal(function(X[:40]), 2 * X[:40])
-    assert function.tuning_calls == 8
+    assert function.num_tuning_calls == 8
     assert kernel.around == len(spy.blocks)
     stored = {str(config) for config in kernel.cache.written}
     assert stored <= {str(config) for config in kernel.configs}  # and no placeholder
@@ -356,7 +356,7 @@ def test_one_that_comes_to_nothing_of_tritons_is_left_alone_with_one_warning():
         assert torch.equal(function(X[:40]), 4 * X[:40])
     (warning,) = [each for each in caught if issubclass(each.category, TuningWarning)]
     assert "kernels.LoneTuner, the class of scale_kernel, overrides run()" in str(warning.message)
-    assert function.tuning_calls == 0
+    assert function.num_tuning_calls == 0
     assert function.choices() == {}
 
 
@@ -379,7 +379,7 @@ def test_a_class_that_comes_later_is_seen_after_the_next_tuning():
 
     for _ in range(2):
         assert torch.equal(function(X), 2 * X)
-    assert function.tuning_calls == 4
+    assert function.num_tuning_calls == 4
 
 
 def test_one_whose_pruning_is_asked_by_others_gets_configs():

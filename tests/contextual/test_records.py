@@ -25,7 +25,7 @@ def start(*blocks, kernel=scale_kernel, x=X, **options):
     """(extra calls, blocks launched) of a first call in what stands for a new process."""
     function = scaling(*blocks, kernel=kernel, **options)
     assert torch.equal(function(x), 2 * x)
-    return function.tuning_calls, function.spy.blocks
+    return function.num_tuning_calls, function.spy.blocks
 
 
 def records() -> list[Path]:
@@ -96,7 +96,7 @@ def test_keys_of_triton_types():
             lambda: tuner[(4,)](X, torch.empty_like(X), 64, TYPE=tl.float32)
         )
         function()
-        return function.tuning_calls
+        return function.num_tuning_calls
 
     assert (begin(), begin()) == (2, 0)
 
@@ -107,7 +107,7 @@ def test_keys_that_mean_nothing_elsewhere_stay_in_memory():
         lambda flag: tuner[(4,)](X, torch.empty_like(X), 64, FLAG=flag)
     )
     function(Opaque())
-    assert function.tuning_calls == 2
+    assert function.num_tuning_calls == 2
     assert not records()
 
 
@@ -206,7 +206,7 @@ def test_what_a_partial_binds_counts(options, first, second):
         kernel = autotuned(scale_kernel, candidates, **given)
         function = contextual_autotune(n_repeat=1, n_warmup=0)(lambda: scale(kernel, X))
         function()
-        return function.tuning_calls
+        return function.num_tuning_calls
 
     tuned = begin(first)
     assert tuned > 0

@@ -48,21 +48,20 @@ def some_configs(op: Any, most: int = 99) -> Iterator[None]:
     few = [config for configs in by_algorithm.values() for config in configs[:of_each]]
     with (
         mock.patch.object(op, "config_space", type(op.config_space)(few[:most])),
-        mock.patch.object(op, "_parts_for", with_few_samples(op._parts_for)),
+        mock.patch.object(op, "_components_for", with_few_samples(op._components_for)),
     ):
         yield
 
 
-def with_few_samples(parts_for: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``parts_for``, a function that makes the parts of a tuner, with at most two samples of
-    each config."""
+def with_few_samples(components_for: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``components_for`` of a tuner, with at most two samples of each config."""
 
-    def parts_with_few_samples(*args: Any) -> Any:
-        parts = parts_for(*args)
-        policy = replace(parts.settings.policy, rounds=(1,), repeat=1)
-        return replace(parts, settings=replace(parts.settings, policy=policy))
+    def components_with_few_samples(*args: Any) -> Any:
+        components = components_for(*args)
+        policy = replace(components.settings.policy, rounds=(1,), repeat=1)
+        return replace(components, settings=replace(components.settings, policy=policy))
 
-    return parts_with_few_samples
+    return components_with_few_samples
 
 
 def under_checks(function: Callable[..., T], *args: Any) -> T:

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from triton_dist._tuning.engine.channel import Channel, Step
-from triton_dist._tuning.engine.trial import Attempts
+from triton_dist._tuning.engine.trial import TrialRunner
 from triton_dist._tuning.store import FileJournal, journal
 from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.tune import AutoTuner, autotune
@@ -129,15 +129,15 @@ def at(phase: str, act: Callable[[], None]) -> None:
 
 def note_attempts(notes: Path) -> None:
     """A line in ``notes`` for each request that is not answered from the journal."""
-    attempt = Attempts.attempt
+    attempt = TrialRunner.run_trial
 
-    def noted(self: Attempts, request: Any, label: str) -> Any:
+    def noted(self: TrialRunner, request: Any, label: str) -> Any:
         with open(notes, "a") as file:
             file.write(f"{request}\n")
         ScriptedTimer.taken = 0
         return attempt(self, request, label)
 
-    Attempts.attempt = noted  # type: ignore[method-assign]
+    TrialRunner.run_trial = noted  # type: ignore[method-assign]
 
 
 class Moments:
@@ -146,7 +146,7 @@ class Moments:
     def __init__(self, fatal: int | None) -> None:
         self.count, self._fatal = 0, fatal
         self._around(Channel, "_exchange")
-        self._around(Attempts, "attempt")
+        self._around(TrialRunner, "run_trial")
         self._around(FileJournal, "append", "finish", "remove")
         self._around(os, "replace")
         self._torn_lines()

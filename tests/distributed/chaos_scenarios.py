@@ -101,7 +101,7 @@ def warm_cache_on_one_rank_only(me: Me) -> int:
     if not is_victim():
         os.environ["TRITON_DIST_CACHE_DIR"] = str(me.folder / f"empty-{me.rank}")
     result: int = op(7)
-    assert op.tuning_count == 1
+    assert op.num_tunings == 1
     return result
 
 
@@ -116,7 +116,7 @@ def spoil_record(me: Me, change: Callable[[Path], object]) -> int:
         change(path)
     dist.barrier()
     result: int = op(7)
-    assert op.tuning_count == 2
+    assert op.num_tunings == 2
     return result
 
 

@@ -106,7 +106,9 @@ class Collective(Calls):
         """Small calls prune most configs, so few samples suffice."""
         if not current_device().interprets:
             return nullcontext()
-        return mock.patch.object(cls.op, "_parts_for", with_few_samples(cls.op._parts_for))
+        return mock.patch.object(
+            cls.op, "_components_for", with_few_samples(cls.op._components_for)
+        )
 
     @classmethod
     def config_space(cls) -> list[Options]:

@@ -293,7 +293,7 @@ def different_arguments() -> None:
 
 def tuned() -> int:
     """Tune the op; the next calls use the result. Return the number of tunings."""
-    size, before = dist.get_world_size(), sp_decode_attn.tuning_count
+    size, before = dist.get_world_size(), sp_decode_attn.num_tunings
     with some_configs(sp_decode_attn), context(size) as ctx:
         for tokens in (20, 20, 19):
             operands = plain(tokens, size)
@@ -301,7 +301,7 @@ def tuned() -> int:
             want = expected_plain(*operands)
             assert_allclose(out.double().cpu(), want[0], rtol=1e-5, atol=1e-5)
             assert_allclose(lse.double().cpu(), want[1], rtol=1e-5, atol=1e-5)
-    return sp_decode_attn.tuning_count - before
+    return sp_decode_attn.num_tunings - before
 
 
 def checked() -> int:

@@ -119,7 +119,7 @@ def tuned() -> int:
         some_configs(ep_dispatch_group_gemm),
         create_ep_context(rank, size, size, 8, 40, 2 * size, 2, torch.float32) as ctx,
     ):
-        before = ep_dispatch.tuning_count
+        before = ep_dispatch.num_tunings
         for number in range(3):
             tokens = (5, 8, 0)[(number + rank) % 3]
             x = torch.randint(-4, 5, (tokens, 40), device=device).float()
@@ -129,5 +129,5 @@ def tuned() -> int:
             routing = Routing(x, ids, None)
             expected = expected_product(routing, routing.routes(rank, 2, 8), B)
             assert torch.equal(C[:used].cpu().double(), expected)
-        assert ep_dispatch.tuning_count == before + 1  # "serial" runs a tuned dispatch
-    return ep_dispatch_group_gemm.tuning_count
+        assert ep_dispatch.num_tunings == before + 1  # "serial" runs a tuned dispatch
+    return ep_dispatch_group_gemm.num_tunings

@@ -474,7 +474,7 @@ def tuned() -> tuple[int, int]:
             assert torch.equal(out.cpu().double(), want)
         with pytest.raises(RankDisagreement, match="zipf"):
             ep_dispatch(x, ids, ctx, routing_skew=("even", "zipf")[rank % 2])
-    return ep_dispatch.tuning_count, ep_combine.tuning_count
+    return ep_dispatch.num_tunings, ep_combine.num_tunings
 
 
 def rows_stay() -> int:

@@ -215,7 +215,7 @@ def replayed(name: str, shape: GroupedShape, rounds: int, most_algorithms: int =
 def tuned(name: str, shape: GroupedShape) -> tuple[int, list[str]]:
     """Tunings of calls in one range, and what the caller may fix."""
     info, dtype = INFOS[name], torch.bfloat16
-    before, configs = info.op.tuning_count, []
+    before, configs = info.op.num_tunings, []
     with context(name, shape, dtype) as ctx, some_configs(info.op):
         for fixed in ((), (), (2,), (None, False, grouped_tiles()[1])):
             data = operands(name, shape, dtype)
@@ -223,7 +223,7 @@ def tuned(name: str, shape: GroupedShape) -> tuple[int, list[str]]:
             check(name, info.op(*args, *fixed), data, fixed)
             configs.append(str(info.op.best_config(*args, *fixed)["algorithm"]))
         info.op.clear()
-    return info.op.tuning_count - before, configs
+    return info.op.num_tunings - before, configs
 
 
 def without_context(name: str, shape: GroupedShape) -> None:

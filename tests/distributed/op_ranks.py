@@ -76,13 +76,13 @@ def every_config(kind: Kind) -> tuple[int, int]:
 
 def tuned(kind: Kind) -> tuple[int, int]:
     """Make tuned calls; return the number of tunings and of calls."""
-    before = kind.op.tuning_count
+    before = kind.op.num_tunings
     calls = kind.first()
     with kind.few_configs():
         for _ in range(3):
             for arguments in kind.tuned_calls:
                 calls(op=kind.op, **arguments)
-    return kind.op.tuning_count - before, calls.finish()
+    return kind.op.num_tunings - before, calls.finish()
 
 
 def in_groups(kinds: Sequence[Kind], members: Sequence[Sequence[int]], tune: bool = False) -> int:

@@ -71,9 +71,9 @@ def tune_two_kernels(race: bool = False) -> tuple[Any, ...]:
         return scale(second, scale(first, x))
 
     assert torch.equal(function(X), 4 * X)
-    calls = function.tuning_calls
+    calls = function.num_tuning_calls
     assert torch.equal(function(X), 4 * X)
-    assert function.tuning_calls == calls
+    assert function.num_tuning_calls == calls
     return calls, spies[0].blocks, spies[1].blocks, chosen(first), chosen(second)
 
 
@@ -95,7 +95,7 @@ def all_fail_then_none() -> tuple[str, str, int]:
     function = contextual_autotune(is_dist=True, n_repeat=1, n_warmup=1)(lambda: scale(kernel, X))
     first = outcome(function)
     spy.fails = ()
-    return first, outcome(function), function.tuning_calls
+    return first, outcome(function), function.num_tuning_calls
 
 
 def kernels_in_another_order() -> str:
@@ -185,7 +185,7 @@ def alone_beside_others() -> tuple[int, int]:
     function = contextual_autotune(n_repeat=1, n_warmup=1)(lambda: scale(kernel, X))
     if dist.get_rank() == 0:
         function()
-    return function.tuning_calls, len(kernel.cache)
+    return function.num_tuning_calls, len(kernel.cache)
 
 
 def two_groups() -> tuple[int, list[int]]:
@@ -201,7 +201,7 @@ def two_groups() -> tuple[int, list[int]]:
         lambda: scale(kernel, X)
     )
     function()
-    return function.tuning_calls, chosen(kernel)
+    return function.num_tuning_calls, chosen(kernel)
 
 
 def tune_in(folders: list[str], blocks: tuple[int, ...], always: bool = False) -> tuple[int, Any]:
@@ -215,7 +215,7 @@ def tune_in(folders: list[str], blocks: tuple[int, ...], always: bool = False) -
         return scale(kernels[0], X)[:40] + scale(kernels[1], X[:40])
 
     assert torch.equal(function(), 4 * X[:40])
-    return function.tuning_calls, [chosen(kernel) for kernel in kernels]
+    return function.num_tuning_calls, [chosen(kernel) for kernel in kernels]
 
 
 def killed_in_call(number: int, rank: int, marker: str) -> tuple[int, int]:
@@ -236,7 +236,7 @@ def killed_in_call(number: int, rank: int, marker: str) -> tuple[int, int]:
 
     spy = Spy(kernel)
     function()
-    return function.tuning_calls, len(set(spy.blocks))
+    return function.num_tuning_calls, len(set(spy.blocks))
 
 
 def stuck_in(block: int, rank: int, notes: str) -> tuple[int, list[int], list[int]]:
@@ -250,7 +250,7 @@ def stuck_in(block: int, rank: int, notes: str) -> tuple[int, list[int], list[in
     except Exception as error:
         Path(notes, str(dist.get_rank())).write_text(f"{type(error).__name__}: {error}")
         raise
-    return function.tuning_calls, chosen(kernel), spy.blocks
+    return function.num_tuning_calls, chosen(kernel), spy.blocks
 
 
 def tma_autotuned_ag_gemm() -> tuple[int, list[str]]:
@@ -265,7 +265,7 @@ def tma_autotuned_ag_gemm() -> tuple[int, list[str]]:
         torch.testing.assert_close(op(A, B), all_gather_matmul(A, B), rtol=1e-2, atol=1e-2)
     dist.barrier()
     buffer.free()
-    return op.tuning_calls, [str(config) for config in op.choices().values()]
+    return op.num_tuning_calls, [str(config) for config in op.choices().values()]
 
 
 def in_other_worlds() -> list[Any]:
@@ -286,9 +286,9 @@ def in_other_worlds() -> list[Any]:
     def call(clear: bool = False) -> None:
         if clear:
             function.clear()
-        before = function.tuning_calls
+        before = function.num_tuning_calls
         assert torch.equal(function(), 2 * X)
-        found.append((function.tuning_calls - before, chosen(kernel)))
+        found.append((function.num_tuning_calls - before, chosen(kernel)))
 
     call()
     for number in range(2):
@@ -315,7 +315,7 @@ def a_table_of_its_own() -> tuple[int, list[int], int]:
     function = contextual_autotune(is_dist=True, n_repeat=1, n_warmup=1)(lambda: scale(kernel, X))
     for _ in range(2):
         assert torch.equal(function(), 2 * X)
-    return function.tuning_calls, spy.blocks, len(kernel.cache.written)
+    return function.num_tuning_calls, spy.blocks, len(kernel.cache.written)
 
 
 @pytest.fixture(autouse=True)

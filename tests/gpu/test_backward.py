@@ -39,7 +39,7 @@ def trained() -> tuple[list[float], int, int, bool]:
 
     found = step(torch.ones(3, device="cuda")).tolist()
     elsewhere = threading.get_ident() not in threads
-    return found, step.tuning_count, double.tuning_count, elsewhere
+    return found, step.num_tunings, double.num_tunings, elsewhere
 
 
 def test_a_step_is_tuned_whose_backward_pass_tunes(on_ranks):

@@ -191,7 +191,7 @@ def tuned_by_all(folder: str):
     x, y = vectors()
     run(x, y)
     right = torch.equal(y[:N], x[:N] + 1)
-    return str(run.best_config(x, y)), run.tuning_count, right
+    return str(run.best_config(x, y)), run.num_tunings, right
 
 
 @pytest.mark.parametrize("spoiled", [False, True])

@@ -152,11 +152,11 @@ def test_tuned_for_a_range_of_tokens():
     A, B = operands(20, 2, 3, 40, 24, torch.float16)
     ids = ids_of(20, 2, 3)
     grouped_gemm.clear()
-    before = grouped_gemm.tuning_count
+    before = grouped_gemm.num_tunings
     for rows in (20, 20, 19):
         C = grouped_gemm(A[:rows], B, ids[:rows])
         check(C, A[:rows], B, ids[:rows])
-    assert grouped_gemm.tuning_count == before + 1
+    assert grouped_gemm.num_tunings == before + 1
     record = grouped_gemm.tune(A, B, ids)
     assert len(record.trials) == len(grouped_tiles())  # and no library, interpreted
 

@@ -283,7 +283,7 @@ def test_on_other_hardware_they_are_no_hits(on, folder):
         with pytest.raises(TuningFrozen, match="no record"):
             ag_gemm.tune(*args, **kwargs)
     on(ag_gemm, "NVIDIA H200", FOUR)
-    assert ag_gemm.tune(*args, **kwargs).shipped
+    assert ag_gemm.tune(*args, **kwargs).is_shipped
 
 
 def test_every_file_of_the_package_has_a_name_under_which_it_is_found():

@@ -108,7 +108,7 @@ def mistakes(folder: Path) -> list[str]:
 
 
 def tunings() -> list[int]:
-    return [op.tuning_count for op in OPS]
+    return [op.num_tunings for op in OPS]
 
 
 def few_configs() -> None:
@@ -119,7 +119,7 @@ def few_configs() -> None:
     """
     for op in OPS:
         op.config_space = type(op.config_space)(op.config_space[1:2])
-        op._parts_for = with_few_samples(op._parts_for)
+        op._components_for = with_few_samples(op._components_for)
 
 
 def tuned_by_the_command() -> list[int]:

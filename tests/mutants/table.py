@@ -499,8 +499,8 @@ MUTANTS = (
     Mutant(
         "agreement: an own record goes before a shipped one",
         _AGREEMENT,
-        "[rank for rank, summary in valid.items() if not summary.is_shipped] or list(valid)",
-        "list(valid)",
+        "ranks_with_record = own or list(valid)",
+        "ranks_with_record = list(valid)",
         MEETINGS,
     ),
     Mutant(
@@ -527,7 +527,7 @@ MUTANTS = (
     Mutant(
         "samples: the slowest input counts if the function asks for it",
         _ATTEMPT,
-        "is_worst = self._subject.hooks.worst_input",
+        "is_worst = self._tuned_fn.hooks.worst_input",
         "is_worst = False",
         VARIED,
     ),

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from triton_dist._tuning.engine.components import Components, Hooks, ProcessFunctions, Settings
 from triton_dist._tuning.engine.dispatch import AutoTuner
-from triton_dist._tuning.engine.parts import Hooks, Parts, ProcessFunctions, Settings
 from triton_dist._tuning.search import Exhaustive, ShortRace
 from triton_dist._tuning.store import FileJournal, FileLog, LayeredStore, MemoryStore
 from triton_dist._tuning.values import ConfigSpace, Fingerprint, Policy, Sizes
@@ -197,7 +197,7 @@ class Rank:
             self.key_fn,
             self.prune_fn,
             self.hooks,
-            lambda group, verbose: self.parts(memory),
+            lambda group, verbose: self.components(memory),
             memory.clear,
             ProcessFunctions(
                 lambda group: self.ranks, max_cached_keys=lambda: self.max_cached_keys
@@ -207,18 +207,18 @@ class Rank:
             prior_fn=self.prior_fn,
         )
 
-    def parts(self, memory: MemoryStore) -> Parts:
-        return Parts(
+    def components(self, memory: MemoryStore) -> Components:
+        return Components(
             settings=Settings(
                 policy=self.policy,
                 always_tune=self.always_tune,
                 frozen=self.frozen,
                 predict_only=self.predict_only,
-                strict=self.strict,
+                strict_versions=self.strict,
                 verbose=self.verbose,
-                seconds=SECONDS,
+                step_seconds=SECONDS,
                 compile_seconds=SECONDS,
-                grace=SECONDS,
+                grace_seconds=SECONDS,
                 warm_start_ms=self.warm_start_ms,
             ),
             device=self.device,

@@ -62,7 +62,7 @@ def tune_in_two_groups() -> tuple[int, int]:
     """Two disjoint groups, at the same time, with different keys."""
     pair = dist.get_rank() // 2
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    return in_group(pair, groups[pair], autotune_pg=groups[pair]), in_group.tuning_count
+    return in_group(pair, groups[pair], autotune_pg=groups[pair]), in_group.num_tunings
 
 
 _OVERHEAD = 1e-3  # of a run, in milliseconds: none takes no time

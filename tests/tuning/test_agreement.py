@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from tests.tuning.fakes import Rank, fingerprint, in_threads, thread_ranks, together
-from triton_dist._tuning.engine.parts import Hooks
+from triton_dist._tuning.engine.components import Hooks
 from triton_dist._tuning.search import Racing
 from triton_dist._tuning.store import MemoryStore
 from triton_dist._tuning.values import Failure, Measurement, Policy, bucket
@@ -63,7 +63,7 @@ def test_all_choose_alike_and_the_leader_writes():
     ranks = group(SIZE, disk=tuple(MemoryStore() for _ in range(SIZE)))
     assert together(ranks) == [(1, {"n": 1})] * SIZE
     assert [len(list(rank.disk.records())) for rank in ranks] == [1] + [0] * (SIZE - 1)
-    assert [rank.tuned.tuning_count for rank in ranks] == [1] * SIZE
+    assert [rank.tuned.num_tunings for rank in ranks] == [1] * SIZE
 
 
 def test_the_slowest_rank_of_each_sample_decides():
@@ -84,7 +84,7 @@ def test_records_on_all_ranks_cost_two_messages_at_the_first_call():
     assert together(warm) == [(1, {"n": 1})] * SIZE
     phases = ["first call of a key", "first use of a record"]
     assert [rank.ranks.phases for rank in warm] == [phases] * SIZE
-    assert [rank.tuned.tuning_count for rank in warm] == [0] * SIZE
+    assert [rank.tuned.num_tunings for rank in warm] == [0] * SIZE
     ahead = group(SIZE, disk=disk)
     in_threads([lambda rank=rank: rank.tuned.tune(1) for rank in ahead])
     assert [rank.ranks.phases for rank in ahead] == [phases[:1]] * SIZE
@@ -97,9 +97,9 @@ def test_a_record_on_one_rank_is_used_by_all(holder):
     disks = tuple(disk if rank == holder else MemoryStore() for rank in range(SIZE))
     ranks = group(SIZE, disk=disks)
     assert together(ranks) == [(1, {"n": 1})] * SIZE
-    assert [rank.tuned.tuning_count for rank in ranks] == [0] * SIZE
+    assert [rank.tuned.num_tunings for rank in ranks] == [0] * SIZE
     assert len({rank.tuned.tune(1).digest for rank in ranks}) == 1
-    memories = [rank.tuned._parts_for(None, False).memory_store for rank in ranks]
+    memories = [rank.tuned._components_for(None, False).memory_store for rank in ranks]
     assert [len(list(memory.records())) for memory in memories] == [1] * SIZE
 
 
@@ -122,7 +122,7 @@ def test_whether_to_tune_again_is_the_leaders_word(always, tunings):
     together(group(2, disk=disk))
     ranks = group(2, disk=disk, always_tune=always)
     together(ranks)
-    assert [rank.tuned.tuning_count for rank in ranks] == [tunings] * 2
+    assert [rank.tuned.num_tunings for rank in ranks] == [tunings] * 2
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_when_all_fail_every_rank_raises_every_cause_and_nothing_is_kept():
     for message in messages(together(ranks), NoValidConfig):
         assert message.count("launch on rank 1: RuntimeError: no such device") == 3
     assert not list(disk.records())
-    assert [rank.tuned.tuning_count for rank in ranks] == [0] * SIZE
+    assert [rank.tuned.num_tunings for rank in ranks] == [0] * SIZE
 
 
 def test_prepare_is_voted_before_any_rank_launches():
@@ -403,7 +403,7 @@ def test_a_record_whose_winner_left_the_space_is_not_used():
     together(group(1, disk=disk))
     (rank,) = group(1, disk=disk, space=[{"n": 2}, {"n": 5}])
     assert rank.tuned(1) == (1, {"n": 2})
-    assert rank.tuned.tuning_count == 1
+    assert rank.tuned.num_tunings == 1
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -19,7 +19,7 @@ from tests.tuning.fakes import NOWHERE, Rank, thread_ranks, together
 from tests.tuning.test_compile_ahead import FakeCompiler
 from tests.tuning.test_resume import Killed, interrupt
 from triton_dist import tune
-from triton_dist._tuning.engine.parts import Hooks
+from triton_dist._tuning.engine.components import Hooks
 from triton_dist._tuning.search import check_search, search_for, surrogate
 from triton_dist._tuning.values import (
     Config,
@@ -97,7 +97,7 @@ def test_a_product_is_a_space_that_nobody_lists():
     assert (len(rest), rest.names) == (COUNT // 5, frozenset(AXES) - {"m"})
     assert rest.default["n"] == 16
     whole = dict(zip(AXES, (0, 4, 0, 0, 0, 0, 0, 0), strict=True))
-    assert not rest.has(tuple(place for name, place in whole.items() if name != "m"))
+    assert not rest.has_point(tuple(place for name, place in whole.items() if name != "m"))
 
 
 def test_a_small_product_is_listed_in_the_order_of_itertools():
@@ -172,7 +172,7 @@ def test_the_winner_is_better_than_chance_and_the_record_is_small(tmp_path, quic
     assert record.best.outcome.median < cost(0, rank.tuned.config_space.default)
     again = one(tmp_path, policy=quick, disk=rank.disk, prune_fn=prune)
     assert again.tuned(1) == (1, dict(rank.tuned.best_config(1)))
-    assert again.tuned.tuning_count == 0
+    assert again.tuned.num_tunings == 0
 
 
 def test_ranks_try_the_same_and_a_rank_that_fails_a_config_keeps_nobody_waiting(quick):
@@ -188,7 +188,7 @@ def test_ranks_try_the_same_and_a_rank_that_fails_a_config_keeps_nobody_waiting(
     records = [rank.tuned.tune(1) for rank in ranks]
     assert records[0].trials == records[1].trials
     winner = records[0].times_by_rank[records[0].best.digest]
-    assert winner.ms[1] - winner.ms[0] == pytest.approx(0.01)  # cost adds that much to rank 1
+    assert winner.medians_ms[1] - winner.medians_ms[0] == pytest.approx(0.01)  # cost adds that much to rank 1
     taken = len(records[0].best.outcome.samples)
     assert (winner.num_slowest, len(records[0].times_by_rank) <= 16) == ((0, taken), True)
     assert f"rank 1 was the slowest in {taken} of {taken} samples" in str(winner)
@@ -297,7 +297,7 @@ def test_without_optuna_every_rank_raises_the_same_error_before_it_tunes(monkeyp
     with pytest.raises(MissingExtra):
         tuned("")
     with pytest.raises(MissingExtra):  # also on the ranks that do not search
-        tuned._parts_for(None, False).check_search()
+        tuned._components_for(None, False).check_search()
 
 
 @needs_optuna

@@ -11,7 +11,7 @@ import pytest
 
 from tests.tuning.fakes import Rank, thread_ranks, together
 from triton_dist._tuning.engine.compile_ahead import MissingKernels, kernels_to_compile
-from triton_dist._tuning.engine.parts import Hooks
+from triton_dist._tuning.engine.components import Hooks
 from triton_dist.errors import CandidateFailed, CompileTimeout, NoValidConfig
 
 SPACE = [{"n": n} for n in (4, 2, 3, 1)]

@@ -22,7 +22,7 @@ A, B = torch.ones(2, 3), torch.ones(3, 4)
 @pytest.fixture(autouse=True)
 def _fresh():
     ops.matmul.clear()
-    ops.matmul.tuning_count = 0
+    ops.matmul.num_tunings = 0
     ops.ran.clear()
     with counted():
         yield
@@ -49,7 +49,7 @@ def cache_files() -> list[Path]:
 
 def test_the_first_call_tunes_and_returns_the_result():
     torch.testing.assert_close(ops.matmul(A, B), A @ B)
-    assert ops.matmul.tuning_count == 1
+    assert ops.matmul.num_tunings == 1
     assert ops.ran[-1] == ("matmul", 64)
     assert ops.matmul.best_config(A, B)["BLOCK_SIZE_M"] == 64
 
@@ -80,7 +80,7 @@ def test_a_cached_result_is_said_in_one_line_with_its_file(capsys, monkeypatch):
     ops.matmul(A, B)
     (line,) = capsys.readouterr().err.splitlines()
     assert f"using the record from {cache_files()[0]}" in line
-    assert ops.matmul.tuning_count == 1
+    assert ops.matmul.num_tunings == 1
 
 
 def test_a_keyword_that_is_tunable_is_refused_by_name():
@@ -96,7 +96,7 @@ def test_overwriting_all_there_is_to_tune_tunes_nothing():
     tuned = make([{"n": 2}, {"n": 1}])
     with pytest.warns(errors.TuningWarning):
         tuned(1, n=7, autotune_allow_arg_overwrite=True)
-    assert (tuned.runs, tuned.tuning_count) == ([7], 0)
+    assert (tuned.runs, tuned.num_tunings) == ([7], 0)
 
 
 def test_wrong_argument_names_surface_as_they_are():
@@ -109,7 +109,7 @@ def test_wrong_argument_names_surface_as_they_are():
     lacking = autotune([{"n": 1}, {"n": 2, "m": 1}], lambda x: x)(lambda x, n: x)
     with pytest.raises(TypeError, match="config_space sets m, which the function lacks"):
         lacking(1)
-    assert lacking.tuning_count == 0
+    assert lacking.num_tunings == 0
 
 
 def test_an_exception_of_an_iterator_of_configs_surfaces_as_it_is():
@@ -199,13 +199,13 @@ def test_a_second_tuner_of_the_function_finds_the_record_and_clear_looks_again()
     first, second = (make([{"n": 2}, {"n": 1}], cost=lambda n: n) for _ in range(2))
     first(1)
     assert second(1) == (1, 1)
-    assert second.tuning_count == 0
+    assert second.num_tunings == 0
     cache_files()[0].unlink()
     second(1)
-    assert second.tuning_count == 0
+    assert second.num_tunings == 0
     second.clear()
     second(1)
-    assert second.tuning_count == 1
+    assert second.num_tunings == 1
 
 
 def test_always_tune_replaces_the_record(monkeypatch):
@@ -216,7 +216,7 @@ def test_always_tune_replaces_the_record(monkeypatch):
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE_ALWAYS_TUNE", "1")
     tuned(1)
     tuned(1)
-    assert tuned.tuning_count == 2
+    assert tuned.num_tunings == 2
     assert cache_files()[0].stat().st_ino != before
 
 
@@ -245,7 +245,7 @@ def test_the_first_call_starts_from_what_was_undone(undone):
         return x.add_(1)
 
     assert [add(torch.zeros(1)).item() for _ in "12"] == [1, 1]
-    assert add.tuning_count == 1
+    assert add.num_tunings == 1
 
 
 @pytest.mark.parametrize(

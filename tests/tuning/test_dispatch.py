@@ -107,7 +107,7 @@ def test_a_look_up_reads_one_trial_of_a_record_however_many_it_has(monkeypatch):
             patched.setattr(record, "_read_trial", lambda tree: read.append(1) or read_trial(tree))
             patched.setattr(record, "winner", None)  # who wins is known
             calls.append(calls_of(lambda tuned=tuned: tuned(1)))
-        assert tuned.tuning_count == 1
+        assert tuned.num_tunings == 1
     assert len(read) == 2
     # To see that the winner is in the space takes a step or two a config, in its order.
     assert calls[1] - calls[0] < 4 * 900, calls
@@ -155,7 +155,7 @@ def test_methods_classmethods_and_staticmethods():
         assert Layer.of_class(5) == layer.of_class(5) == 15
         assert Layer.static(5) == layer.static(5) == 10
     assert Layer.method.tune(layer, 5).best.config in ({"n": 1}, {"n": 2})
-    assert Layer.method.tuning_count == 1
+    assert Layer.method.num_tunings == 1
     narrow = type("Narrow", (Layer,), {"factor": 1})
     assert narrow().method(6)[0] == 6
     assert narrow.method is Layer.method
@@ -215,7 +215,7 @@ def test_a_parameter_may_have_any_name(run, sized):
     with wrapped_calls(lambda *_: nullcontext()):
         assert tuned(**arguments) == tuned(**arguments) == (600, 700)
     assert tuned.tune(**arguments).best.config == {"n": tuned.best_config(**arguments)["n"]}
-    assert tuned.tuning_count == 1
+    assert tuned.num_tunings == 1
 
 
 def test_a_fixed_value_may_have_any_name():
@@ -246,7 +246,7 @@ def test_a_key_that_is_new_in_each_call_is_reported_once():
     said = r"16 consecutive keys .* key\[0\]\.tokens, latest values 4119, 4126, 4133\. .*sizes="
     assert re.search(said, str(warning.message))
     assert warning.filename == __file__
-    assert tuned.tuning_count == 34
+    assert tuned.num_tunings == 34
 
 
 @pytest.mark.parametrize("case", ["called again", "ahead", "a size"])
@@ -265,7 +265,7 @@ def test_keys_that_come_again_are_not_reported(case):
             tuned(*arguments)
             steps = [calls_of(lambda each=each: tuned(*each)) for each in (first, arguments)]
             assert steps[0] == steps[1]  # both are hits
-    assert tuned.tuning_count == 20
+    assert tuned.num_tunings == 20
 
 
 def overwritable(**options):
@@ -312,21 +312,21 @@ def test_each_given_value_is_a_key_of_its_own():
     tuned(1, n=7, autotune_allow_arg_overwrite=True)
     tuned(1, n=8, autotune_allow_arg_overwrite=True)
     tuned(1, m=7, autotune_allow_arg_overwrite=True)
-    assert tuned.tuning_count == 4
+    assert tuned.num_tunings == 4
     runs = len(tuned.seen["run"])
     tuned(1, n=7, autotune_allow_arg_overwrite=True)
     tuned(1)
-    assert (tuned.tuning_count, len(tuned.seen["run"])) == (4, runs + 2)
+    assert (tuned.num_tunings, len(tuned.seen["run"])) == (4, runs + 2)
     tuned.clear()
     tuned(1, n=7, autotune_allow_arg_overwrite=True)
-    assert tuned.tuning_count == 4  # from the disk
+    assert tuned.num_tunings == 4  # from the disk
 
 
 def test_without_tuning_a_given_value_replaces_that_of_the_default():
     tuned = overwritable()
     with pytest.warns(errors.TuningWarning, match="n=7 overwrites"):
         assert tuned(1, n=7, autotune=False, autotune_allow_arg_overwrite=True) == (7, 1)
-    assert tuned.tuning_count == 0
+    assert tuned.num_tunings == 0
 
 
 def test_a_warning_for_each_line_that_overwrites():

@@ -11,7 +11,7 @@ import triton
 
 from tests.tuning.fakes import Rank, in_threads, thread_ranks, together
 from triton_dist._tuning.engine.choice import add_note
-from triton_dist._tuning.engine.parts import Hooks
+from triton_dist._tuning.engine.components import Hooks
 from triton_dist.errors import InvalidArgument, NoValidConfig, TuningWarning
 
 SPACE = [{"n": 1}, {"n": 2}, {"n": 3}]
@@ -75,14 +75,14 @@ def test_all_ranks_tune_again_when_the_winner_fails_on_one(error, failing):
         TuningWarning, match=r"config \{'n': 2\} of the tuning record .* failed on rank"
     ):
         assert together(ranks) == [(1, {"n": 1})] * 2
-    assert [rank.tuned.tuning_count for rank in ranks] == [1, 1]
+    assert [rank.tuned.num_tunings for rank in ranks] == [1, 1]
     for rank in ranks:
         rank.calls.clear()
     assert together(ranks) == [(1, {"n": 1})] * 2
     assert [rank.calls for rank in ranks] == [[{"n": 1}]] * 2
     again = another_start(ranks, lambda rank: error)
     assert together(again) == [(1, {"n": 1})] * 2
-    assert [rank.tuned.tuning_count for rank in again] == [0, 0]
+    assert [rank.tuned.num_tunings for rank in again] == [0, 0]
 
 
 @pytest.mark.parametrize("failing", [{0, 1}, {1}], ids=str)
@@ -97,7 +97,7 @@ def test_another_error_carries_a_note_that_names_the_record(failing, shown):
         assert result.args[0].partition("\n")[0] == "mine"
         assert "config {'n': 2} of the tuning record" in shown(result)
         assert "triton-dist clear run, or set TRITON_DIST_AUTOTUNE_ALWAYS_TUNE=1" in shown(result)
-    assert [rank.tuned.tuning_count for rank in ranks] == [0, 0]
+    assert [rank.tuned.num_tunings for rank in ranks] == [0, 0]
     # The choice is kept on all ranks: the next call is a hit, and sends no message.
     phases = [len(rank.ranks.phases) for rank in ranks]
     assert [type(result) for result in together(ranks)] == [type(result) for result in results]
@@ -172,7 +172,7 @@ def test_running_out_of_device_memory_is_not_the_records_fault():
     error = torch.OutOfMemoryError("CUDA out of memory")
     (rank,) = another_start(tuned(1), lambda rank: error)
     assert together([rank]) == [error]
-    assert rank.tuned.tuning_count == 0
+    assert rank.tuned.num_tunings == 0
 
 
 def test_a_note_before_python_has_notes(caplog):

@@ -70,13 +70,13 @@ def test_a_record_of_any_rank_is_used(holder):
     ranks = some(2, frozen=True)
     ranks[holder].disk = tuned_disk()
     assert together(ranks) == [(1, {"n": 1})] * 2
-    assert [rank.tuned.tuning_count for rank in ranks] == [0, 0]
+    assert [rank.tuned.num_tunings for rank in ranks] == [0, 0]
 
 
 def test_a_record_is_used_even_if_it_is_to_be_replaced():
     (rank,) = some(1, frozen=True, always_tune=True, disk=tuned_disk())
     assert rank.tuned(1) == (1, {"n": 1})
-    assert rank.tuned.tuning_count == 0
+    assert rank.tuned.num_tunings == 0
 
 
 def test_the_reason_why_a_record_is_not_valid_is_said():
@@ -133,10 +133,10 @@ def test_a_region_allows_what_the_variables_forbid(monkeypatch):
     with suppress(ZeroDivisionError), tune.autotuning():
         with tune.autotuning():
             pass  # an inner one ends itself alone
-        assert (work(3, autotune=False), work.tuning_count) == (2, 0)  # the caller's own word
-        assert (work(3), work.tuning_count) == (2, 1)
+        assert (work(3, autotune=False), work.num_tunings) == (2, 0)  # the caller's own word
+        assert (work(3), work.num_tunings) == (2, 1)
         raise ZeroDivisionError
-    assert (work(4), work.tuning_count) == (2, 1)  # off again: the first config
+    assert (work(4), work.num_tunings) == (2, 1)  # off again: the first config
     monkeypatch.delenv("TRITON_DIST_AUTOTUNE")
     assert work(3) == 2  # chosen, so it is used
     with pytest.raises(TuningFrozen):
@@ -169,7 +169,7 @@ def test_the_default_with_one_warning_a_key(capturing):
     assert {warning.category for warning in caught} == {TuningWarning}
     assert {warning.filename for warning in caught} == {__file__}
     assert capturing.calls == [{"n": 2}] * 4
-    assert capturing.tuned.tuning_count == 0
+    assert capturing.tuned.num_tunings == 0
 
 
 def test_a_hit_asks_nobody(capturing):

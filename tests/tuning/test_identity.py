@@ -52,7 +52,7 @@ class Program:
             self.module = importlib.import_module("program")
             for op in self.module.ops:
                 op(1)
-        return [op.tuning_count for op in self.module.ops]
+        return [op.num_tunings for op in self.module.ops]
 
     def fingerprints(self) -> list[dict]:
         files = (knobs.cache_dir.get() / "autotune").glob("*/*.json")
@@ -361,23 +361,23 @@ def test_a_call_that_computes_nothing_gets_the_default_and_keeps_nothing(tracer,
 
     with pytest.warns(TuningWarning, match="impossible while it is traced"):
         tracer(op)
-    assert (op.tuning_count, set(called)) == (0, {1})
+    assert (op.num_tunings, set(called)) == (0, {1})
     assert not list(tmp_path.rglob("*.json"))
     op(torch.ones(4, 4))
-    assert op.tuning_count == 1
+    assert op.num_tunings == 1
 
 
 def test_a_whole_run_can_go_without_tuning(monkeypatch):
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE", "0")
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE_FROZEN", "1")
     op = autotune([{"n": 1}, {"n": 2}], key_fn=lambda x: x)(lambda x, n: n)
-    assert (op(7), dict(op.best_config(7)), op.tuning_count) == (1, {"n": 1}, 0)
+    assert (op(7), dict(op.best_config(7)), op.num_tunings) == (1, {"n": 1}, 0)
     with pytest.warns(TuningWarning, match="overwrites"):
         assert not op.best_config(7, n=3, autotune_allow_arg_overwrite=True)
     monkeypatch.delenv("TRITON_DIST_AUTOTUNE_FROZEN")
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE", "1")
     op(7)
-    assert op.tuning_count == 1
+    assert op.num_tunings == 1
 
 
 def test_arguments_that_the_function_changes_are_restored():

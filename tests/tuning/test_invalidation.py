@@ -236,7 +236,7 @@ class Package:
             value(torch.zeros(4))
         else:
             value(owner(), torch.zeros(4))
-        count: int = value.tuning_count
+        count: int = value.num_tunings
         return count
 
     def digests(self) -> dict[str, str]:

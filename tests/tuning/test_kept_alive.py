@@ -129,7 +129,7 @@ def test_a_recorded_winner_that_fails_today(call):
     tuned.clear()
     function.numbers = (function.count + 1,)
     assert call.make(tuned, call.new()) is None
-    assert tuned.tuning_count == 2
+    assert tuned.num_tunings == 2
     assert call.kept() == 0
 
 
@@ -155,7 +155,7 @@ def test_calls_that_find_a_record(call, monkeypatch):
     call.make(tuned, call.new(5))
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE", "0")
     call.make(tuned, call.new(6))
-    assert tuned.tuning_count == 1
+    assert tuned.num_tunings == 1
     assert call.kept() == 0
 
 

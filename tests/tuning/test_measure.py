@@ -13,7 +13,7 @@ import pytest
 from tests.tuning.fakes import SECONDS, FakeDevice, FakeTimer, Rank, thread_ranks, together
 from triton_dist import tune
 from triton_dist._tuning.engine.channel import Channel, Step
-from triton_dist._tuning.engine.parts import Hooks
+from triton_dist._tuning.engine.components import Hooks
 from triton_dist._tuning.engine.trial import Sampler
 from triton_dist._tuning.values import Config, Failure, Policy
 from triton_dist.errors import InvalidArgument, RankDisagreement, WaitTimeout
@@ -467,7 +467,7 @@ def test_another_vary_fn_is_another_tuning() -> None:
     for input_variants, tunings in ((varied, 1), (varied, 0), (lambda x, **_: [{"x": 3}], 1)):
         tuned = tune.autotune(space, key_fn=lambda x: x, input_variants_fn=input_variants)(function)
         tuned(1)
-        assert tuned.tuning_count == tunings
+        assert tuned.num_tunings == tunings
 
 
 @pytest.mark.parametrize("other", [{"restore": ("x",)}, {"reset_fn": print}])

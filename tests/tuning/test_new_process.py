@@ -57,7 +57,7 @@ def graphs_after_an_eager_call() -> list[int]:
     assert hasattr(triton_dist.kernels.nvidia, "gemm_rs")
     scaled = compiling.make()
     scaled(compiling.A, compiling.B)
-    assert scaled.tuning_count == 1
+    assert scaled.num_tunings == 1
     assert "torch._dynamo" not in sys.modules
     counts = []
     for size in (4, 3):

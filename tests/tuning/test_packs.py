@@ -135,8 +135,8 @@ def test_a_hit_runs_nothing_and_says_that_it_is_shipped(tmp_path, capsys):
     rank = one(tmp_path)
     assert rank.tuned(1) == (1, {"n": 1})
     assert rank.calls == [{"n": 1}]
-    assert rank.tuned.tuning_count == 0
-    assert rank.tuned.tune(5).shipped
+    assert rank.tuned.num_tunings == 0
+    assert rank.tuned.tune(5).is_shipped
     one(tmp_path, verbose=True).tuned(1)
     said = f"key 1: using the shipped record for fake from {path}: 1.0000 ms"
     assert said in capsys.readouterr().err
@@ -203,7 +203,7 @@ def test_what_must_be_the_same_in_the_file(what, tmp_path):
     written(tree, tmp_path)
     rank = one(tmp_path)
     assert rank.tuned(1) == (1, {"n": 1})
-    assert rank.tuned.tuning_count == 1  # it was no hit
+    assert rank.tuned.num_tunings == 1  # it was no hit
 
 
 def test_a_winner_that_is_no_longer_in_the_space_is_a_miss(tmp_path):
@@ -243,7 +243,7 @@ def test_a_damaged_file_is_one_warning_and_a_miss(how, tmp_path):
         warnings.simplefilter("always")
         assert rank.tuned(1) == (1, {"n": 1})
         assert rank.tuned(2) == (2, {"n": 1})
-    assert rank.tuned.tuning_count == 2
+    assert rank.tuned.num_tunings == 2
     assert [warning.category for warning in caught] == [CacheWarning]
     assert str(caught[0].message).startswith(
         f"pack {path}, member 'records/run.fake.json', is refused: "
@@ -289,7 +289,7 @@ def test_the_users_own_valid_record_goes_before_it(tmp_path):
     assert one(tmp_path, disk=own).tuned(1) == (1, {"n": 3})
     stale = one(tmp_path, disk=own, fingerprint=dataclasses.replace(NOW, source={"run": "new"}))
     assert stale.tuned(1) == (1, {"n": 1})
-    assert stale.tuned.tuning_count == 0
+    assert stale.tuned.num_tunings == 0
 
 
 @pytest.mark.parametrize("owner", [0, 1])
@@ -311,7 +311,7 @@ def test_the_own_record_of_any_rank_goes_before_that_of_every_package(owner, tmp
         for each in thread_ranks(2)
     ]
     assert together(ranks) == [(1, {"n": 3})] * 2
-    assert [rank.tuned.tuning_count for rank in ranks] == [0, 0]
+    assert [rank.tuned.num_tunings for rank in ranks] == [0, 0]
 
 
 def test_a_shipped_winner_that_is_not_valid_stays_in_the_race_to_its_end(tmp_path):
@@ -608,7 +608,7 @@ def test_a_whole_pack_is_found_and_equal_contents_are_equal_bytes(pack_at):
     assert shipped.extracted_files(sha256(b"other")) is None
     rank = one(path.parent)
     assert rank.tuned(1) == (1, {"n": 1})
-    assert rank.tuned.tuning_count == 0
+    assert rank.tuned.num_tunings == 0
     assert sorted(record.key.text for record in records_of(packed)) == ["1", "5"]
 
 
@@ -680,7 +680,7 @@ def test_what_was_tuned_under_a_modules_earlier_name_is_packed_under_its_present
     before.work(8)
     with packs.recording() as used:
         after.work(8)
-    assert after.work.tuning_count == 0
+    assert after.work.num_tunings == 0
     path = used.save(tmp_path / "after.tdpack", [after.work])
     for other in (twin, anew):
         with pytest.raises(NoSuchFunction, match=f"{other.__name__}.work.*it has no record"):

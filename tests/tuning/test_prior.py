@@ -137,7 +137,7 @@ def test_an_answer_without_a_measurement_is_agreed_and_not_stored():
     assert together(ranks) == [(1, {"n": BEST})] * 2
     assert [rank.calls for rank in ranks] == [[{"n": BEST}]] * 2
     assert [list(rank.disk.records()) for rank in ranks] == [[], []]
-    assert [rank.tuned.tuning_count for rank in ranks] == [0, 0]
+    assert [rank.tuned.num_tunings for rank in ranks] == [0, 0]
     for rank in ranks:
         rank.ranks.phases.clear()
     assert together(ranks) == [(1, {"n": BEST})] * 2
@@ -157,7 +157,7 @@ def test_a_tuning_replaces_the_answer():
     record = rank.tuned.tune(1)
     assert dict(rank.tuned.config_space.find(record.best.digest)) == {"n": BEST}
     assert rank.tuned(1) == (1, {"n": BEST})
-    assert rank.tuned.tuning_count == 1
+    assert rank.tuned.num_tunings == 1
     (later,) = predicting(prior_fn=lambda config, x: 1.0 + config["n"], disk=rank.disk)
     assert later.tuned(1) == (1, {"n": BEST})
     assert later.calls == [{"n": BEST}]
@@ -246,7 +246,7 @@ def test_the_variable(monkeypatch, tmp_path):
     assert work(1000) == work(1001) != BEST
     with tune.autotuning():
         work(1)
-    assert work.tuning_count == 2
+    assert work.num_tunings == 2
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE", "maybe")
     with pytest.raises(knobs.InvalidKnob, match="expected 0, 1 or prior"):
         work(3)

@@ -76,7 +76,7 @@ def test_the_same_numbers_whether_it_tuned_or_knew(monkeypatch, name):
         return result, draw(generator)
 
     first = numbers()
-    assert tuned.tuning_count == 1
+    assert tuned.num_tunings == 1
     assert len(trials) > 3
     if name in ("none", "check_fn", "graph", "restore"):  # each trial draws what the call draws
         assert len(set(map(rewound, trials))) == 1
@@ -116,7 +116,7 @@ def test_a_recorded_winner_that_fails_today_after_it_drew():
     broken.append(True)
     seed()
     assert (tuned(1), draw()) == first
-    assert tuned.tuning_count == 2
+    assert tuned.num_tunings == 2
 
 
 @pytest.mark.parametrize(("contextual", "reentrant"), [(False, False), (False, True), (True, True)])
@@ -153,13 +153,13 @@ def test_a_contextual_tuning_draws_what_one_call_draws(monkeypatch):
         return function(torch.zeros(size), generator), draw(generator)
 
     first = numbers(64)
-    assert function.tuning_calls == 4
+    assert function.num_tuning_calls == 4
     assert numbers(64) == first  # settled
     function.clear()
     assert numbers(64) == first
-    assert function.tuning_calls == 4
+    assert function.num_tuning_calls == 4
     late = numbers(50)
-    assert function.tuning_calls == 8
+    assert function.num_tuning_calls == 8
     for mine, own in zip([*late[0], late[1]], [*first[0], first[1]], strict=True):
         assert mine[2:] == own[2:]  # torch's: the others are not saved by each settled call
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE", "0")
@@ -178,10 +178,10 @@ def numbers_after_a_tuning() -> list[tuple[int, list[float]]]:
         op = autotune(space, lambda x, key=key: key, scope=scope)(lambda x, n: torch.rand(2))
         if scope == "rank" and rank == 0:
             op(1)
-        before = op.tuning_count
+        before = op.num_tunings
         torch.manual_seed(7)
         numbers = [*op(1).tolist(), *torch.rand(2).tolist()]
-        found.append((op.tuning_count - before, numbers))
+        found.append((op.num_tunings - before, numbers))
     return found
 
 

@@ -186,7 +186,7 @@ def values_that_differ_by_rank() -> Any:
         ops = [make(rank, 2.0), make(rank, 3.0), tuned(functools.partial(_partial, rank))]
         for op in ops:
             op(1)
-        counts.append([op.tuning_count for op in ops])
+        counts.append([op.num_tunings for op in ops])
     return counts
 
 
@@ -214,7 +214,7 @@ def hooks_that_bind_the_rank() -> Any:
             config.pre_hook({})
 
         op(1)
-        counts.append(op.tuning_count)
+        counts.append(op.num_tunings)
     fingerprint = op.tune(1).fingerprint
     return counts, dict(fingerprint.bound), dict(fingerprint.uncounted)
 
@@ -230,7 +230,7 @@ def partials_in_configs() -> Any:
 
         result = op(5)
     record = op.tune(5)
-    return result, op.tuning_count, sorted(map(str, record.trials))
+    return result, op.num_tunings, sorted(map(str, record.trials))
 
 
 def _scaled(by: int, x: int) -> int:
@@ -259,7 +259,7 @@ def choices_and_groups(host: str, port: int) -> Any:
     _begin(host, port, "first")
     seen["in a world"] = op(7)
     seen["group"] = op(7, autotune_pg=dist.group.WORLD)
-    counted = op.tuning_count
+    counted = op.num_tunings
     dist.destroy_process_group()
     seen["alone again"] = op(7)
     if RANK == 1:
@@ -268,7 +268,7 @@ def choices_and_groups(host: str, port: int) -> Any:
     begin = time.monotonic()
     seen["in the next world"] = op(7)
     seen["waited"] = time.monotonic() - begin > 5
-    seen["tuned again"] = op.tuning_count - counted
+    seen["tuned again"] = op.num_tunings - counted
     # A group first on one rank, none on the other, for a key that is new.
     seen["group first"] = op(8, autotune_pg=dist.group.WORLD) if RANK else op(8)
     seen["then none"] = op(8)
@@ -302,7 +302,11 @@ def groups_one_after_another() -> tuple[list[bool], list[int], str]:
     op(7, autotune_pg=dist.new_group([0, 1]))
     time.sleep(1)  # the watchdog's thread looks twice a second
     gc.collect()
-    tables = (op._group_hits, op._choices.by_rounded_key, op._choices.by_ranks)
+    tables = (
+        op._cached_arguments_by_group,
+        op._choices.by_rounded_key,
+        op._choices.by_ranks_and_key,
+    )
     return [group() is not None for group in groups], [len(each) for each in tables], said
 
 
@@ -468,7 +472,7 @@ def every_refusal() -> dict[str, tuple[str, str, float]]:
     # Known on rank 0 already, which does not come: so rank 1 is told by nobody but itself.
     seen["hit on the other"] = ended(lambda: op(4 if is_other() else 1))
     assert op(2) == 2
-    assert op.tuning_count == 2
+    assert op.num_tunings == 2
     return seen
 
 

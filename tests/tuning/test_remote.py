@@ -125,7 +125,7 @@ def job(store: RemoteStore | None, **options: Any) -> list[Rank]:
 
 
 def tunings(ranks: list[Rank]) -> list[int]:
-    return [rank.tuned.tuning_count for rank in ranks]
+    return [rank.tuned.num_tunings for rank in ranks]
 
 
 def called(ranks: list[Rank], *keys: int) -> list[str]:
@@ -650,7 +650,7 @@ def test_a_later_process_of_another_machine_tunes_nothing(url, monkeypatch, tmp_
         assert torch.equal(function(x), 2 * x)
         tuned = autotune(SPACE, key_fn=lambda x: x)(run)
         assert tuned(5)[0] == 5
-        counts.append((function.tuning_calls > 0, tuned.tuning_count))
+        counts.append((function.num_tuning_calls > 0, tuned.num_tunings))
         remote._cached_store.cache_clear()
     assert counts == [(True, 1), (False, 0)]
 
@@ -680,7 +680,7 @@ def on_two_machines(url: str, folder: str) -> list[tuple[bool, int]]:
             assert torch.equal(function(x), 2 * x)
             tuned = autotune(SPACE, key_fn=lambda x: x)(run)
             assert tuned(5)[0] == 5
-            counts.append((function.tuning_calls > 0, tuned.tuning_count))
+            counts.append((function.num_tuning_calls > 0, tuned.num_tunings))
     return counts
 
 
@@ -709,7 +709,7 @@ def test_twenty_processes_that_start_together_tune_a_key_once(url, tmp_path):
         "while not os.path.exists(sys.argv[2]):\n"
         "    time.sleep(0.02)\n"
         "assert work(3) == 3\n"
-        "print(work.tuning_count)\n"
+        "print(work.num_tunings)\n"
     )
     start = tmp_path / "start"
     jobs = []

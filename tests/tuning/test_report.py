@@ -19,7 +19,7 @@ import pytest
 from tests.tuning.fakes import Rank, thread_ranks, together
 from triton_dist._tuning import store
 from triton_dist._tuning.engine.channel import Clock
-from triton_dist._tuning.engine.parts import Hooks
+from triton_dist._tuning.engine.components import Hooks
 from triton_dist._tuning.engine.progress import Progress
 from triton_dist._tuning.engine.report import summary
 from triton_dist._tuning.search import Exhaustive, Racing
@@ -190,7 +190,7 @@ def test_a_choice_is_stored_before_a_warning_of_its_tuning_is_raised(tmp_path):
     warned, result = together(ranks)  # pytest makes warnings errors
     assert isinstance(warned, TuningWarning)
     assert together(ranks) == [result, result] == [(1, {"n": 1})] * 2
-    assert [rank.tuned.tuning_count for rank in ranks] == [1, 1]
+    assert [rank.tuned.num_tunings for rank in ranks] == [1, 1]
 
 
 def test_a_warning_does_not_replace_an_exception():
@@ -323,7 +323,7 @@ def test_logs_lie_beside_the_record_and_a_cached_result_adds_nothing():
     before = jsonl.read_text()
     tuned.clear()
     tuned(1)
-    assert (tuned.tuning_count, jsonl.read_text()) == (1, before)
+    assert (tuned.num_tunings, jsonl.read_text()) == (1, before)
 
 
 def test_a_disk_that_becomes_full_is_no_error(tmp_path):

@@ -16,7 +16,7 @@ import pytest
 from tests.distributed.chaos_rank import MILLISECONDS, Me, Moments, ScriptedTimer, is_victim, tuner
 from tests.distributed.chaos_start import attempts, start
 from tests.tuning.fakes import Rank, fingerprint, thread_ranks, together
-from triton_dist._tuning.engine.parts import Hooks
+from triton_dist._tuning.engine.components import Hooks
 from triton_dist._tuning.search import Racing
 from triton_dist._tuning.store import FileJournal, MemoryStore, journal
 from triton_dist._tuning.values import Config, Failure, JournalEntry, Measurement, Policy

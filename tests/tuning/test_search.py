@@ -214,7 +214,7 @@ def test_more_samples_are_taken_only_of_those_in_doubt():
 
 def test_with_runs_that_do_not_count_a_lap_has_more_that_do():
     policy = Policy(warmup=1, repeat=10)
-    asked = [r.samples for r, _ in play(Racing(configs(2), policy), constant([1.0, 1.0]))]
+    asked = [r.num_samples for r, _ in play(Racing(configs(2), policy), constant([1.0, 1.0]))]
     assert asked == [1, 1, 1, 1, 3, 3, 3, 3, 3, 3]
 
 

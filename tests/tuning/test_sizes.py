@@ -141,7 +141,7 @@ def test_a_range_is_tuned_once_and_its_other_sizes_cost_no_word():
         assert call([rank], M)[0] == (M, {"tile": 8})
     assert runs(rank) == 3
     assert rank.ranks.phases == []
-    assert rank.tuned.tuning_count == 1
+    assert rank.tuned.num_tunings == 1
 
 
 def test_a_neighbour_takes_few_runs_and_a_far_size_a_tuning():
@@ -216,7 +216,7 @@ def test_all_ranks_take_the_leaders_neighbours():
     other.tuned.clear()  # as after a restart, with another cache
     leader.tuned.clear()
     assert [result[1] for result in call([leader, other], 576)] == [{"tile": 8}] * 2
-    assert leader.tuned.tune.__self__.tuning_count == 2
+    assert leader.tuned.tune.__self__.num_tunings == 2
 
 
 def test_one_safe_config_of_each_name_races_at_every_size():
@@ -462,7 +462,7 @@ def test_all_ranks_switch_at_one_size():
     for M in (2175, *range(2051, 2175, 4)):
         one, two = call([leader, other], M)
         assert one == two, M
-    assert leader.tuned.tuning_count == other.tuned.tuning_count == 2
+    assert leader.tuned.num_tunings == other.tuned.num_tunings == 2
 
 
 def test_in_doubt_a_safe_config_is_predicted():
@@ -568,8 +568,8 @@ def test_exact_sizes_are_bounded_and_come_back_without_a_word():
     (rank,) = ranks(max_cached_keys=3)
     for M in range(481, 512):
         call([rank], M)
-    assert len(rank.tuned._hits) == 3
-    assert rank.tuned.tuning_count == 1
+    assert len(rank.tuned._cached_arguments) == 3
+    assert rank.tuned.num_tunings == 1
     rank.ranks.phases.clear()
     call([rank], 481)
     assert rank.ranks.phases == []
@@ -606,9 +606,9 @@ def test_arguments_of_the_function_are_sizes_too():
 
     run("a", 500)
     run("a", M=511, N=4)
-    assert run.tuning_count == 1
+    assert run.num_tunings == 1
     run("a", 511, 5)
-    assert run.tuning_count == 2
+    assert run.num_tunings == 2
     run("b", 500)
     record = run.tune("a", 511, 5)
     assert record.warm_started_from == "warm-started from M=511, N=4"
@@ -636,7 +636,7 @@ def test_a_carried_record_survives_the_file(tmp_path, monkeypatch):
     run.clear()
     record = run.tune(640)
     assert record.warm_started_from == "warm-started from M=512"
-    assert run.tuning_count == 2
+    assert run.num_tunings == 2
     run.clear()
     run(704)  # both are found on disk
     assert run.tune(704).warm_started_from == "warm-started from M=640; M=512"
@@ -692,7 +692,7 @@ def test_a_record_that_was_measured_in_another_range_is_not_used_nor_a_neighbour
     assert tuned_in(steps_of(1024)).tune("layer", 5).measured_sizes == (5,)
     step = tuned_in(steps_of(128))
     found = step.tune("layer", 1000)
-    assert (found.measured_sizes, found.warm_started_from, step.tuning_count) == ((1000,), "", 1)
+    assert (found.measured_sizes, found.warm_started_from, step.num_tunings) == ((1000,), "", 1)
     assert (
         tuned_in(steps_of(512)).tune("layer", 1500).warm_started_from == "warm-started from M=1024"
     )
@@ -713,7 +713,7 @@ def test_records_made_when_other_names_were_sizes_are_tuned_again(before, sizes,
     of(before).tune(500, 512)
     step = of(now)
     step(*sizes)
-    assert step.tuning_count == 1
+    assert step.num_tunings == 1
 
 
 def test_no_rows_say_nothing_about_some():
@@ -794,7 +794,7 @@ def test_a_size_that_key_fn_returns_beside_the_argument_is_said_once_where_it_is
     assert "Remove it from the result of key_fn" in str(said[0].message)
     step(501)
     step(600)
-    assert step.tuning_count == 2
+    assert step.num_tunings == 2
 
 
 def test_a_key_that_gave_way_to_others_is_at_hand_again(monkeypatch):
@@ -802,8 +802,8 @@ def test_a_key_that_gave_way_to_others_is_at_hand_again(monkeypatch):
     step = autotune(NS, lambda x: x, scope="rank")(lambda x, n: n)
     for x in (0, 1, 2, 0):
         step(x)
-    assert list(step._hits) == [2, 0]
-    assert step.tuning_count == 3
+    assert list(step._cached_arguments) == [2, 0]
+    assert step.num_tunings == 3
 
 
 @pytest.mark.parametrize("value", ["inf", "nan", "-1"])

@@ -144,7 +144,7 @@ def test_a_damaged_file_is_a_miss_with_one_warning_and_set_aside(tmp_path, damag
 
 def test_a_file_that_was_mended_meanwhile_is_not_set_aside(kept):
     with pytest.warns(CacheWarning):
-        kept._damaged(kept.path(RECORD.key), "it was damaged a moment ago")
+        kept._report_damaged(kept.path(RECORD.key), "it was damaged a moment ago")
     assert found(kept) == [RECORD]
 
 

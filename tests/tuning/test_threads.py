@@ -33,13 +33,13 @@ def test_sixteen_threads_on_a_cold_key_tune_once():
         return tuned(1), tuned(1)
 
     assert in_threads([body] * 16) == [(1, 1)] * 16
-    assert tuned.tuning_count == 1
+    assert tuned.num_tunings == 1
 
 
 def test_sixteen_threads_on_sixteen_keys():
     tuned = make(lambda x, n: x)
     assert in_threads([lambda x=x: tuned(x) for x in range(16)]) == list(range(16))
-    assert tuned.tuning_count == 16
+    assert tuned.num_tunings == 16
 
 
 def test_a_thread_that_fails_leaves_the_key_to_the_others():
@@ -67,7 +67,7 @@ def test_both_cold_in_many_threads():
     inner = make(lambda x, n: x + 1)
     outer = make(lambda x, n: inner(x))
     assert in_threads([lambda: outer(1), lambda: inner(1)] * 8) == [2] * 16
-    assert (outer.tuning_count, inner.tuning_count) == (1, 1)
+    assert (outer.num_tunings, inner.num_tunings) == (1, 1)
 
 
 def test_a_function_that_calls_itself():
@@ -76,7 +76,7 @@ def test_a_function_that_calls_itself():
 
     tuned = make(run)
     assert tuned(4) == 24
-    assert tuned.tuning_count == 5
+    assert tuned.num_tunings == 5
 
 
 class Deep(torch.autograd.Function):
@@ -138,7 +138,7 @@ def test_backward_passes_on_other_threads_call_tuned_functions():
     for size in (3, 5):
         assert torch.equal(outer(torch.ones(size)), torch.full((size,), 2.0))
     assert threading.get_ident() not in threads
-    assert [each.tuning_count for each in (outer, middle, inner)] == [2, 2, 2]
+    assert [each.num_tunings for each in (outer, middle, inner)] == [2, 2, 2]
 
 
 def test_who_worked_for_a_tuning_waits_for_the_next_one_as_any_other():
@@ -196,8 +196,8 @@ def test_a_trial_is_paused_by_who_tunes_in_its_backward_pass():
     def tune_inside():
         seen.append(watchdog.is_inside())
         with watchdog.paused():
-            seen.append(watch.due)
-        seen.append(watch.due)
+            seen.append(watch.deadline)
+        seen.append(watch.deadline)
 
     with watchdog.watching(60.0, 1.0, lambda: TimeoutError(), lambda error: None) as watch:
         watch.begin()
@@ -221,7 +221,7 @@ def test_a_trial_is_paused_until_the_last_of_those_that_it_waits_for_has_tuned()
             with watchdog.paused():
                 come.set()
                 go.wait(10)
-            seen.append(watch.due)
+            seen.append(watch.deadline)
 
         first = threading.Event()
         threads = [
@@ -250,9 +250,9 @@ def test_a_trial_does_not_run_while_it_waits_for_its_turn():
     inside.wait(10)
     with watchdog.watching(60.0, 1.0, lambda: TimeoutError(), lambda error: None) as watch:
         watch.begin()
-        threading.Timer(0.2, lambda: (seen.append(watch.due), leave.set())).start()
+        threading.Timer(0.2, lambda: (seen.append(watch.deadline), leave.set())).start()
         make(lambda x, n: x)(1)
-        seen.append(watch.due)
+        seen.append(watch.deadline)
         watch.end()
     thread.join()
     assert seen[0] == math.inf > seen[1]
@@ -300,7 +300,7 @@ def test_code_that_is_stuck_is_reported_told_and_ended(ended, reports, capfd):
         watch.begin()
         assert ended.wait(PATIENCE)
         assert reports.told.wait(PATIENCE)
-        assert watch.overdue
+        assert watch.is_overdue
     said = capfd.readouterr().err
     assert "triton_dist: config {'n': 1} is stuck" in said
     assert "test_threads.py" in said  # the stacks
@@ -312,7 +312,7 @@ def test_code_that_comes_back_during_the_grace_is_reported_only(ended, reports):
         watch.begin()
         assert reports.told.wait(PATIENCE)
         watch.end()
-    assert watch.overdue
+    assert watch.is_overdue
     assert not ended.is_set()
 
 
@@ -402,7 +402,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count(ended, reports, mo
         ):
             pass
         time.sleep(0.3)
-        assert not watch.overdue
+        assert not watch.is_overdue
         watch.end()
     assert not reports.reported.is_set()
 

@@ -67,7 +67,7 @@ def test_a_first_call_breaks_the_graph_once_and_is_right():
         return scaled(a.sin(), b).cos()
 
     torch.testing.assert_close(compiled(model)(A, B), (A.sin() * 3 + B).cos())
-    assert scaled.tuning_count == 1
+    assert scaled.num_tunings == 1
     scaled = make()
     graphs = graph_counter()
     torch.compile(model, backend=graphs)(A, B)
@@ -83,7 +83,7 @@ def test_a_hit_is_part_of_the_graph():
     expected = model(A, B)
     assert breaks(model, A, B) == 0
     torch.testing.assert_close(compiled(model, fullgraph=True)(A, B), expected)
-    assert scaled.tuning_count == 1
+    assert scaled.num_tunings == 1
 
 
 def test_a_method_breaks_the_graph_once():
@@ -108,7 +108,7 @@ def test_new_shapes_are_new_keys():
     for size in (3, 4, 3):
         a, b = torch.randn(size), torch.randn(size)
         torch.testing.assert_close(model(a, b), a * 3 + b)
-    assert scaled.tuning_count == 2
+    assert scaled.num_tunings == 2
 
 
 def test_gradients():
@@ -125,4 +125,4 @@ def test_clearing_is_seen_by_what_was_compiled():
     torch.testing.assert_close(model(A), A * 3 + B)
     scaled.clear()
     torch.testing.assert_close(model(A), A * 3 + B)
-    assert len(scaled._hits) == 1
+    assert len(scaled._cached_arguments) == 1

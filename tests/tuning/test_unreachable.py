@@ -40,7 +40,7 @@ def called(x: object = 1) -> list[warnings.WarningMessage]:
         assert function(x)[0] == x
         function.clear()
         function(x)
-    assert function.tuning_count in (1, 2)  # 2: nothing could be written
+    assert function.num_tunings in (1, 2)  # 2: nothing could be written
     return caught
 
 
@@ -120,7 +120,7 @@ def test_a_function_of_a_very_long_name_has_a_folder(tmp_path):
         named(name)(1)
         again = named(name)
         again(1)
-        assert again.tuning_count == 0
+        assert again.num_tunings == 0
     folders = sorted(path.name for path in (knobs.cache_dir.get() / "autotune").iterdir())
     assert len(folders) == 4
     assert "f" * 255 in folders  # as it was named before

@@ -57,7 +57,7 @@ def check_errors_and_tuning():
         for _ in range(3):  # tunes, then uses the winner
             out = sharded_rms_norm(x, weight, ctx)
             assert_allclose(out, INFO.reference(operands), 1e-4, 1e-4)
-        assert sharded_rms_norm.tuning_count == 1
+        assert sharded_rms_norm.num_tunings == 1
         return sharded_rms_norm.best_config(x, weight, ctx)
 
 

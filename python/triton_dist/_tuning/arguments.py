@@ -24,32 +24,32 @@ def check_tunable(function: Any, decorator: str, restore: Sequence[str] = ()) ->
             function or a generator function; or it has a parameter name that the tuner uses.
     """
 
-    def refuse(expected: str) -> InvalidArgument:
+    def refusal(expected: str) -> InvalidArgument:
         return InvalidArgument(decorator, "the decorated function", function, expected)
 
     if hasattr(function, "fn") and hasattr(function, "arg_names"):
-        raise refuse(
+        raise refusal(
             "a function that launches the kernel: decorate this function, because the config may "
             "also select the launch grid"
         )
     if not callable(function) or isinstance(function, type):
-        raise refuse("a function")
+        raise refusal("a function")
     called = function
     while isinstance(called, functools.partial):
         called = called.func
     if not inspect.isroutine(called):
         called = type(called).__call__
     if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
-        raise refuse("a function that computes when it is called, not a coroutine function")
+        raise refusal("a function that computes when it is called, not a coroutine function")
     if inspect.isgeneratorfunction(called):
-        raise refuse("a function that computes when it is called, not a generator function")
+        raise refusal("a function that computes when it is called, not a generator function")
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin without a signature
         return
     reserved = [name for name in CALL_KEYWORDS if name in parameters]
     if reserved and decorator == "autotune":
-        raise refuse(f"parameter names other than {', '.join(reserved)}: the tuner uses these")
+        raise refusal(f"parameter names other than {', '.join(reserved)}: the tuner uses these")
     accepts_any_keyword = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     for name in restore:
         if name not in parameters and not accepts_any_keyword:
@@ -71,14 +71,14 @@ def rounding_functions(
     ``sizes`` are names, which use :func:`fine_bucket`, or a map from name to function.
     """
     if not isinstance(sizes, Mapping):
-        return dict.fromkeys(names_of("sizes", sizes), fine_bucket)
-    for name, rounding in zip(names_of("sizes", list(sizes)), sizes.values(), strict=True):
+        return dict.fromkeys(tuple_of_names("sizes", sizes), fine_bucket)
+    for name, rounding in zip(tuple_of_names("sizes", list(sizes)), sizes.values(), strict=True):
         if not callable(rounding):
             raise InvalidArgument("autotune", f"sizes[{name!r}]", rounding, "a function of a size")
     return dict(sizes)
 
 
-def names_of(argument: str, names: Sequence[str]) -> tuple[str, ...]:
+def tuple_of_names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
     """Return ``names``, a name or several names, as a tuple. Raise ``InvalidArgument`` for other
     values."""
     expected = "names of arguments or constants"

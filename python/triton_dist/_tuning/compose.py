@@ -16,13 +16,24 @@ import torch
 
 from triton_dist import knobs
 from triton_dist._archive import pack_locations, packs_in
-from triton_dist._tuning.arguments import check_choice, check_tunable, names_of, rounding_functions
+from triton_dist._tuning.arguments import (
+    check_choice,
+    check_tunable,
+    rounding_functions,
+    tuple_of_names,
+)
+from triton_dist._tuning.engine.components import Components, Hooks, NoWorld, ProcessFunctions
 from triton_dist._tuning.engine.decorator import Decorator
 from triton_dist._tuning.engine.dispatch import AutoTuner
-from triton_dist._tuning.engine.parts import Hooks, NoWorld, Parts, ProcessFunctions
 from triton_dist._tuning.protocols import RankGroup
 from triton_dist._tuning.search import SearchFactory, ShortRace, check_search, search_for
-from triton_dist._tuning.shared import common_parts, file_store, fingerprint_of, is_off, pack_store
+from triton_dist._tuning.shared import (
+    common_components,
+    file_store,
+    fingerprint_of,
+    is_off,
+    pack_store,
+)
 from triton_dist._tuning.source import Snapshot, identity_of, source_of, sources_of
 from triton_dist._tuning.store import FileLog, MemoryStore
 from triton_dist._tuning.store.packs import records_of
@@ -197,7 +208,7 @@ def autotune(
     for name, function in functions.items():
         if not callable(function) and (function is not None or name == "key_fn"):
             raise InvalidArgument("autotune", name, function, "a function")
-    restore, ignore = names_of("restore", restore), names_of("ignore", ignore)
+    restore, ignore = tuple_of_names("restore", restore), tuple_of_names("ignore", ignore)
     if input_variants_fn is not None and (restore or reset_fn is not None):
         expected = "None, because restore and reset_fn restore what a run changes"
         raise InvalidArgument("autotune", "input_variants_fn", input_variants_fn, expected)
@@ -222,8 +233,8 @@ def autotune(
             expected = "dicts of keyword arguments, or a function that returns them"
             raise InvalidArgument("autotune", "config_space", config_space, expected) from error
         config_space = list(configs)  # an iterator can be read only once
-    own_search = search if callable(search) else None
-    named_search = search if isinstance(search, str) else f"own {qualified_name(search)}"
+    user_search = search if callable(search) else None
+    search_name = search if isinstance(search, str) else f"own {qualified_name(search)}"
     space = config_space if isinstance(config_space, Product) else ConfigSpace(config_space)
 
     hooks = Hooks(
@@ -250,15 +261,15 @@ def autotune(
         if isinstance(fn, (staticmethod, classmethod)):
             return type(fn)(decorate(fn.__func__))
         check_tunable(fn, "autotune", restore)
-        keys, key_sizes = key_fn_with_sizes(fn, key_fn, rounding, waves_fn)
-        deciding = [prune_fn, check_fn, input_variants_fn, reset_fn]
-        deciding += [prior_fn] if search == "prior" else []
-        validators = tuple(each for each in deciding if each is not None)
+        sized_key_fn, key_sizes = key_fn_with_sizes(fn, key_fn, rounding, waves_fn)
+        optional_hooks = [prune_fn, check_fn, input_variants_fn, reset_fn]
+        optional_hooks += [prior_fn] if search == "prior" else []
+        hook_fns = [each for each in optional_hooks if each is not None]
         # Records depend on the values that constants have at decoration, now.
-        snapshot, memory_store = Snapshot([fn, *validators]), MemoryStore()
+        snapshot, memory_store = Snapshot([fn, *hook_fns]), MemoryStore()
 
-        def parts_for(process_group: Any, verbose: bool) -> Parts:
-            """Return the parts for a first call over ``process_group``, for the current
+        def components_for(process_group: Any, verbose: bool) -> Components:
+            """Return the components for a first call over ``process_group``, for the current
             environment."""
             ranks: RankGroup = group_for(process_group, scope)
             gpu_is_shared = current_device().name == "cuda" and ranks_per_gpu() > 1
@@ -266,7 +277,7 @@ def autotune(
                 current_device().name,
                 gpu_is_shared=gpu_is_shared,
                 timing=timing,
-                search=named_search,
+                search=search_name,
                 max_seconds=max_seconds,
                 max_trials=max_trials,
                 effort=effort,
@@ -274,9 +285,7 @@ def autotune(
 
             def fingerprint(function: Callable[..., Any], space: Any) -> Fingerprint:
                 roots = [function, *space.functions]
-                source, hooks_source = sources_of(
-                    roots, validators, ignore, snapshot, space.classes
-                )
+                source, hooks_source = sources_of(roots, hook_fns, ignore, snapshot, space.classes)
                 # If both are unset, the digest equals the digest of versions without them.
                 others: list[object] = [list(restore)] if restore else []
                 others += ["worst_input"] if worst_input else []
@@ -284,14 +293,14 @@ def autotune(
                 return fingerprint_of(ranks, policy, source, hooks_source, digest, version or "")
 
             packs = map(pack_store, pack_locations())
-            common = common_parts(policy, ranks, verbose, memory_store, *packs)
+            common = common_components(policy, ranks, verbose, memory_store, *packs)
             files = file_store(knobs.cache_dir.get())
             trial_context = functools.partial(_without_gradients, common.trial_context)
-            return Parts(
+            return Components(
                 **{**vars(common), "trial_context": trial_context},
                 memory_store=memory_store,
                 search=functools.partial(
-                    search_for, user_search=own_search, compiles_ahead=prepare_fn is not None
+                    search_for, user_search=user_search, compiles_ahead=prepare_fn is not None
                 ),
                 check_search=functools.partial(check_search, policy),
                 warm_start_search=ShortRace,
@@ -302,10 +311,10 @@ def autotune(
         tuned: AutoTuner[..., Any] = AutoTuner(
             fn,
             space,
-            keys,
+            sized_key_fn,
             prune_fn,
             hooks,
-            parts_for,
+            components_for,
             memory_store.clear,
             process,
             identity_of,
@@ -313,13 +322,13 @@ def autotune(
             fallback_fn or (lambda config: False),
             prior_fn,
         )
-        _tuned.add(tuned)
+        _tuned_functions.add(tuned)
         return tuned
 
     return decorate
 
 
-_tuned: weakref.WeakSet[AutoTuner[..., Any]] = weakref.WeakSet()
+_tuned_functions: weakref.WeakSet[AutoTuner[..., Any]] = weakref.WeakSet()
 
 
 def _read_sources() -> None:
@@ -327,7 +336,7 @@ def _read_sources() -> None:
     the background."""
     keys = [each.key for packed in packs_in(pack_locations()) for each in records_of(packed)]
     names = {(key.module, key.function) for key in keys}
-    for tuned in list(_tuned):
+    for tuned in list(_tuned_functions):
         origin = FunctionIdentity.of(tuned.fn, ())
         if (origin.module, origin.function) in names:
             source_of([tuned.fn])

@@ -1,4 +1,4 @@
-"""Define ``contextual_autotune``: build its tuner from the implementations of all its parts.
+"""Define ``contextual_autotune``: build its tuner from the implementations of all its components.
 
 The module ``compose`` builds the tuner of ``tune.autotune``.
 """
@@ -14,13 +14,13 @@ import torch
 
 from triton_dist import knobs
 from triton_dist._tuning.arguments import check_tunable
+from triton_dist._tuning.engine.components import NoWorld
 from triton_dist._tuning.engine.contextual.dispatch import ContextualAutoTuner
 from triton_dist._tuning.engine.contextual.interception import Interception
-from triton_dist._tuning.engine.contextual.kernel_tuning import ContextualParts
-from triton_dist._tuning.engine.parts import NoWorld
+from triton_dist._tuning.engine.contextual.kernel_tuning import ContextualComponents
 from triton_dist._tuning.protocols import RankGroup
 from triton_dist._tuning.search.launch_plans import OrderedPlan, RacingPlan
-from triton_dist._tuning.shared import common_parts, fingerprint_of, is_off, is_predict_only
+from triton_dist._tuning.shared import common_components, fingerprint_of, is_off, is_predict_only
 from triton_dist._tuning.source import sources_of
 from triton_dist._tuning.store import StepLog
 from triton_dist._tuning.values import ConfigSpace, Fingerprint, Policy, codec
@@ -91,15 +91,15 @@ def contextual_autotune(
     def ranks_now() -> RankGroup:
         return group_for(group, "world" if is_dist else "rank")
 
-    def parts_now() -> ContextualParts:
-        """Return the parts of a tuning, with the current environment."""
+    def current_components() -> ContextualComponents:
+        """Return the components of a tuning, with the current environment."""
         if is_interpreting():
             # Kernels of libraries do not call triton_dist.jit, which installs the interpreter.
             modes.install_interpreter()
         ranks = ranks_now()
-        common = common_parts(policy, ranks, verbose=False)
+        common = common_components(policy, ranks, verbose=False)
         path = knobs.autotune_log_dir.get() / f"rank-{int(ranks.global_rank(ranks.rank))}.log"
-        return ContextualParts(
+        return ContextualComponents(
             **vars(common),
             fingerprint=functools.partial(_fingerprint, ranks, policy),
             plan=RacingPlan if race else OrderedPlan,
@@ -113,7 +113,7 @@ def contextual_autotune(
         check_tunable(fn, "contextual_autotune")
         return ContextualAutoTuner(
             fn,
-            parts_now,
+            current_components,
             _interception,
             default_group if is_dist else NoWorld,
             ranks_now,
@@ -124,18 +124,20 @@ def contextual_autotune(
     return decorate
 
 
-def _fingerprint(ranks: RankGroup, policy: Policy, tuner: Any, space: ConfigSpace) -> Fingerprint:
+def _fingerprint(
+    ranks: RankGroup, policy: Policy, autotuner: Any, space: ConfigSpace
+) -> Fingerprint:
     # The space has the names of the hooks. Add their source, if it can be found.
-    hooks = [config.pre_hook for config in tuner.configs if config.pre_hook is not None]
+    hooks = [config.pre_hook for config in autotuner.configs if config.pre_hook is not None]
     for name in ("pre_hook", "post_hook"):
-        if getattr(tuner, f"user_defined_{name}"):
-            hooks.append(getattr(tuner, name))
-    source, validators = sources_of(
-        [tuner.base_fn, *_heuristics(tuner.fn), *hooks],
-        [validator for validator in (tuner.early_config_prune, tuner.perf_model) if validator],
+        if getattr(autotuner, f"user_defined_{name}"):
+            hooks.append(getattr(autotuner, name))
+    source, hooks_source = sources_of(
+        [autotuner.base_fn, *_heuristics(autotuner.fn), *hooks],
+        [hook for hook in (autotuner.early_config_prune, autotuner.perf_model) if hook],
     )
-    digest = codec.digest(space.digest, validators.digests, tuner.configs_top_k)
-    return fingerprint_of(ranks, policy, source, validators, digest)
+    digest = codec.digest(space.digest, hooks_source.digests, autotuner.configs_top_k)
+    return fingerprint_of(ranks, policy, source, hooks_source, digest)
 
 
 def _heuristics(fn: Any) -> Iterator[Callable[..., Any]]:

@@ -1,4 +1,4 @@
-"""Define the interfaces between the tuning engine and its parts, such as device, ranks and store.
+"""Define the interfaces between the tuning engine and its components: device, ranks, store etc.
 
 The engine depends on these protocols only. ``compose`` selects the implementations. Implementations
 in ``runtime`` do not import this module.
@@ -218,19 +218,19 @@ class RemoteStore(Protocol):
 class Journal(Protocol):
     """State of an unfinished tuning of one key, on disk. No method raises.
 
-    ``head`` is a tree that identifies the tuning. ``config`` is the digest of a config.
+    ``header`` is a tree that identifies the tuning. ``config`` is the digest of a config.
     """
 
-    def quarantined(self, head: Tree) -> Mapping[str, Failure]:
+    def quarantined(self, header: Tree) -> Mapping[str, Failure]:
         """Return, by digest, the configs that are excluded because a rank hung or crashed in them,
         or could not be reset after them."""
 
-    def quarantine(self, head: Tree, config: str, failure: Failure) -> bool:
+    def quarantine(self, header: Tree, config: str, failure: Failure) -> bool:
         """Exclude a config. Return whether the entry was written. Any rank and any thread may call
         this method."""
 
-    def begin(self, head: Tree, record: str | None) -> Sequence[JournalEntry]:
-        """On the leader, return the outcomes of an interrupted tuning with an equal ``head``.
+    def begin(self, header: Tree, record: str | None) -> Sequence[JournalEntry]:
+        """On the leader, return the outcomes of an interrupted tuning with an equal ``header``.
 
         Other entries in the journal are removed: entries with another head, and entries of the
         finished tuning whose record has the digest ``record``.

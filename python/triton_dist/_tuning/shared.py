@@ -1,4 +1,4 @@
-"""Provide what ``tune.autotune`` and ``contextual_autotune`` share: parts, locks, fingerprints."""
+"""Provide what both tuners share: components, locks and fingerprints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 from triton_dist import knobs
-from triton_dist._tuning.engine.parts import CommonParts, Settings
+from triton_dist._tuning.engine.components import CommonComponents, Settings
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import Device, RankGroup, Store
 from triton_dist._tuning.source import Source
@@ -87,8 +87,10 @@ read_only_store = functools.cache(ReadOnlyStore)
 pack_store = functools.cache(PackStore)
 
 
-def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store) -> CommonParts:
-    """Return the parts that both tuners use, from the current environment variables.
+def common_components(
+    policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store
+) -> CommonComponents:
+    """Return the components that both tuners use, from the current environment variables.
 
     Args:
         verbose: print tunings to standard error.
@@ -102,17 +104,17 @@ def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store
     folders = map(read_only_store, knobs.autotune_readonly_dirs.get())
     # All groups that consist of this rank alone share a lock, because they share the device.
     lock_key = ranks if ranks.size > 1 else TuningLock
-    return CommonParts(
+    return CommonComponents(
         settings=Settings(
             policy=policy,
             always_tune=knobs.autotune_always_tune.get(),
             frozen=not _autotuning_blocks and knobs.autotune_frozen.get(),
             predict_only=is_predict_only(),
-            strict=knobs.autotune_version_check.get(),
+            strict_versions=knobs.autotune_version_check.get(),
             verbose=verbose or knobs.autotune_print.get(),
-            seconds=seconds,
+            step_seconds=seconds,
             compile_seconds=knobs.compile_timeout.get(),
-            grace=knobs.autotune_grace.get(),
+            grace_seconds=knobs.autotune_grace.get(),
             warm_start_ms=knobs.autotune_warm_start_ms.get(),
         ),
         device=device,
@@ -152,16 +154,16 @@ def _warn_of_shared_gpus(ranks: int) -> None:
 def fingerprint_of(
     ranks: RankGroup,
     policy: Policy,
-    source: Source,
-    validators: Source,
+    function_source: Source,
+    hooks_source: Source,
     space: str,
     version: str = "",
 ) -> Fingerprint:
     """Return everything that a new record depends on, besides its key.
 
     Args:
-        source: statements and constants that the tuned function depends on.
-        validators: statements and constants that the user's functions depend on, such as
+        function_source: statements and constants that the tuned function depends on.
+        hooks_source: statements and constants that the user's functions depend on, such as
             ``prune_fn``, which decide which configs can win and what is timed.
         space: digest of the config space and the validators.
         version: the version that the author of the function declared.
@@ -171,12 +173,15 @@ def fingerprint_of(
         software=software_versions(),
         topology=ranks.facts(),
         policy=policy.fingerprint_fields(),
-        source=source.digests,
+        source=function_source.digests,
         space=space,
         version=version,
-        literal=source.literal | _additional_constants(validators.literal, source.literal),
-        bound=source.bound | _additional_constants(validators.bound, source.bound),
-        uncounted=source.uncounted | _additional_constants(validators.uncounted, source.uncounted),
+        literal=function_source.literal
+        | _additional_constants(hooks_source.literal, function_source.literal),
+        bound=function_source.bound
+        | _additional_constants(hooks_source.bound, function_source.bound),
+        uncounted=function_source.uncounted
+        | _additional_constants(hooks_source.uncounted, function_source.uncounted),
     )
 
 

@@ -205,7 +205,7 @@ class Script(ABC):
         self.op, self.info, self.args, self.ctx = info.op, info, args, ctx
         self.options, self.fixed = dict(options or {}), dict(fixed or {})
         self.dtype, self.num_ranks = dtype_named(args.dtype), dist.get_world_size()
-        self._num_tunings_before = self.op.tuning_count
+        self._num_tunings_before = self.op.num_tunings
 
     def operands(self, shape: Any, **layout: Any) -> Operands:
         """Return random operands of the dtype of the command line. Collective."""
@@ -231,7 +231,7 @@ class Script(ABC):
         """Print the config in use and its origin, unless the command line sets tunables."""
         if not self.fixed or not self.args.autotune:
             operands, options = self.arguments(data)
-            tuned_now = self.op.tuning_count > self._num_tunings_before
+            tuned_now = self.op.num_tunings > self._num_tunings_before
             report_tuning(self.op, self.args.autotune, tuned_now, *operands, **options)
 
     def perf(

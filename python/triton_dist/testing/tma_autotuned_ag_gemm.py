@@ -59,8 +59,8 @@ class TmaAutotunedAgGemm:
         return C
 
     @property
-    def tuning_calls(self) -> int:
-        return self._call.tuning_calls
+    def num_tuning_calls(self) -> int:
+        return self._call.num_tuning_calls
 
     def choices(self) -> dict[str, Any]:
         return self._call.choices()

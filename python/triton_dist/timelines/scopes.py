@@ -66,7 +66,7 @@ class Scopes:
         title = trace.call_title(metadata).encode("ascii", "replace").decode().replace('"', "?")
         name = f"{title} #{len(self.calls)}"
         self.calls[name] = metadata
-        num_tunings_before = tuned.tuning_count
+        num_tunings_before = tuned.num_tunings
         with ExitStack() as scopes:
             scopes.enter_context(self._nvtx_range(title))
             numbers = {key: value for key, value in metadata.items() if key in _WORK_KEYS}
@@ -75,7 +75,7 @@ class Scopes:
             try:
                 yield
             finally:
-                metadata["tuned"] = tuned.tuning_count > num_tunings_before
+                metadata["tuned"] = tuned.num_tunings > num_tunings_before
 
 
 def metadata_of_call(tuned: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallMetadata:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from triton_dist._tuning.engine.channel import Channel, Step
-from triton_dist._tuning.engine.parts import CommonParts
+from triton_dist._tuning.engine.components import CommonComponents
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.values import (
     Fingerprint,
@@ -52,7 +52,7 @@ class LocalRecord(NamedTuple):
     """Accepted differences between the record's fingerprint and the present fingerprint."""
 
     @property
-    def summary(self) -> RecordSummary:
+    def record_summary(self) -> RecordSummary:
         record = self.record
         if record is None:
             return RecordSummary()
@@ -80,24 +80,24 @@ def local_record(
 class Proposal:
     """The first message of a rank in the first call of a key."""
 
-    compared: Sequence[tuple[str, str]]
+    compared_texts: Sequence[tuple[str, str]]
     """Pairs of name and text. The first pair whose text differs between ranks is reported."""
     fingerprint: Fingerprint
-    summary: RecordSummary
+    record_summary: RecordSummary
     always_tune: bool
     """This rank tunes although it has a record."""
     frozen: bool
     """Tuning is forbidden on this rank."""
-    capturing: bool
+    cannot_measure: bool
     """Nothing can be measured now, because of a CUDA-graph capture or a trace."""
     predict_only: bool = False
     """Predictions replace measurements on this rank."""
     kept_digests: Sequence[str] = ()
     """Digests of the configs that pruning keeps, if pruning has already run. The list of rank 0 is
     used."""
-    will_run: bool = False
+    will_call_function: bool = False
     """The rank runs the function with the chosen config immediately."""
-    max_remote_seconds: float | None = None
+    max_remote_lookup_seconds: float | None = None
     """Maximum seconds of a look-up in the remote store; ``None``: this rank makes no look-up."""
 
 
@@ -107,17 +107,17 @@ class Agreement:
     Attributes:
         fingerprint: the common fingerprint, without bound constants that differ between ranks.
         leader_proposal: the proposal of rank 0.
-        capturing, predict_only: the proposal of some rank has this property.
+        cannot_measure, predict_only: the proposal of some rank has this property.
         frozen_ranks: global ranks on which tuning is forbidden. One such rank forbids it for all.
         have_equal_records: all ranks have the same record, or no rank has one.
-        will_run: every rank runs the function with the chosen config immediately.
+        will_call_function: every rank runs the function with the chosen config immediately.
         record_rank: the rank whose record all ranks use; ``None`` if no record is used.
         winner_digest: digest of the winning config in this record.
     """
 
     def __init__(self, ranks: Channel, name: str, proposals: Sequence[Proposal]) -> None:
         """Compare ``proposals``, one per rank. If they differ, raise ``RankDisagreement``."""
-        for pairs in zip(*(proposal.compared for proposal in proposals), strict=True):
+        for pairs in zip(*(proposal.compared_texts for proposal in proposals), strict=True):
             if len({text for _, text in pairs}) > 1:
                 texts = {ranks.global_rank(rank): text for rank, (_, text) in enumerate(pairs)}
                 raise ranks.record_final_error(RankDisagreement(pairs[ranks.rank][0], texts))
@@ -134,15 +134,15 @@ class Agreement:
             what = f"the hardware, versions, source code or settings of {name}"
             raise ranks.record_final_error(RankDisagreement(what, by_rank))
         self.fingerprint = first
-        summaries = [proposal.summary for proposal in proposals]
+        summaries = [proposal.record_summary for proposal in proposals]
         self.have_equal_records = len({summary.record_digest for summary in summaries}) == 1
         self.leader_proposal = proposals[0]
-        self.capturing = any(proposal.capturing for proposal in proposals)
+        self.cannot_measure = any(proposal.cannot_measure for proposal in proposals)
         self.predict_only = any(proposal.predict_only for proposal in proposals)
         self.frozen_ranks = [
             ranks.global_rank(r) for r, proposal in enumerate(proposals) if proposal.frozen
         ]
-        self.will_run = all(proposal.will_run for proposal in proposals)
+        self.will_call_function = all(proposal.will_call_function for proposal in proposals)
         # A record that depends on bound constants is valid only if these are equal on all ranks.
         # The rank that holds the record has already compared its values with the record.
         bound_names = frozenset(self.fingerprint.bound)
@@ -151,19 +151,20 @@ class Agreement:
             for rank, summary in enumerate(summaries)
             if summary.winner_digest and summary.bound_names in (None, bound_names)
         }
-        holders = [rank for rank, summary in valid.items() if not summary.is_shipped] or list(valid)
+        own = [rank for rank, summary in valid.items() if not summary.is_shipped]
+        ranks_with_record = own or list(valid)
         # If nothing can be measured, a record is used although ALWAYS_TUNE is set.
-        cannot_tune = self.capturing or bool(self.frozen_ranks) or self.predict_only
-        usable = bool(holders) and (cannot_tune or not self.leader_proposal.always_tune)
+        cannot_tune = self.cannot_measure or bool(self.frozen_ranks) or self.predict_only
+        usable = bool(ranks_with_record) and (cannot_tune or not self.leader_proposal.always_tune)
         # Choose the lowest rank with a record.
-        self.record_rank = holders[0] if usable else None
+        self.record_rank = ranks_with_record[0] if usable else None
         self.winner_digest = (
             None if self.record_rank is None else valid[self.record_rank].winner_digest
         )
 
 
-def remote_record(
-    parts: CommonParts,
+def find_remote_record(
+    components: CommonComponents,
     ranks: Channel,
     agreement: Agreement,
     key: Key,
@@ -175,14 +176,14 @@ def remote_record(
     The leader also writes the record to its local store. With ``may_wait``, it waits while another
     job tunes the key.
     """
-    seconds = agreement.leader_proposal.max_remote_seconds
+    seconds = agreement.leader_proposal.max_remote_lookup_seconds
     if seconds is None or agreement.leader_proposal.always_tune:
         return None
-    found, limit = None, parts.settings.seconds + seconds
+    found, limit = None, components.settings.step_seconds + seconds
     try:
         with watchdog.paused():
-            if parts.remote is not None:
-                found = parts.remote.find(
+            if components.remote is not None:
+                found = components.remote.find(
                     key,
                     agreement.fingerprint,
                     lambda record: not validator(record).reasons,
@@ -190,11 +191,11 @@ def remote_record(
                 )
             found = ranks.all_gather(Step("look up the remote store"), found, limit)[0]
     except BaseException:
-        if parts.remote is not None:
-            parts.remote.release(key, agreement.fingerprint)
+        if components.remote is not None:
+            components.remote.release(key, agreement.fingerprint)
         raise
     if found is not None and ranks.is_leader:
-        parts.store.put(found.record)
+        components.store.put(found.record)
     return found
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from triton_dist._tuning.engine.channel import Channel, Step, timestamp
-from triton_dist._tuning.engine.parts import Call, Parts, TunedFunction
+from triton_dist._tuning.engine.components import Call, Components, TunedFunction
 from triton_dist._tuning.engine.progress import candidates_id
 from triton_dist._tuning.sizes.neighbours import SIZE_HOOK_NAMES, Neighbours
 from triton_dist._tuning.sizes.size_table import SizeTable
@@ -58,13 +58,13 @@ class PruneResult(NamedTuple):
         return "" if error is None else f"prune_fn raised {error_text(error)}"
 
 
-MAX_LISTED = 1000
+MAX_LISTED_PRUNED = 1000
 """Maximum number of pruned configs that a record lists. If there are more, the record has only
 their number by reason."""
 
 
 @dataclass(frozen=True)
-class _LeaderResult:
+class _LeaderSelection:
     """The leader's selection, as it is broadcast. Configs are given by their index in the space."""
 
     kept: tuple[int, ...] | None = ()
@@ -128,14 +128,14 @@ class CandidateSet:
 
     def pruned_trials(self) -> list[Trial]:
         """Return a trial for each pruned config; an empty list if there are too many."""
-        listed = self.pruned if len(self.pruned) <= MAX_LISTED else []
+        listed = self.pruned if len(self.pruned) <= MAX_LISTED_PRUNED else []
         return [Trial.of(each.config, Failure("pruned", each.reason)) for each in listed]
 
     def unlisted_counts(self) -> dict[str, int]:
         """On the leader, return the number of unlisted pruned configs by reason."""
         if isinstance(self.candidates, UnlistedCandidates):
             return dict(self.candidates.num_pruned_by_reason)
-        unlisted = self.pruned if len(self.pruned) > MAX_LISTED else []
+        unlisted = self.pruned if len(self.pruned) > MAX_LISTED_PRUNED else []
         return dict(Counter(each.reason for each in unlisted))
 
 
@@ -153,8 +153,15 @@ class Selection:
     key: Key
     fingerprint: Fingerprint
 
-    def __init__(self, parts: Parts, subject: TunedFunction, call: Call, ranks: Channel) -> None:
-        self._parts, self._subject, self._call, self._ranks = parts, subject, call, ranks
+    def __init__(
+        self, components: Components, tuned_fn: TunedFunction, call: Call, ranks: Channel
+    ) -> None:
+        self._components, self._tuned_fn, self._call, self._ranks = (
+            components,
+            tuned_fn,
+            call,
+            ranks,
+        )
         self.prediction_error: Exception | None = None
         self._prune_result: PruneResult | None = None
 
@@ -166,10 +173,12 @@ class Selection:
         Do not store it in a local variable: its failure refers to the frame of the first caller.
         """
         if self._prune_result is None:
-            subject, call = self._subject, self._call
+            tuned_fn, call = self._tuned_fn, self._call
             try:
                 with self._ranks.user_code(Step("prune_fn")):
-                    kept_and_dropped = subject.space.prune(subject.prune_fn, call.args, call.kwargs)
+                    kept_and_dropped = tuned_fn.space.prune(
+                        tuned_fn.prune_fn, call.args, call.kwargs
+                    )
                 self._prune_result = PruneResult(*kept_and_dropped)
             except Exception as error:
                 self._prune_result = PruneResult(failure=error)
@@ -183,7 +192,7 @@ class Selection:
         """Return the config to use without any measurement. Raise like :meth:`candidate_set`."""
         candidates = self.candidate_set(warm_start=False, only_best=True).candidates
         if isinstance(candidates, UnlistedCandidates):
-            return self._subject.space.default
+            return self._tuned_fn.space.default
         return candidates[0]
 
     def candidate_set(self, warm_start: bool = True, only_best: bool = False) -> CandidateSet:
@@ -199,48 +208,56 @@ class Selection:
             RankDisagreement: the leader's ``prune_fn``, ``fallback_fn`` or ``waves_fn`` raised. The
                 leader raises the original exception instead.
         """
-        ranks, space, selected = self._ranks, self._subject.space, _LeaderResult()
+        ranks, space, selected = self._ranks, self._tuned_fn.space, _LeaderSelection()
         predicted: Mapping[Config, float] = {}
         result = self.prune_result if ranks.is_leader else PruneResult()
         failure = result.failure
         if failure is not None:
-            selected = _LeaderResult(failure=result.failure_text)
+            selected = _LeaderSelection(failure=result.failure_text)
         elif isinstance(result.kept, UnlistedCandidates):
-            selected = _LeaderResult(kept=None)
+            selected = _LeaderSelection(kept=None)
         elif ranks.is_leader:
             try:
                 # Broadcast indices instead of configs, because the spaces are equal on all ranks.
-                kept, origin = self._warm_started(result.kept) if warm_start else (result.kept, "")
-                predicted = {} if origin else self._predicted_ms(kept)
+                kept, warm_started_from = (
+                    self._warm_started(result.kept) if warm_start else (result.kept, "")
+                )
+                predicted = {} if warm_started_from else self._predicted_ms(kept)
                 if only_best and kept:
                     # Without predictions, fallbacks have the smallest value.
-                    ms = predicted or {c: 1.0 + (not self._subject.fallback_fn(c)) for c in kept}
-                    kept = [self._parts.settings.policy.most_promising(ms)]
+                    ms_by_config = predicted or {
+                        c: 1.0 + (not self._tuned_fn.fallback_fn(c)) for c in kept
+                    }
+                    kept = [self._components.settings.policy.most_promising(ms_by_config)]
                 dropped = tuple(
                     (space.index_of(each.config), each.reason) for each in result.dropped
                 )
-                selected = _LeaderResult(tuple(map(space.index_of, kept)), dropped, origin)
+                selected = _LeaderSelection(
+                    tuple(map(space.index_of, kept)), dropped, warm_started_from
+                )
             except PriorFailed as error:
                 failure = error
-                selected = _LeaderResult(failed_prediction=(error.config, error.cause))
+                selected = _LeaderSelection(failed_prediction=(error.config, error.cause))
             except Exception as error:  # raised by the user's fallback_fn or waves_fn
                 failure = error
-                selected = _LeaderResult(
+                selected = _LeaderSelection(
                     failure=f"{SIZE_HOOK_NAMES} raised {error_text(error)}",
                     failed_hook=SIZE_HOOK_NAMES,
                 )
-        selected = ranks.broadcast(Step("prune_fn"), selected, self._parts.settings.seconds)
+        selected = ranks.broadcast(
+            Step("prune_fn"), selected, self._components.settings.step_seconds
+        )
         if failure is not None:
             try:
                 raise failure
             finally:
                 del result, failure  # the error refers to this frame
         if selected.failed_prediction is not None:
-            where = self._subject.name, self.key, ranks.global_rank(0)
+            where = self._tuned_fn.name, self.key, ranks.global_rank(0)
             raise PriorFailed(*where, *selected.failed_prediction)
         if selected.failure is not None:
             raised = {ranks.global_rank(0): selected.failure}
-            raise RankDisagreement(f"{selected.failed_hook} of {self._subject.name}", raised)
+            raise RankDisagreement(f"{selected.failed_hook} of {self._tuned_fn.name}", raised)
         # The kept configs are too many to send, and only the leader's search needs them.
         if selected.kept is None:
             unlisted = result.kept if ranks.is_leader else space.prune(None, (), {})[0]
@@ -249,7 +266,7 @@ class Selection:
         pruned = [PrunedConfig(space[index], reason) for index, reason in selected.pruned]
         if not candidates:
             causes = {str(each.config): each.reason for each in pruned}
-            raise NoValidConfig(self._subject.name, self.key, causes)
+            raise NoValidConfig(self._tuned_fn.name, self.key, causes)
         return CandidateSet(space, candidates, pruned, selected.warm_started_from, predicted)
 
     def _predicted_ms(self, configs: Sequence[Config]) -> dict[Config, float]:
@@ -258,7 +275,7 @@ class Selection:
         A prediction that is not finite is returned as ``inf``. Raise ``PriorFailed`` if
         ``prior_fn`` raises or returns something other than a positive number.
         """
-        prior_fn, call, predicted = self._subject.prior_fn, self._call, {}
+        prior_fn, call, predicted = self._tuned_fn.prior_fn, self._call, {}
         if prior_fn is None:
             return {}
         with self._ranks.user_code(Step("prior_fn")):
@@ -269,7 +286,7 @@ class Selection:
                         raise ValueError(f"it returned {ms}")
                 except Exception as error:
                     rank, cause = self._ranks.global_rank(0), error_text(error)
-                    name, key = self._subject.name, self.key
+                    name, key = self._tuned_fn.name, self.key
                     raise PriorFailed(name, key, rank, str(config), cause) from error
                 predicted[config] = ms if ms < math.inf else math.inf  # also for NaN
         return predicted
@@ -280,7 +297,7 @@ class Selection:
         The second value is a text that names the neighbours. Without neighbours, return ``kept``
         and an empty text.
         """
-        settings, failure = self._parts.settings, self._call.winner_failure
+        settings, failure = self._components.settings, self._call.winner_failure
         if settings.warm_start_ms > 0 and not (settings.always_tune or failure):
             neighbours = self._neighbours()
             if neighbours is not None and neighbours.tried_all_kinds(kept):
@@ -289,12 +306,12 @@ class Selection:
                     return candidates, f"warm-started from {neighbours}"
         return kept, ""
 
-    def predicted(self) -> tuple[TuningRecord | None, str]:
+    def predicted_record(self) -> tuple[TuningRecord | None, str]:
         """Return a record predicted from the neighbours without measuring, or ``None``.
 
         The second value is the failure of a user's function as text; empty if there is none.
         """
-        if self._subject.sizes is None:
+        if self._tuned_fn.sizes is None:
             return None, ""
         record, failure = None, ""
         neighbours = self._neighbours()
@@ -312,7 +329,7 @@ class Selection:
                         f"{SIZE_HOOK_NAMES} raised {error_text(error)}",
                     )
         failure = failure and f"{failure} on rank {self._ranks.global_rank(0)}"
-        seconds = self._parts.settings.seconds
+        seconds = self._components.settings.step_seconds
         return self._ranks.broadcast(Step("predict"), (record, failure), seconds)
 
     def size_table(self, record: TuningRecord, winner: Config) -> SizeTable | None:
@@ -321,9 +338,9 @@ class Selection:
         The measured configs of a record passed ``prune_fn`` before they were measured. Only for a
         shipped record, ``prune_fn`` is called here, except for the winner.
         """
-        space = self._subject.space
+        space = self._tuned_fn.space
         # A latency curve exists over one size only.
-        if self._subject.sizes is None or len(self._call.sizes) != 1:
+        if self._tuned_fn.sizes is None or len(self._call.sizes) != 1:
             return None
         neighbours, curves = self._neighbours(), None
         if neighbours is not None:
@@ -336,20 +353,26 @@ class Selection:
             kept = self.prune_result.kept_list if record.is_shipped else space
             usable = [*kept] if winner in kept else [winner, *kept]
             curves = neighbours.latency_curves(record, usable, others)
-        (curves,) = self._ranks.broadcast(Step("sizes"), (curves,), self._parts.settings.seconds)
+        (curves,) = self._ranks.broadcast(
+            Step("sizes"), (curves,), self._components.settings.step_seconds
+        )
         return None if curves is None else SizeTable.of(curves, space)
 
     def _neighbours(self) -> Neighbours | None:
         """On the leader, return the neighbours of the key. Return ``None`` on other ranks, and for
         a function without sizes."""
-        parts, subject, strict = self._parts, self._subject, self._parts.settings.strict
-        if subject.sizes is None or not self._ranks.is_leader:
+        components, tuned_fn, strict = (
+            self._components,
+            self._tuned_fn,
+            self._components.settings.strict_versions,
+        )
+        if tuned_fn.sizes is None or not self._ranks.is_leader:
             return None
 
         def is_valid(record: TuningRecord) -> bool:
-            return not validity(record, self.fingerprint, subject.space, strict).reasons
+            return not validity(record, self.fingerprint, tuned_fn.space, strict).reasons
 
-        stored = parts.store.records(self.key.function_name)
+        stored = components.store.records(self.key.function_name)
         records = (each.record for each in stored if each.is_of_function(self.key))
-        value, fallback_fn = self._call.key, subject.fallback_fn
-        return Neighbours.of(subject.sizes, fallback_fn, self.key, value, records, is_valid)
+        user_key, fallback_fn = self._call.key, tuned_fn.fallback_fn
+        return Neighbours.of(tuned_fn.sizes, fallback_fn, self.key, user_key, records, is_valid)

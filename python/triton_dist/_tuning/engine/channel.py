@@ -76,7 +76,7 @@ class Channel:
 
     Args:
         seconds: time limit of a message, and of user code by default.
-        grace: seconds after user code exceeded its time limit, until its process is ended.
+        grace_seconds: seconds after user code exceeded its time limit, until its process is ended.
         hint: possible reason why other ranks do not send the first message.
 
     Attributes:
@@ -93,7 +93,7 @@ class Channel:
         ranks: RankGroup,
         function: str,
         seconds: float,
-        grace: float,
+        grace_seconds: float,
         key: str = "",
         call: int = 0,
         hint: str = "",
@@ -103,7 +103,7 @@ class Channel:
         self.all_have_joined = False
         self._is_nested = watchdog.is_inside()
         self._function = function
-        self._seconds, self._grace = seconds, grace
+        self._seconds, self._grace_seconds = seconds, grace_seconds
         self.rank, self.size, self.is_leader = ranks.rank, ranks.size, ranks.is_leader
         self.clock = Clock()
         self.on_stuck: Callable[[Config, Failure], object] | None = None
@@ -168,28 +168,29 @@ class Channel:
 
     @contextmanager
     def user_code(
-        self, step: Step, seconds: float | None = None, begun: bool = True
+        self, step: Step, seconds: float | None = None, start_now: bool = True
     ) -> Iterator[Watch]:
         """Context manager that limits the time of user code to ``seconds``.
 
-        With ``begun``, all code inside is user code. Otherwise, user code runs between ``begin``
-        and ``end`` of the yielded watch. User code that exceeds the limit is reported as stuck. If
-        it returns within ``grace`` more seconds, raise ``TimeoutError``; else end the process.
+        With ``start_now``, all code inside is user code. Otherwise, user code runs between
+        ``begin`` and ``end`` of the yielded watch. User code that exceeds the limit is reported as
+        stuck. If it returns within ``grace_seconds`` more, raise ``TimeoutError``; else end the
+        process.
         """
         limit = self._seconds if seconds is None else seconds
         stuck = functools.partial(self.stuck_error, step, limit, "is stuck in the user's code")
-        with watchdog.watching(limit, self._grace, stuck, self.abort) as watch:
-            if begun:
+        with watchdog.watching(limit, self._grace_seconds, stuck, self.abort) as watch:
+            if start_now:
                 watch.begin()
             yield watch
-        if watch.overdue:
+        if watch.is_overdue:
             raise TimeoutError(f"{step.phase} took longer than {limit:g} s")
 
     def blamed_config(self, step: Step) -> Config | None:
         """Return the config that is assumed to be the cause if a rank is stuck in ``step``."""
         return step.config
 
-    def stuck_error(self, step: Step, seconds: float, how: str) -> TuningTimeout:
+    def stuck_error(self, step: Step, seconds: float, state: str) -> TuningTimeout:
         """Return the error for this rank, which is stuck in user code. Quarantine the config.
 
         If other ranks failed, ended or are stopped, this rank may wait for them in a collective.
@@ -197,7 +198,7 @@ class Channel:
         """
         this_rank, because = self.global_rank(self.rank), self._failed_ranks()
         missing = list(because) or [this_rank]
-        because[this_rank] = f"{how}, where it may wait for the others" if because else how
+        because[this_rank] = f"{state}, where it may wait for the others" if because else state
         return self._tuning_timeout(step, missing, seconds, because, blames_config=True)
 
     def _failed_ranks(self) -> dict[int, str]:
@@ -267,4 +268,4 @@ class Channel:
 
     def _limit(self, user_seconds: float) -> float:
         """Return the time limit of a message. After user code, it includes the grace time."""
-        return user_seconds + self._grace if user_seconds else self._seconds
+        return user_seconds + self._grace_seconds if user_seconds else self._seconds

@@ -20,7 +20,7 @@ from triton_dist._tuning.sizes.size_table import SizeTable
 from triton_dist._tuning.values import Config, TuningRecord
 from triton_dist._tuning.values.show import error_text
 
-_IMMEDIATE_HITS = 4
+_NUM_CACHED_IMMEDIATELY = 4
 """Number of keys of a function that are cached immediately after their tuning."""
 _MAX_UNREPEATED = 16
 """A warning is given after this number of consecutive keys that were tuned and not called again."""
@@ -34,15 +34,15 @@ class UnrepeatedKeys:
         self._unrepeated: dict[Hashable, None] = {}
         self._has_advised = False
 
-    def delays_hit(self, key: Hashable) -> bool:
+    def should_delay_caching(self, key: Hashable) -> bool:
         """Note a tuned key. Return whether to cache it only at its second call."""
         self._num_tuned += 1
-        if self._num_tuned <= _IMMEDIATE_HITS or self._has_advised:
+        if self._num_tuned <= _NUM_CACHED_IMMEDIATELY or self._has_advised:
             return False
         self._unrepeated[key] = None
         return True
 
-    def called_again(self, key: Hashable) -> None:
+    def note_repeated_call(self, key: Hashable) -> None:
         """Note a call, which was not a hit, of a key that has a config."""
         if key in self._unrepeated:
             self._unrepeated.clear()
@@ -56,7 +56,7 @@ class UnrepeatedKeys:
             return ""
         keys = list(self._unrepeated)
         self._unrepeated.clear()
-        parts = [part for part in _varying(keys) if part[0].partition(".")[2] not in sizes]
+        parts = [part for part in _varying_parts(keys) if part[0].partition(".")[2] not in sizes]
         if not parts:
             return ""
         self._has_advised = True
@@ -72,7 +72,7 @@ class UnrepeatedKeys:
         )
 
 
-def _varying(
+def _varying_parts(
     values: Sequence[Hashable], path: str = "key"
 ) -> Iterator[tuple[str, Sequence[Hashable]]]:
     """Yield path and values of each part of the keys ``values`` that differs between them."""
@@ -85,24 +85,24 @@ def _varying(
     names = getattr(first, "_fields", ())
     for index, each in enumerate(zip(*values, strict=True)):
         name = f".{names[index]}" if index < len(names) else f"[{index}]"
-        yield from _varying(each, f"{path}{name}")
+        yield from _varying_parts(each, f"{path}{name}")
 
 
 _logger = logging.getLogger("triton_dist.tuning")
 _CONFIG_ERRORS = {"OutOfResources", "CompilationError", "PTXASError", "CandidateFailed"}
 """Exception classes whose cause is the config, by name, because triton is not imported here. Out of
 device memory is not included: other allocations of the program may cause it."""
-_FAILED_PASS = "PassManager::run failed"
+_PASS_FAILED_TEXT = "PassManager::run failed"
 """Text of the ``RuntimeError`` that Triton raises if a compiler pass fails."""
 
 
-def blames_config(error: Exception) -> bool:
+def is_caused_by_config(error: Exception) -> bool:
     """Return whether the config is the cause of the error.
 
     A recorded winner may fail because another driver or compiler rejects the kernel.
     """
     names = {kind.__name__ for kind in type(error).__mro__}
-    return not names.isdisjoint(_CONFIG_ERRORS) or _FAILED_PASS in error_text(error)
+    return not names.isdisjoint(_CONFIG_ERRORS) or _PASS_FAILED_TEXT in error_text(error)
 
 
 def add_note(error: Exception, text: str) -> None:
@@ -125,14 +125,14 @@ class Choice:
     is_reusable: bool = True
     size_table: SizeTable | None = None
     """Configs by exact size within the range of the key."""
-    first_use: Callable[[Callable[[], Any]], tuple[Any, str]] | None = None
+    try_recorded_winner: Callable[[Callable[[], Any]], tuple[Any, str]] | None = None
     """Makes the user's first call with the winner of a record. Returns the result, and why all
     ranks must tune again; empty if they need not. Set in the call that found the record."""
-    tuned: bool = False
+    was_tuned: bool = False
     """The config was tuned in this call, and not read from a record."""
     advice: str = ""
     """Warning that explains why the key was tuned again."""
-    changed: tuple[str, ...] = ()
+    changed_arguments: tuple[str, ...] = ()
     """Names of arguments that trials changed in place and that were not restored."""
 
     def for_sizes(self, sizes: tuple[int, ...]) -> Choice:
@@ -152,33 +152,37 @@ class Choices:
     of a call.
     """
 
-    by_ranks: dict[Any, Choice] = field(default_factory=dict)
+    by_ranks_and_key: dict[Any, Choice] = field(default_factory=dict)
     """Choices, by the ranks that tuned together and rounded key."""
-    hits: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    cached_arguments: dict[Any, dict[str, Any]] = field(default_factory=dict)
     """Values of the tuned arguments by exact key, for calls without a process group."""
-    group_hits: dict[Any, dict[Any, dict[str, Any]]] = field(default_factory=dict)
+    cached_arguments_by_group: dict[Any, dict[Any, dict[str, Any]]] = field(default_factory=dict)
     """Values of the tuned arguments, by process group and then exact key."""
     by_rounded_key: dict[Any, Choice] = field(default_factory=dict)
     """Choices, by process group and rounded key. Unlike exact keys, these are not evicted."""
     max_cached_keys: int = 0
-    """Maximum number of exact keys in ``hits``, and in the cache of each process group."""
+    """Maximum number of exact keys in ``cached_arguments``, and for each process group."""
     unrepeated_keys: UnrepeatedKeys = field(default_factory=UnrepeatedKeys)
 
     def cache_arguments(self, group: Any, key: Any, arguments: dict[str, Any]) -> None:
         """Cache the arguments of an exact key. If the cache is full, evict the oldest key."""
-        hits = self.hits if group is None else self.group_hits.setdefault(group, {})
+        cached_arguments = (
+            self.cached_arguments
+            if group is None
+            else self.cached_arguments_by_group.setdefault(group, {})
+        )
         # A dict keeps the insertion order, so its first key is the oldest.
-        while len(hits) >= self.max_cached_keys:
+        while len(cached_arguments) >= self.max_cached_keys:
             with suppress(KeyError, StopIteration, RuntimeError):  # another thread evicted it
-                del hits[next(iter(hits))]
-        hits[key] = arguments
+                del cached_arguments[next(iter(cached_arguments))]
+        cached_arguments[key] = arguments
 
-    def drop_destroyed(self, is_destroyed: Callable[[Any], bool]) -> None:
+    def drop_destroyed_groups(self, is_destroyed: Callable[[Any], bool]) -> None:
         """Drop the choices of destroyed process groups: a program may create many groups."""
         tables: list[tuple[dict[Any, Any], Callable[[Any], bool]]] = [
-            (self.group_hits, is_destroyed),
+            (self.cached_arguments_by_group, is_destroyed),
             (self.by_rounded_key, lambda key: is_destroyed(key[0])),
-            (self.by_ranks, lambda key: not key[0].is_current()),
+            (self.by_ranks_and_key, lambda key: not key[0].is_current()),
         ]
         for table, is_gone in tables:
             for key in list(table):  # a copy, because other threads may add keys

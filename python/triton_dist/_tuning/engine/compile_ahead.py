@@ -44,9 +44,9 @@ class CompileAhead:
     ) -> None:
         self._prepare, self._seconds, self._ranks = prepare, seconds, ranks
         self._compiler = None if compiler is None else compiler()
-        self._needed: dict[str, list[str]] = {}
+        self._missing_by_digest: dict[str, list[str]] = {}
         """By digest of the candidate: kernels that are not in the cache of some rank."""
-        self._done: set[str] = set()
+        self._compiled: set[str] = set()
 
     def begin(self, candidates: Sequence[Config]) -> None:
         """Start to compile this rank's share of the kernels. All ranks call this.
@@ -58,20 +58,22 @@ class CompileAhead:
         if compiler is None or prepare is None:
             return
         step = Step("list the kernels")
-        new = [config for config in candidates if config.digest not in self._needed]
+        new = [config for config in candidates if config.digest not in self._missing_by_digest]
         with self._ranks.user_code(step, self._seconds):
             kernels = {c.digest: compiler.collect(functools.partial(prepare, c)) for c in new}
         missing = MissingKernels(compiler.cache, kernels)
         by_rank = self._ranks.all_gather(step, missing, self._seconds)
         for digest in kernels:
             names = (each.kernels.get(digest, ()) for each in by_rank)
-            self._needed[digest] = list(dict.fromkeys(itertools.chain.from_iterable(names)))
+            self._missing_by_digest[digest] = list(
+                dict.fromkeys(itertools.chain.from_iterable(names))
+            )
         num_sharing = sum(each.cache == missing.cache for each in by_rank)
         compiler.begin(kernels_to_compile(by_rank, self._ranks.rank), num_sharing)
 
-    def is_needed(self, config: Config) -> bool:
+    def must_compile(self, config: Config) -> bool:
         """Return, equally on all ranks, whether a kernel of ``config`` is still to be compiled."""
-        return not self._done.issuperset(self._kernels(config))
+        return not self._compiled.issuperset(self._kernels(config))
 
     def wait(self, config: Config) -> None:
         """Wait until this rank has compiled its share of the kernels of ``config``."""
@@ -79,12 +81,12 @@ class CompileAhead:
             if self._compiler is not None:
                 self._compiler.wait(kernel)
 
-    def mark_done(self, config: Config) -> None:
+    def mark_compiled(self, config: Config) -> None:
         """Note that all ranks have compiled their shares for ``config``."""
-        self._done.update(self._kernels(config))
+        self._compiled.update(self._kernels(config))
 
     def _kernels(self, config: Config) -> list[str]:
-        return self._needed.get(config.digest, [])
+        return self._missing_by_digest.get(config.digest, [])
 
     def close(self) -> None:
         """Stop compiling. Repeated calls have no effect."""

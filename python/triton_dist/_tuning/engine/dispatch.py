@@ -12,6 +12,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from triton_dist._tuning.engine.choice import Choice, Choices
+from triton_dist._tuning.engine.components import (
+    Call,
+    Components,
+    Hooks,
+    ProcessFunctions,
+    TunedFunction,
+)
 from triton_dist._tuning.engine.decorated import (
     Decorated,
     P,
@@ -21,7 +28,6 @@ from triton_dist._tuning.engine.decorated import (
     reporting_errors,
     signature_error,
 )
-from triton_dist._tuning.engine.parts import Call, Hooks, Parts, ProcessFunctions, TunedFunction
 from triton_dist._tuning.engine.tuner import resolve
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import RankGroup
@@ -82,9 +88,9 @@ class AutoTuner(Decorated[P, R_co]):
         sizes: the sizes in the function's keys; ``None`` if there are none.
         fallback_fn: the ``fallback_fn`` of the decorator, or a function that returns ``False``.
         prior_fn: the ``prior_fn`` of the decorator, or ``None``.
-        tuning_count: number of tunings in this process. Records that were found do not count.
-        overwritten: names of arguments that each call overwrites completely, such as an output
-            buffer. No warning is given if trials change them.
+        num_tunings: number of tunings in this process. Records that were found do not count.
+        overwritten_arguments: names of arguments that each call overwrites completely, such as an
+            output buffer. No warning is given if trials change them.
         omitted_if_untuned: names of tunable arguments that are not passed if tuning is off. The
             function's own defaults then apply.
         key_parameter: name of the parameter that receives the key if the config is cached.
@@ -101,8 +107,8 @@ class AutoTuner(Decorated[P, R_co]):
         key_fn: Callable[..., Any],
         prune_fn: Callable[..., object] | None,
         hooks: Hooks,
-        parts_for: Callable[[Any, bool], Parts],
-        forget: Callable[[], None],
+        components_for: Callable[[Any, bool], Components],
+        forget_records: Callable[[], None],
         process: ProcessFunctions,
         identity_of: Callable[
             [Callable[..., Any], Iterable[str]], FunctionIdentity
@@ -114,19 +120,19 @@ class AutoTuner(Decorated[P, R_co]):
         super().__init__(fn)
         self.config_space = config_space
         self.key_fn, self.prune_fn = key_fn, prune_fn
-        self.tuning_count = 0
+        self.num_tunings = 0
         self.omitted_if_untuned: tuple[str, ...] = ()
         self.key_parameter = ""
-        self.overwritten: tuple[str, ...] = ()
+        self.overwritten_arguments: tuple[str, ...] = ()
         self._process = process
         self._hooks, self._identity_of = hooks, identity_of
-        self._parts_for, self._forget = parts_for, forget
+        self._components_for, self._forget_records = components_for, forget_records
         self.sizes, self.fallback_fn, self.prior_fn = sizes, fallback_fn, prior_fn
         self._untraced_slow_path = self._process.untraced(self._slow_path)
         self._default_group = self._process.default_group
         self._is_compiled = self._process.is_compiled
         self._reset_for_world()
-        self._names: frozenset[str] = frozenset()  # empty until the space is evaluated
+        self._tunable_names: frozenset[str] = frozenset()  # empty until the space is evaluated
         kind = type(self)
         self._warnings = WarnOnce([kind.__call__, kind.tune, kind.best_config])
 
@@ -190,18 +196,24 @@ class AutoTuner(Decorated[P, R_co]):
                 rank.
             NoValidConfig: no config can be used.
         """
-        if autotune and (not kwargs or self._names.isdisjoint(kwargs)):
+        if autotune and (not kwargs or self._tunable_names.isdisjoint(kwargs)):
             world = self._default_group.WORLD
             try:
                 if world is not self._world:
                     self._reset_for_world()
-                hits = self._hits if autotune_pg is None else self._group_hits.get(autotune_pg, {})
-                arguments = hits.get(self.key_fn(*args, **kwargs))
+                cached_arguments = (
+                    self._cached_arguments
+                    if autotune_pg is None
+                    else self._cached_arguments_by_group.get(autotune_pg, {})
+                )
+                arguments = cached_arguments.get(self.key_fn(*args, **kwargs))
             except Exception:  # The slow path raises this again and reports it to every rank.
                 arguments = None
             if arguments is not None:
                 if world is not None and not self._is_compiled():
-                    self._calls += 1  # for messages of other ranks, see `_reset_for_world`
+                    self._num_calls_since_agreement += (
+                        1  # for messages of other ranks, see `_reset_for_world`
+                    )
                 return self.fn(*args, **kwargs, **arguments)
         options = (autotune, autotune_verbose, autotune_pg, autotune_allow_arg_overwrite)
         return self._untraced_slow_path(args, kwargs, *options)
@@ -283,7 +295,7 @@ class AutoTuner(Decorated[P, R_co]):
         ``space`` has the configs to choose from; by default the whole config space.
         """
         space = self.config_space if space is None else space
-        return self._parts_for(None, False).fingerprint(self.fn, space)
+        return self._components_for(None, False).fingerprint(self.fn, space)
 
     def identity(self) -> FunctionIdentity:
         """Return the identity of this function in its records."""
@@ -292,7 +304,7 @@ class AutoTuner(Decorated[P, R_co]):
     def clear(self) -> None:
         """Drop the chosen configs of this process. Records on disk stay and are looked up again."""
         self._reset_for_world()
-        self._forget()
+        self._forget_records()
 
     def _slow_path(
         self,
@@ -318,12 +330,14 @@ class AutoTuner(Decorated[P, R_co]):
             arguments = self._warn_untuned("while it is traced").arguments()
         else:
             options = (process_group, verbose, allow_overwrite)
-            choice = self._choose(args, kwargs, *options, will_run=True)
+            choice = self._choose(args, kwargs, *options, will_call_function=True)
             arguments = choice.config.arguments()
-            if choice.first_use is not None:
+            if choice.try_recorded_winner is not None:
                 all_arguments = {**arguments, **kwargs}
                 # The winner of a record may fail with this driver. All ranks then tune again.
-                result, winner_failure = choice.first_use(lambda: self.fn(*args, **all_arguments))
+                result, winner_failure = choice.try_recorded_winner(
+                    lambda: self.fn(*args, **all_arguments)
+                )
                 if not winner_failure:
                     return result
                 choice = self._choose(args, kwargs, *options, True, winner_failure)
@@ -335,9 +349,12 @@ class AutoTuner(Decorated[P, R_co]):
         with it."""
         world = self._default_group.WORLD
         self._choices = Choices()
-        self._hits, self._group_hits = self._choices.hits, self._choices.group_hits
+        self._cached_arguments, self._cached_arguments_by_group = (
+            self._choices.cached_arguments,
+            self._choices.cached_arguments_by_group,
+        )
         self._published_absences: set[tuple[int, str]] = set()
-        self._calls = 0
+        self._num_calls_since_agreement = 0
         """Calls since the ranks last tuned or looked up a record together. If a call raises before
         its first message, other ranks compare this number with theirs."""
         self._world = world
@@ -347,17 +364,17 @@ class AutoTuner(Decorated[P, R_co]):
     ) -> dict[str, Any] | None:
         """Return the values of the tuned arguments if the sizes of a valid call are in a tuned
         range, else ``None``. Send no message to other ranks."""
-        if self.sizes is None or not self._names.isdisjoint(kwargs):
+        if self.sizes is None or not self._tunable_names.isdisjoint(kwargs):
             return None
         try:
             key = self.key_fn(*args, **kwargs)
-            in_range = self.sizes.rounded_key(key)
-            choice = self._choices.by_rounded_key.get((process_group, in_range))
+            rounded_key = self.sizes.rounded_key(key)
+            choice = self._choices.by_rounded_key.get((process_group, rounded_key))
         except Exception:  # _choose calls key_fn again and reports the exception to all ranks
             return None
         if choice is None:
             return None
-        self._choices.unrepeated_keys.called_again(in_range)
+        self._choices.unrepeated_keys.note_repeated_call(rounded_key)
         return self._cache_config(process_group, key, choice.for_sizes(self.sizes.values(key)))
 
     def _cache_config(self, process_group: Any, key: Any, choice: Choice) -> dict[str, Any]:
@@ -375,14 +392,14 @@ class AutoTuner(Decorated[P, R_co]):
         process_group: Any,
         verbose: bool,
         allow_overwrite: bool,
-        will_run: bool = False,
+        will_call_function: bool = False,
         winner_failure: str = "",
         must_measure: bool = False,
     ) -> Choice:
         """Return the choice for these arguments. Look up a record or tune if there is none.
 
         Args:
-            will_run: the caller runs the function with the choice immediately.
+            will_call_function: the caller runs the function with the choice immediately.
             winner_failure: why the winner of the record failed in this call. If not empty, tune
                 again.
             must_measure: a choice that was predicted without measuring does not suffice.
@@ -390,7 +407,7 @@ class AutoTuner(Decorated[P, R_co]):
         choices = self._choices
 
         def known_choice() -> Choice | None:
-            found = None if winner_failure else choices.by_ranks.get((ranks, key))
+            found = None if winner_failure else choices.by_ranks_and_key.get((ranks, key))
             return None if found and must_measure and found.record is None else found
 
         with self._reporting(process_group):
@@ -403,7 +420,7 @@ class AutoTuner(Decorated[P, R_co]):
                 )
                 return Choice(space.default, None)
             error = signature_error(
-                self.fn, self.config_space.names, args, {**self._default(), **kwargs}
+                self.fn, self.config_space.names, args, {**self._default_config(), **kwargs}
             )
             if error:
                 raise TypeError(f"{self._name}(): {error}{self._hint_for_method(args)}")
@@ -414,11 +431,11 @@ class AutoTuner(Decorated[P, R_co]):
             if choice is not None:
                 choice = choice.for_sizes(sizes)
                 if not fixed:  # the exact key is not cached yet, or was evicted
-                    choices.unrepeated_keys.called_again(key)
+                    choices.unrepeated_keys.note_repeated_call(key)
                     self._cache_config(process_group, exact_key, choice)
                 return choice
-            parts = self._parts_for(process_group, verbose)
-            subject = TunedFunction(
+            components = self._components_for(process_group, verbose)
+            tuned_fn = TunedFunction(
                 self.fn,
                 self._name,
                 self._identity_of(self.fn, space.names),
@@ -431,57 +448,71 @@ class AutoTuner(Decorated[P, R_co]):
             )
         # If this call is made in a trial of another tuned function, the time of this tuning does
         # not count for the time limit of that trial.
-        with watchdog.paused(), parts.tuning_lock():
+        with watchdog.paused(), components.tuning_lock():
             # Another thread may have tuned the key while this thread waited for the lock.
             choice = known_choice()
             if choice is None:
-                traced = self._process.is_traced((args, kwargs))
-                agreed_keys = tuple(key for group, key in choices.by_ranks if group == ranks)
+                is_traced = self._process.is_traced((args, kwargs))
+                agreed_keys = tuple(
+                    key for group, key in choices.by_ranks_and_key if group == ranks
+                )
                 if not agreed_keys:  # only at the first key of a group, to keep other calls cheap
-                    choices.drop_destroyed(self._process.is_destroyed)
+                    choices.drop_destroyed_groups(self._process.is_destroyed)
                 call = Call(
                     args,
                     kwargs,
                     key,
-                    self._calls,
-                    traced,
+                    self._num_calls_since_agreement,
+                    is_traced,
                     sizes,
-                    will_run,
+                    will_call_function,
                     winner_failure,
                     agreed_keys,
                     must_measure,
                 )
-                choice = self._resolve(subject, parts, call)
-                self._calls = 0
+                choice = self._resolve(tuned_fn, components, call)
+                self._num_calls_since_agreement = 0
             if choice.is_reusable:
-                replaced = choices.by_ranks.get((ranks, key))
+                replaced = choices.by_ranks_and_key.get((ranks, key))
                 if replaced is not None and replaced.record is None:
-                    for table in (choices.hits, choices.group_hits, choices.by_rounded_key):
+                    for table in (
+                        choices.cached_arguments,
+                        choices.cached_arguments_by_group,
+                        choices.by_rounded_key,
+                    ):
                         table.clear()  # some entries belong to the prediction
-                kept = choices.by_ranks[ranks, key] = replace(choice, first_use=None)
+                kept = choices.by_ranks_and_key[ranks, key] = replace(
+                    choice, try_recorded_winner=None
+                )
                 if not fixed:
                     choices.max_cached_keys = self._process.max_cached_keys()
                     choices.by_rounded_key[process_group, key] = kept
-                    if not (will_run and choice.tuned and choices.unrepeated_keys.delays_hit(key)):
+                    if not (
+                        will_call_function
+                        and choice.was_tuned
+                        and choices.unrepeated_keys.should_delay_caching(key)
+                    ):
                         self._cache_config(process_group, exact_key, choice.for_sizes(sizes))
             advice = choices.unrepeated_keys.advice(
                 self._name, self.sizes.rounding if self.sizes else ()
             )
             # ``deferred_warnings`` holds warnings back until the lock is released.
-            if advice and parts.ranks.is_leader:
+            if advice and components.ranks.is_leader:
                 self._warnings.warn(advice, advice)
             return choice.for_sizes(sizes)
 
-    def _resolve(self, subject: TunedFunction, parts: Parts, call: Call) -> Choice:
-        choice = resolve(subject, parts, call)
-        self.tuning_count += choice.tuned
-        if not choice.is_reusable and choice.record is None and parts.ranks.is_leader:
-            when = "while it is traced" if call.traced else "during CUDA-graph capture"
+    def _resolve(self, tuned_fn: TunedFunction, components: Components, call: Call) -> Choice:
+        choice = resolve(tuned_fn, components, call)
+        self.num_tunings += choice.was_tuned
+        if not choice.is_reusable and choice.record is None and components.ranks.is_leader:
+            when = "while it is traced" if call.is_traced else "during CUDA-graph capture"
             self._warn_untuned(when, call.key)
         if choice.advice:
             self._warnings.warn(choice.advice, choice.advice)
-        changed = [name for name in choice.changed if name not in self.overwritten]
-        if changed and self._hooks.reset is None and parts.ranks.is_leader:
+        changed = [
+            name for name in choice.changed_arguments if name not in self.overwritten_arguments
+        ]
+        if changed and self._hooks.reset is None and components.ranks.is_leader:
             names = ", ".join(map(repr, changed))
             self._warnings.warn(
                 f"{self._name}: trials changed {names} in place. Each trial used the values that "
@@ -494,7 +525,7 @@ class AutoTuner(Decorated[P, R_co]):
     def _count_call(self) -> None:
         if self._default_group.WORLD is not self._world:
             self._reset_for_world()
-        self._calls += 1
+        self._num_calls_since_agreement += 1
 
     def _reporting(self, process_group: Any) -> AbstractContextManager[None]:
         def ranks() -> RankGroup:
@@ -503,7 +534,7 @@ class AutoTuner(Decorated[P, R_co]):
             except TritonDistError:  # autotune_pg is invalid: report to the group of all ranks
                 return self._process.ranks(None)
 
-        return reporting_errors(self._name, ranks, self._calls)
+        return reporting_errors(self._name, ranks, self._num_calls_since_agreement)
 
     def _publish_absence(self, process_group: Any, why: str) -> None:
         """Publish, once per reason, why this rank may be missing when other ranks tune."""
@@ -512,15 +543,15 @@ class AutoTuner(Decorated[P, R_co]):
             with suppress(TritonDistError):
                 self._process.ranks(process_group).note(self._name, why)
 
-    def _default(self) -> Config:
+    def _default_config(self) -> Config:
         if not self.config_space:
             raise NoValidConfig(self._name, "(any)", {})
         return self.config_space.default
 
     def _tunables_set_by_caller(self, kwargs: dict[str, Any], allowed: bool) -> Config:
         """Return the tunable arguments that the caller sets. Raise if that is not allowed."""
-        self._names = self.config_space.names
-        fixed = {name: value for name, value in kwargs.items() if name in self._names}
+        self._tunable_names = self.config_space.names
+        fixed = {name: value for name, value in kwargs.items() if name in self._tunable_names}
         if fixed and not allowed:
             name, value = next(iter(fixed.items()))
             wanted = "no value: the tuner chooses it, unless autotune_allow_arg_overwrite=True"
@@ -539,7 +570,10 @@ class AutoTuner(Decorated[P, R_co]):
         with self._reporting(group):
             if autotune and not self._process.is_off():
                 return None
-            fixed, default = self._tunables_set_by_caller(kwargs, allow_overwrite), self._default()
+            fixed, default = (
+                self._tunables_set_by_caller(kwargs, allow_overwrite),
+                self._default_config(),
+            )
         variable = ", set by TRITON_DIST_AUTOTUNE" if autotune else ""
         self._publish_absence(group, f"called it with autotune=False{variable}")
         return Config({n: default[n] for n in default if n not in fixed}) if fixed else default
@@ -552,4 +586,4 @@ class AutoTuner(Decorated[P, R_co]):
             "Call the function, or its tune(), once before.",
             (when, key),
         )
-        return self._default()
+        return self._default_config()

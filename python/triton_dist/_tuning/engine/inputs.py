@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, TypeAlias
 
 from triton_dist._tuning.engine.channel import Channel, Step
-from triton_dist._tuning.engine.parts import Call, TunedFunction
+from triton_dist._tuning.engine.components import Call, TunedFunction
 from triton_dist._tuning.protocols import RandomState
 from triton_dist.errors import InvalidArgument, RankDisagreement
 
@@ -41,7 +41,7 @@ class Restorer:
         self._versions: list[int | None] = []
         for name, value in _arguments_by_name(function, args, kwargs).items():
             tensors = list(_tensors(value))
-            # ``changed`` checks the tensors that are not restored.
+            # ``changed_arguments`` checks the tensors that are not restored.
             if name not in names:
                 self._unrestored += [(name, tensor) for tensor in tensors]
             elif not tensors and value is not None:
@@ -62,7 +62,7 @@ class Restorer:
         for tensor, copy in zip(self._tensors, self._copies, strict=False):
             without_expanded_dimensions(tensor).copy_(copy)
 
-    def changed(self) -> list[str]:
+    def changed_arguments(self) -> list[str]:
         """Return the names of arguments changed in place since ``save`` and not restored.
 
         Version counters count PyTorch's in-place operations, but no writes of Triton kernels.
@@ -122,7 +122,7 @@ Arguments: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 def calls_of_sample(
-    subject: TunedFunction, call: Call, ranks: Channel, seconds: float
+    tuned_fn: TunedFunction, call: Call, ranks: Channel, seconds: float
 ) -> Sequence[Arguments]:
     """Return the calls that are run for one sample. Their number is equal on all ranks.
 
@@ -134,13 +134,13 @@ def calls_of_sample(
         RankDisagreement: another rank has another number of calls, or ``input_variants_fn`` raised
             there.
     """
-    step, failure, input_variants = Step("input_variants_fn"), None, subject.hooks.input_variants
+    step, failure, input_variants = Step("input_variants_fn"), None, tuned_fn.hooks.input_variants
     calls: list[Arguments] = [(call.args, call.kwargs)]
     if input_variants is None:
         return calls
     try:
         with ranks.user_code(step, seconds):
-            signature = inspect.signature(subject.function)
+            signature = inspect.signature(tuned_fn.function)
             arguments = signature.bind_partial(*call.args, **call.kwargs).arguments
             variants: object = input_variants(*call.args, **call.kwargs)
             if not isinstance(variants, Iterable):
@@ -169,5 +169,5 @@ def calls_of_sample(
             del failure  # the error refers to this frame
     if len(set(results)) > 1:
         by_rank = {ranks.global_rank(rank): each for rank, each in enumerate(results)}
-        raise RankDisagreement(f"input_variants_fn of {subject.name}", by_rank)
+        raise RankDisagreement(f"input_variants_fn of {tuned_fn.name}", by_rank)
     return calls

@@ -24,7 +24,7 @@ from triton_dist._tuning.values.outcome import RankTimes, merge_outcomes
 from triton_dist.errors import RankTimeout
 
 
-def journal_head(key: Key, fingerprint: Fingerprint, candidates: codec.Tree) -> codec.Tree:
+def journal_header(key: Key, fingerprint: Fingerprint, candidates: codec.Tree) -> codec.Tree:
     """Return the data that identifies a tuning. A tuning is resumed only with equal data."""
     return {
         "function": key.function,
@@ -48,25 +48,33 @@ class Progress:
     If the journal has the outcome of a request, nothing is measured.
 
     Args:
-        head: the data that identifies the tuning. A journal with another head is discarded.
-        old: the record of this rank that the new record will replace, if any.
+        header: the data that identifies the tuning. A journal with another header is discarded.
+        replaced_record: the record of this rank that the new record will replace, if any.
 
     Attributes:
         num_requests: number of answered requests.
     """
 
     def __init__(
-        self, journal: Journal, head: codec.Tree, old: TuningRecord | None, ranks: Channel
+        self,
+        journal: Journal,
+        header: codec.Tree,
+        replaced_record: TuningRecord | None,
+        ranks: Channel,
     ) -> None:
         self._journal, self._ranks = journal, ranks
-        self._head = head
+        self._header = header
         # Merge the quarantined configs of all ranks, which may have separate cache folders.
         self._quarantined: dict[str, Failure] = {}
-        for quarantined in ranks.all_gather(Step("quarantine"), dict(journal.quarantined(head))):
+        for quarantined in ranks.all_gather(Step("quarantine"), dict(journal.quarantined(header))):
             self._quarantined = {**quarantined, **self._quarantined}
         self._entries: list[JournalEntry] = []
         if ranks.is_leader:
-            self._entries = list(journal.begin(head, old.digest if old is not None else None))
+            self._entries = list(
+                journal.begin(
+                    header, replaced_record.digest if replaced_record is not None else None
+                )
+            )
         self.num_requests = 0
         self._outcomes: dict[Config, Outcome] = {}
         self._samples_by_rank: dict[str, list[list[float]]] = {}
@@ -102,7 +110,7 @@ class Progress:
 
     def quarantine(self, config: Config, failure: Failure) -> None:
         """Exclude ``config`` at the next start. Any rank and any thread may call this method."""
-        self._journal.quarantine(self._head, config.digest, failure)
+        self._journal.quarantine(self._header, config.digest, failure)
 
     @contextmanager
     def trying(self, config: Config) -> Iterator[None]:

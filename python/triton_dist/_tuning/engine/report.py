@@ -11,7 +11,7 @@ from typing import Any
 
 from triton_dist._tuning.engine.candidates import CandidateSet
 from triton_dist._tuning.engine.channel import Clock
-from triton_dist._tuning.engine.parts import Parts
+from triton_dist._tuning.engine.components import Components
 from triton_dist._tuning.values import (
     Config,
     Failure,
@@ -36,16 +36,16 @@ class Report:
     """Output of one tuning: a log file on every rank; events, printed lines and a progress bar on
     rank 0, the leader."""
 
-    def __init__(self, parts: Parts, key: Key, clock: Clock) -> None:
-        self._parts, self._key, self._clock = parts, key, clock
-        self._is_printing = parts.settings.verbose and parts.ranks.is_leader
+    def __init__(self, components: Components, key: Key, clock: Clock) -> None:
+        self._components, self._key, self._clock = components, key, clock
+        self._is_printing = components.settings.verbose and components.ranks.is_leader
         self._title = f"autotune {key.full_name}, key {key}"
-        self._log = parts.log(key)
+        self._log = components.log(key)
         self._total = 0
         self._medians: dict[str, float] = {}
         self._failed: set[str] = set()
         self._start_seconds, self._clock_before = 0.0, dict(clock.seconds)
-        self._default = ""
+        self._default_digest = ""
         self._bar: Any = None
         self._task: Any = None
 
@@ -56,7 +56,8 @@ class Report:
         if record.is_shipped:
             kind = f"shipped record for {record.fingerprint.hardware['gpu']}"
         self._show(
-            f"{self._title}: using the {kind} from {location}{note}: {_ms(best.outcome)} {best}"
+            f"{self._title}: using the {kind} from {location}{note}: "
+            f"{_outcome_text(best.outcome)} {best}"
         )
 
     def predicted(self, config: Config) -> None:
@@ -66,8 +67,8 @@ class Report:
     @contextmanager
     def begin(self, candidate_set: CandidateSet, reason: str, default: Config) -> Iterator[None]:
         """Context manager around the tuning. It always removes the progress bar."""
-        ranks, policy = self._parts.ranks, self._parts.settings.policy
-        self._default = default.digest
+        ranks, policy = self._components.ranks, self._components.settings.policy
+        self._default_digest = default.digest
         self._total = policy.max_tried(len(candidate_set.candidates))
         self._start_seconds, self._clock_before = time.monotonic(), dict(self._clock.seconds)
         line = (
@@ -83,7 +84,7 @@ class Report:
             hardware=self._key.hardware,
             ranks=ranks.size,
             candidates=len(candidate_set.candidates),
-            default=self._default,
+            default=self._default_digest,
             pruned=len(candidate_set.pruned),
             reason=reason,
             policy=dict(policy.fingerprint_fields()),
@@ -116,7 +117,7 @@ class Report:
     ) -> None:
         """Report the outcome of a request, and the combined outcome of the config."""
         config = request.config
-        self._log.line(f"[{label}] {_ms(outcome)}")
+        self._log.line(f"[{label}] {_outcome_text(outcome)}")
         self._event(
             "outcome",
             label=label,
@@ -133,7 +134,9 @@ class Report:
             self._failed.add(config.digest)
         # A race requests samples of a config in several rounds. Show the first, and any failure.
         if new or isinstance(outcome, Failure):
-            text = f"  [{label}] {_ms(config_outcome)} {config}  ({self._progress_text()})"
+            text = (
+                f"  [{label}] {_outcome_text(config_outcome)} {config}  ({self._progress_text()})"
+            )
             self._show(text, logging.DEBUG)
         if self._bar is not None:
             with suppress(OSError, ValueError):
@@ -143,18 +146,18 @@ class Report:
         """Report the winner and a summary. ``location`` is the location of the record."""
         best = record.best
         failed = sum(isinstance(trial.outcome, Failure) for trial in record.trials)
-        if self._parts.ranks.is_leader:
+        if self._components.ranks.is_leader:
             warn_of_failures(self._title, record, "autotune_verbose=True shows each")
         line = (
             f"{self._title}: best of {len(record.trials) - failed} measured ({failed} failed or "
-            f"pruned) in {record.seconds:.1f} s: {_ms(best.outcome)} {best}"
+            f"pruned) in {record.seconds:.1f} s: {_outcome_text(best.outcome)} {best}"
             + (f"; kept in {location}" if location else "")
         )
         phases = self._phases(time.monotonic() - self._start_seconds)
         earlier = record.seconds - sum(phases.values())
         if earlier > _NOTICEABLE_SECONDS:
             phases["earlier starts"] = earlier
-        for text in [*summary(record, self._default, phases), line]:
+        for text in [*summary(record, self._default_digest, phases), line]:
             self._show(text)
             self._log.line(text)
         self._event(
@@ -189,13 +192,13 @@ class Report:
         return {**phases, "other": max(0.0, total - sum(phases.values()))}
 
     def _event(self, name: str, **fields: Any) -> None:
-        if self._parts.ranks.is_leader:
+        if self._components.ranks.is_leader:
             self._log.event(name, **fields)
 
     def _show(self, text: str, level: int = logging.INFO) -> None:
         # A handler of the user or the progress bar may write to a closed standard error.
         with suppress(OSError, ValueError):
-            if self._parts.ranks.is_leader:
+            if self._components.ranks.is_leader:
                 _logger.log(level, "%s", text)
         if self._is_printing and self._bar is None:
             print_line(text)
@@ -224,7 +227,7 @@ def _bar() -> Any:
     )
 
 
-def _ms(outcome: Outcome) -> str:
+def _outcome_text(outcome: Outcome) -> str:
     if isinstance(outcome, Failure):
         return f"failed, {one_line(str(outcome))}:"
     return f"{outcome.median:.4f} ms"

@@ -18,8 +18,8 @@ from typing import Any
 
 from triton_dist._tuning.engine.channel import Channel, Step
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
+from triton_dist._tuning.engine.components import Call, Components, TunedFunction
 from triton_dist._tuning.engine.inputs import Arguments, Restorer
-from triton_dist._tuning.engine.parts import Call, Parts, TunedFunction
 from triton_dist._tuning.engine.watchdog import Watch
 from triton_dist._tuning.protocols import Device, Timer
 from triton_dist._tuning.values import (
@@ -90,16 +90,16 @@ class Sampler:
         failures: list[Exception] = []
         timers: list[Timer] = []
         # Use one watch for all runs: creating a watch takes longer than some functions run.
-        with self._ranks.user_code(step, begun=False) as watch:
+        with self._ranks.user_code(step, start_now=False) as watch:
             for _ in range(self._policy.warmup + number):
                 timers.append(self._device.timer())
                 if not failures:
-                    with _collect(failures):
+                    with _collecting_exceptions(failures):
                         self._run_checks()  # the previous run
                         with watch:
                             reset()
                 self._ranks.all_gather(step, None, self._seconds)
-                with _collect(failures):
+                with _collecting_exceptions(failures):
                     # Keep the device busy until the host has queued the call. Otherwise the timer
                     # includes the launch latency of the host. A failed rank does this too.
                     if not failures and self._policy.flush:
@@ -107,7 +107,7 @@ class Sampler:
                     self._device.delay_stream(self._queueing_seconds.get(step.config, 0.0))
                 self._ranks.align_devices()
                 if not failures:
-                    with _collect(failures):
+                    with _collecting_exceptions(failures):
                         self._run(step, watch, timers[-1], call)
             if failures:
                 try:
@@ -133,7 +133,7 @@ class Sampler:
 
 
 @contextmanager
-def _collect(failures: list[Exception]) -> Iterator[None]:
+def _collecting_exceptions(failures: list[Exception]) -> Iterator[None]:
     """Context manager that adds an exception of its block to ``failures``."""
     try:
         yield
@@ -167,7 +167,7 @@ class _StepFailed(Exception):
         self.failure = failure
 
 
-class Attempts:
+class TrialRunner:
     """Trials of configs for one call of the tuned function.
 
     Args:
@@ -181,8 +181,8 @@ class Attempts:
 
     def __init__(
         self,
-        subject: TunedFunction,
-        parts: Parts,
+        tuned_fn: TunedFunction,
+        components: Components,
         call: Call,
         ranks: Channel,
         compile_ahead: CompileAhead,
@@ -191,13 +191,18 @@ class Attempts:
         sample_calls: Sequence[Arguments],
         is_single_config: bool = False,
     ) -> None:
-        self._subject, self._parts, self._call, self._ranks = subject, parts, call, ranks
+        self._tuned_fn, self._components, self._call, self._ranks = (
+            tuned_fn,
+            components,
+            call,
+            ranks,
+        )
         self._compile_ahead, self._run_checks, self._restorer = compile_ahead, run_checks, restorer
         self._sample_calls, self._is_single_config = sample_calls, is_single_config
         self._started_digests: set[str] = set()
         self._has_run = False
-        policy, seconds = parts.settings.policy, parts.settings.seconds
-        self._sampler = Sampler(parts.device, ranks, policy, seconds, run_checks)
+        policy, seconds = components.settings.policy, components.settings.step_seconds
+        self._sampler = Sampler(components.device, ranks, policy, seconds, run_checks)
         self._reference: tuple[Any] | None = None
         self._first_measured: Config | None = None
         """The first config that was measured, possibly in an earlier start of the program."""
@@ -220,7 +225,7 @@ class Attempts:
 
     def undo_last_run(self) -> None:
         """Call ``reset_fn`` after the last run of the tuning, before the user's own call."""
-        if self._subject.hooks.reset is None or not self._has_run:
+        if self._tuned_fn.hooks.reset is None or not self._has_run:
             return
         step, failure = Step("reset after the last run"), None
         try:
@@ -229,12 +234,12 @@ class Attempts:
             failure = failed.failure
         if failure is not None:  # raised outside of the ``except`` block: no context
             raise TritonDistError(
-                f"{self._subject.name}: reset_fn failed after the last run of a tuning, on rank "
+                f"{self._tuned_fn.name}: reset_fn failed after the last run of a tuning, on rank "
                 f"{failure.rank}: {failure.message}. The changes of the run are not undone. Fix "
                 "reset_fn and start again: measurements are kept"
             )
 
-    def attempt(self, request: Request, label: str) -> Outcome:
+    def run_trial(self, request: Request, label: str) -> Outcome:
         """Measure the config of ``request``. Compile, run and check it first if it is new."""
         self.samples_by_rank = ()
         config, clock = request.config, self._ranks.clock
@@ -265,18 +270,18 @@ class Attempts:
         return failure
 
     def _prepare(self, config: Config, label: str) -> None:
-        prepare, call = self._subject.hooks.prepare, self._call
-        if self._compile_ahead.is_needed(config):
+        prepare, call = self._tuned_fn.hooks.prepare, self._call
+        if self._compile_ahead.must_compile(config):
             step = Step(f"compile {label}", config)
             self._compile(step, functools.partial(self._compile_ahead.wait, config))
-            self._compile_ahead.mark_done(config)
+            self._compile_ahead.mark_compiled(config)
         if prepare is not None:
             step, chosen = Step(f"prepare {label}", config), config.arguments()
             self._compile(step, functools.partial(prepare, *call.args, **call.kwargs, **chosen))
 
     def _compile(self, step: Step, work: Callable[[], object]) -> None:
         """Run ``work`` with the time limit for compiling."""
-        limit = self._parts.settings.compile_seconds
+        limit = self._components.settings.compile_seconds
 
         def watched() -> None:
             self._call_user_code(step, work, limit)
@@ -285,20 +290,20 @@ class Attempts:
 
     def _measure(self, request: Request, label: str) -> Measurement:
         """Return the samples of a config. Each is the maximum over the ranks' times."""
-        config, policy = request.config, self._parts.settings.policy
-        function, chosen = self._subject.function, config.arguments()
+        config, policy = request.config, self._components.settings.policy
+        function, chosen = self._tuned_fn.function, config.arguments()
 
         def run_all(calls: Sequence[Arguments]) -> None:  # one call after another
             for args, kwargs in calls:
                 function(*args, **kwargs, **chosen)
 
         # A sample is the time of the slowest call (each call is timed alone), or the mean of all.
-        is_worst = self._subject.hooks.worst_input
+        is_worst = self._tuned_fn.hooks.worst_input
         batches = [[each] for each in self._sample_calls] if is_worst else [self._sample_calls]
         runs: list[Callable[[], Any]] = [functools.partial(run_all, calls) for calls in batches]
 
         def capture() -> None:
-            device, seconds = self._parts.device, self._parts.settings.seconds
+            device, seconds = self._components.device, self._components.settings.step_seconds
             for number, run in enumerate(runs):
                 self._call_user_code(step, self._reset)
                 captured = functools.partial(device.capture, run, seconds)
@@ -348,7 +353,7 @@ class Attempts:
             # If another rank is missing at the end of the step, the error that this rank raises
             # should contain this rank's failure.
             step = replace(step, remark=f"On this rank it failed: {failure.message}.")
-        limit = self._parts.settings.seconds if user_seconds is None else user_seconds
+        limit = self._components.settings.step_seconds if user_seconds is None else user_seconds
         results: list[Failure | tuple[float, ...]] = self._ranks.all_gather(
             step, failure or samples, limit
         )
@@ -371,11 +376,11 @@ class Attempts:
         Return the milliseconds of the run if there is only one config, else an empty list. The
         reference is a copy of the first config's output, whose buffer the function may reuse.
         """
-        check = self._subject.hooks.check
+        check = self._tuned_fn.hooks.check
         if check is not None and self._reference is None and self._first_measured is not None:
             output = self._run_once(step, self._first_measured.arguments())
             self._reference = (copy.deepcopy(output),)
-        timer = self._parts.device.timer() if self._is_single_config else None
+        timer = self._components.device.timer() if self._is_single_config else None
         output = self._run_once(step, arguments, timer)
         milliseconds = [] if timer is None else [round(timer.milliseconds(), 6)]
         if check is None:
@@ -391,25 +396,25 @@ class Attempts:
         return milliseconds
 
     def _run_once(self, step: Step, arguments: dict[str, Any], timer: Timer | None = None) -> Any:
-        function, args, kwargs = self._subject.function, self._call.args, self._call.kwargs
+        function, args, kwargs = self._tuned_fn.function, self._call.args, self._call.kwargs
         self._call_user_code(step, self._reset)
         if timer is not None:
             timer.start()
         began = time.perf_counter()
         output = self._call_user_code(step, lambda: function(*args, **kwargs, **arguments))
-        if step.config is not None and self._parts.settings.policy.timing == "events":
+        if step.config is not None and self._components.settings.policy.timing == "events":
             took = time.perf_counter() - began
             self._sampler.note_queueing_seconds(step.config, took * len(self._sample_calls))
         if timer is not None:
             timer.stop()
         self._run_checks()
-        self._parts.device.synchronize(self._parts.settings.seconds)
+        self._components.device.synchronize(self._components.settings.step_seconds)
         return output
 
     def _reset(self) -> None:
         self._restorer.restore()
-        if self._subject.hooks.reset is not None:
-            self._subject.hooks.reset(*self._call.args, **self._call.kwargs)
+        if self._tuned_fn.hooks.reset is not None:
+            self._tuned_fn.hooks.reset(*self._call.args, **self._call.kwargs)
 
     def recover(
         self, label: str, config: Config | None = None, failure: Failure | None = None
@@ -425,7 +430,7 @@ class Attempts:
         Raises:
             TuningAborted: ``recover_fn`` failed on some rank; raised on every rank.
         """
-        step, recover = Step(f"recover after {label}", config), self._subject.hooks.recover
+        step, recover = Step(f"recover after {label}", config), self._tuned_fn.hooks.recover
         failure_text: str | None = None
         try:
             if recover is not None:
@@ -434,12 +439,12 @@ class Attempts:
             # config.
             with suppress(WaitTimeout, RankDisagreement):
                 self._run_checks()
-            self._parts.device.synchronize(self._parts.settings.seconds)
+            self._components.device.synchronize(self._components.settings.step_seconds)
         except TuningTimeout:
             raise
         except Exception as error:
             failure_text = shortened_error(error)
-        errors = self._ranks.all_gather(step, failure_text, self._parts.settings.seconds)
+        errors = self._ranks.all_gather(step, failure_text, self._components.settings.step_seconds)
         causes = {
             self._ranks.global_rank(rank): cause
             for rank, cause in enumerate(errors)
@@ -448,7 +453,7 @@ class Attempts:
         if causes:
             if self._ranks.is_leader and config is not None and failure is not None:
                 self._ranks.quarantine(config, failure)
-            raise TuningAborted(self._subject.name, config, causes)
+            raise TuningAborted(self._tuned_fn.name, config, causes)
 
 
 def failure_of(error: Exception, kind: FailureKind, rank: int) -> Failure:

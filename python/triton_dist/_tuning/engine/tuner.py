@@ -17,20 +17,20 @@ from triton_dist._tuning.engine.agreement import (
     Agreement,
     LocalRecord,
     Proposal,
+    find_remote_record,
     local_record,
     mark_used,
-    remote_record,
     unstable_constants,
 )
 from triton_dist._tuning.engine.candidates import CandidateSet, Selection
 from triton_dist._tuning.engine.channel import Channel, Step, timestamp
-from triton_dist._tuning.engine.choice import Choice, add_note, blames_config
+from triton_dist._tuning.engine.choice import Choice, add_note, is_caused_by_config
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
+from triton_dist._tuning.engine.components import Call, Components, TunedFunction
 from triton_dist._tuning.engine.inputs import Restorer, calls_of_sample
-from triton_dist._tuning.engine.parts import Call, Parts, TunedFunction
-from triton_dist._tuning.engine.progress import Progress, journal_head
+from triton_dist._tuning.engine.progress import Progress, journal_header
 from triton_dist._tuning.engine.report import Report
-from triton_dist._tuning.engine.trial import Attempts
+from triton_dist._tuning.engine.trial import TrialRunner
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import RandomState, Search
 from triton_dist._tuning.values import (
@@ -56,7 +56,7 @@ from triton_dist.errors import (
     TuningTimeout,
 )
 
-_REFUSALS = (InvalidArgument, RankDisagreement)
+_SELF_EXPLANATORY_ERRORS = (InvalidArgument, RankDisagreement)
 """Errors whose text has the cause, so that no note is added."""
 
 _NextRequest: TypeAlias = "tuple[int | None, int, Outcome | None, tuple[int, ...]]"
@@ -64,7 +64,7 @@ _NextRequest: TypeAlias = "tuple[int | None, int, Outcome | None, tuple[int, ...
 if it is known, and indices of configs to compile."""
 
 
-def resolve(subject: TunedFunction, parts: Parts, call: Call) -> Choice:
+def resolve(tuned_fn: TunedFunction, components: Components, call: Call) -> Choice:
     """Return the config for ``call``. The first rule that applies is used:
 
     1. A valid record in the cache of any rank. If several ranks have one, all ranks use the record
@@ -96,8 +96,8 @@ def resolve(subject: TunedFunction, parts: Parts, call: Call) -> Choice:
     """
     # Trials draw random numbers. Rewind the generators afterwards, so that the program computes the
     # same numbers whether it tuned or not.
-    random_state = parts.random_state((call.args, call.kwargs))
-    first_call = _FirstCall(subject, parts, call, random_state)
+    random_state = components.random_state((call.args, call.kwargs))
+    first_call = _FirstCall(tuned_fn, components, call, random_state)
     try:
         with watchdog.paused():
             return first_call.resolve()
@@ -115,11 +115,11 @@ class _FirstCall:
     """The first call of one key on this rank."""
 
     def __init__(
-        self, subject: TunedFunction, parts: Parts, call: Call, random_state: RandomState
+        self, tuned_fn: TunedFunction, components: Components, call: Call, random_state: RandomState
     ) -> None:
-        self._subject, self._parts, self._call = subject, parts, call
+        self._tuned_fn, self._components, self._call = tuned_fn, components, call
         self._random_state = random_state
-        self._changed: tuple[str, ...] = ()
+        self._changed_arguments: tuple[str, ...] = ()
         hint = f"The key of this rank is {call.key!r:.200}"
         if call.agreed_keys:
             known = ", ".join(f"{key!r:.200}" for key in call.agreed_keys[-3:])
@@ -130,34 +130,36 @@ class _FirstCall:
                 "that clear() was called on all ranks or on none"
             )
         self.ranks = Channel(
-            parts.ranks,
-            subject.name,
-            parts.settings.seconds,
-            parts.settings.grace,
+            components.ranks,
+            tuned_fn.name,
+            components.settings.step_seconds,
+            components.settings.grace_seconds,
             key=f"{call.key!r:.200}",
             call=call.number,
             hint=f"{hint}.",
         )
-        self.selection = Selection(parts, subject, call, self.ranks)
+        self.selection = Selection(components, tuned_fn, call, self.ranks)
         self._incumbent: Config | None = None
         self._unstable_constants = ""
 
     def resolve(self) -> Choice:
         """Apply the rules of :func:`resolve`. Every rank takes the same branches."""
-        subject, parts, call, ranks = self._subject, self._parts, self._call, self.ranks
-        key = Key.of(subject.identity, call.key, parts.hardware)
-        fingerprint = parts.fingerprint(subject.function, subject.space)
-        stored = parts.store.find(key.with_signature_of(fingerprint))
+        tuned_fn, components, call, ranks = self._tuned_fn, self._components, self._call, self.ranks
+        key = Key.of(tuned_fn.identity, call.key, components.hardware)
+        fingerprint = components.fingerprint(tuned_fn.function, tuned_fn.space)
+        stored = components.store.find(key.with_signature_of(fingerprint))
         # Each rank looks up its own caches first. The first message compares the results.
         local = local_record(stored, lambda record: self._validate(record, fingerprint))
         agreement = self._exchange_proposals(key, fingerprint, local)
         selection, key = self.selection, key.with_signature_of(agreement.fingerprint)
         selection.key, selection.fingerprint = key, agreement.fingerprint
-        report = Report(parts, key, ranks.clock)
+        report = Report(components, key, ranks.clock)
 
         # Rule 1 of ``resolve``: a rank has a valid record. Rule 2: the remote store has one.
         found: StoredRecord | None = None
-        cannot_tune = bool(agreement.frozen_ranks) or agreement.capturing or agreement.predict_only
+        cannot_tune = (
+            bool(agreement.frozen_ranks) or agreement.cannot_measure or agreement.predict_only
+        )
         if agreement.record_rank is not None:
             record = self._shared_record(agreement, local.record)
             location = f"the cache of rank {ranks.global_rank(agreement.record_rank)}"
@@ -165,8 +167,8 @@ class _FirstCall:
                 location = local.location_or_reason
             found = StoredRecord(record, location)
         else:
-            found = remote_record(
-                parts, ranks, agreement, key,
+            found = find_remote_record(
+                components, ranks, agreement, key,
                 lambda record: self._validate(record, agreement.fingerprint),
                 may_wait=not cannot_tune,
             )  # fmt: skip
@@ -175,18 +177,21 @@ class _FirstCall:
             mark_used(record)
             report.cached(record, location, local.accepted)
             config = self._winner(record)
-            first_use = functools.partial(
+            try_recorded_winner = functools.partial(
                 self._try_recorded_winner,
                 source=f"config {config} of the tuning record in {location}",
-                can_tune_again=agreement.will_run and not cannot_tune,
+                can_tune_again=agreement.will_call_function and not cannot_tune,
             )
             return Choice(
-                config, record, size_table=selection.size_table(record, config), first_use=first_use
+                config,
+                record,
+                size_table=selection.size_table(record, config),
+                try_recorded_winner=try_recorded_winner,
             )
 
         # Rules 3 to 6: nothing may be measured.
         if cannot_tune:
-            predicted, failure = selection.predicted()
+            predicted, failure = selection.predicted_record()
             if agreement.predict_only:
                 # Return no record with the predicted config, because ``tune`` must measure it.
                 if predicted is not None:
@@ -197,36 +202,41 @@ class _FirstCall:
             if predicted is not None:
                 report.cached(predicted, "records of other sizes", "")
                 return Choice(
-                    self._winner(predicted), predicted, is_reusable=not agreement.capturing
+                    self._winner(predicted), predicted, is_reusable=not agreement.cannot_measure
                 )
             if failure or agreement.frozen_ranks:
-                raise self._refusal(agreement, local.location_or_reason, failure)
-            return Choice(subject.space.default, None, is_reusable=False)
+                raise self._cannot_tune_error(agreement, local.location_or_reason, failure)
+            return Choice(tuned_fn.space.default, None, is_reusable=False)
 
         # Rule 7: tune.
         try:
-            parts.check_search()
+            components.check_search()
             record, location = self._tune(local, report)
         finally:
-            if parts.remote is not None:
-                parts.remote.release(key, agreement.fingerprint)
+            if components.remote is not None:
+                components.remote.release(key, agreement.fingerprint)
         report.tuned(record, location)
         mark_used(record)
         config, advice = self._winner(record), ""
         if ranks.is_leader and call.winner_failure:
             advice = (
-                f"{subject.name}, key {key}: {call.winner_failure}. It was tuned again, and uses "
+                f"{tuned_fn.name}, key {key}: {call.winner_failure}. It was tuned again, and uses "
             )
             advice += str(config)
         elif ranks.is_leader and self._unstable_constants:
             advice = (
-                f"{subject.name} was tuned again, because of {self._unstable_constants}. If "
+                f"{tuned_fn.name} was tuned again, because of {self._unstable_constants}. If "
                 "this value differs at each start, the function is tuned at each start. To avoid "
                 "this, name the value in ignore=(...) of autotune, or pass it as an argument"
             )
         size_table = selection.size_table(record, config)
         return Choice(
-            config, record, size_table=size_table, tuned=True, advice=advice, changed=self._changed
+            config,
+            record,
+            size_table=size_table,
+            was_tuned=True,
+            advice=advice,
+            changed_arguments=self._changed_arguments,
         )
 
     def _try_recorded_winner(
@@ -262,7 +272,7 @@ class _FirstCall:
             # A new config does not help against an error that the config did not cause (None). The
             # call cannot be repeated if it changes arguments and has returned on some rank (""):
             # the arguments were not saved before the call.
-            if None in failures or (self._subject.hooks.restored_arguments and "" in failures):
+            if None in failures or (self._tuned_fn.hooks.restored_arguments and "" in failures):
                 return ""
             for rank, text in enumerate(failures):
                 if text:
@@ -273,11 +283,11 @@ class _FirstCall:
         try:
             result = call()
         except Exception as error:
-            why = reason_to_tune(error_text(error) if blames_config(error) else None)
+            why = reason_to_tune(error_text(error) if is_caused_by_config(error) else None)
             if why:
                 return None, why
-            if not isinstance(error, _REFUSALS):
-                function = self._subject.identity.function
+            if not isinstance(error, _SELF_EXPLANATORY_ERRORS):
+                function = self._tuned_fn.identity.function
                 remedy = f"To tune again: triton-dist clear {function}, or set "
                 remedy += "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE=1."
                 add_note(error, f"triton_dist: {source} was used. {remedy}")
@@ -287,13 +297,13 @@ class _FirstCall:
             raise
         return result, reason_to_tune("")
 
-    def _refusal(self, agreement: Agreement, reason: str, failure: str) -> Exception:
+    def _cannot_tune_error(self, agreement: Agreement, reason: str, failure: str) -> Exception:
         """Return the error for a call that would have to tune while nothing may be measured.
 
         ``reason`` is why there is no record. ``failure`` is the failure of a user's function, if
         any.
         """
-        name, key = self._subject.name, self.selection.key
+        name, key = self._tuned_fn.name, self.selection.key
         why = f"{reason}; {failure}" if failure else reason
         why_not = f"key {key} cannot be tuned during a capture: {why}"
         error: Exception = CaptureInProgress(name, why_not)
@@ -305,10 +315,10 @@ class _FirstCall:
 
     def _validate(self, record: TuningRecord, fingerprint: Fingerprint) -> Validity:
         """Return whether ``record`` may be used for this call, with the reasons."""
-        space, best = self._subject.space, record.best
+        space, best = self._tuned_fn.space, record.best
         # Even an outdated winner is a good candidate for the race.
         self._incumbent = self._incumbent or space.find(best.digest, best.config)
-        result = validity(record, fingerprint, space, self._parts.settings.strict)
+        result = validity(record, fingerprint, space, self._components.settings.strict_versions)
         if not result.reasons:
             result = replace(result, reasons=tuple(self._reasons_against(record)))
         if result.reasons:
@@ -323,7 +333,7 @@ class _FirstCall:
         The rounding of sizes may have changed. The current ``prune_fn`` may drop the winner of a
         shipped record; for other records, it is part of the fingerprint.
         """
-        sizes, key = self._subject.sizes, self._call.key
+        sizes, key = self._tuned_fn.sizes, self._call.key
         if sizes is not None and not sizes.family(key).rounds_to(
             sizes.values(key), record.measured_sizes
         ):
@@ -336,25 +346,25 @@ class _FirstCall:
     def _exchange_proposals(
         self, key: Key, fingerprint: Fingerprint, local: LocalRecord
     ) -> Agreement:
-        subject, call, agree = self._subject, self._call, self._subject.hooks.agree
-        name, space, remote = subject.name, subject.space, self._parts.remote
+        tuned_fn, call, agree = self._tuned_fn, self._call, self._tuned_fn.hooks.agree
+        name, space, remote = tuned_fn.name, tuned_fn.space, self._components.remote
         agreed_values = "" if agree is None else str(agree(*call.args, **call.kwargs))
-        compared = [
+        compared_texts = [
             ("the function that is called", name),
             (f"the key of {name}", f"{key} on {key.hardware}"),
             (f"the arguments of {name}", agreed_values),
             (f"the config space of {name}", f"{len(space)} configs, digest {space.digest}"),
         ]
         proposal = Proposal(
-            compared,
+            compared_texts,
             fingerprint,
-            local.summary,
-            always_tune=self._parts.settings.always_tune or bool(call.winner_failure),
-            frozen=self._parts.settings.frozen,
-            capturing=call.traced or self._parts.device.is_capturing(),
-            predict_only=self._parts.settings.predict_only and not call.must_measure,
-            will_run=call.will_run,
-            max_remote_seconds=remote.max_find_seconds(may_wait=True) if remote else None,
+            local.record_summary,
+            always_tune=self._components.settings.always_tune or bool(call.winner_failure),
+            frozen=self._components.settings.frozen,
+            cannot_measure=call.is_traced or self._components.device.is_capturing(),
+            predict_only=self._components.settings.predict_only and not call.must_measure,
+            will_call_function=call.will_call_function,
+            max_remote_lookup_seconds=remote.max_find_seconds(may_wait=True) if remote else None,
         )
         proposals = self.ranks.first_all_gather(
             Step("first call of a key"), proposal, bool(call.winner_failure)
@@ -368,13 +378,15 @@ class _FirstCall:
         offer = local if self.ranks.rank == agreement.record_rank else None
         offers = self.ranks.all_gather(Step("share the record"), offer)
         record = next(record for record in offers if record is not None)
-        self._parts.memory_store.put(record)
+        self._components.memory_store.put(record)
         return record
 
     def _tune(self, local: LocalRecord, report: Report) -> StoredRecord:
         """Tune, and store the record: the leader on disk, the other ranks in memory."""
         forced = (
-            "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE is set" if self._parts.settings.always_tune else ""
+            "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE is set"
+            if self._components.settings.always_tune
+            else ""
         )
         candidate_set = self.selection.candidate_set()
         try:
@@ -390,28 +402,32 @@ class _FirstCall:
         return self._measure(candidate_set, reason, local.record, report)
 
     def _measure(
-        self, candidate_set: CandidateSet, reason: str, old: TuningRecord | None, report: Report
+        self,
+        candidate_set: CandidateSet,
+        reason: str,
+        replaced_record: TuningRecord | None,
+        report: Report,
     ) -> StoredRecord:
         """Measure the candidates, because of ``reason``, and store the record, which replaces
-        ``old``."""
-        parts, ranks, subject = self._parts, self.ranks, self._subject
-        call, restore, sizes = self._call, subject.hooks.restored_arguments, subject.sizes
-        restorer = Restorer(subject.function, restore, call.args, call.kwargs, self._random_state)
+        ``replaced_record``."""
+        components, ranks, tuned_fn = self._components, self.ranks, self._tuned_fn
+        call, restore, sizes = self._call, tuned_fn.hooks.restored_arguments, tuned_fn.sizes
+        restorer = Restorer(tuned_fn.function, restore, call.args, call.kwargs, self._random_state)
         key, fingerprint = self.selection.key, self.selection.fingerprint
-        journal = parts.journal(key)
+        journal = components.journal(key)
         try:
-            head = journal_head(key, fingerprint, candidate_set.candidates_id)
-            progress = Progress(journal, head, old, ranks)
+            header = journal_header(key, fingerprint, candidate_set.candidates_id)
+            progress = Progress(journal, header, replaced_record, ranks)
             ranks.on_stuck = progress.quarantine
-            with report.begin(candidate_set, reason, subject.space.default):
-                with parts.trial_context():
+            with report.begin(candidate_set, reason, tuned_fn.space.default):
+                with components.trial_context():
                     restorer.save()
                     try:
                         error = self._run_search(candidate_set, progress, report, restorer)
                     finally:
                         restorer.restore()
-                    self._changed = tuple(restorer.changed())
-                trials = (*progress.trials(subject.space.index_of), *candidate_set.pruned_trials())
+                    self._changed_arguments = tuple(restorer.changed_arguments())
+                trials = (*progress.trials(tuned_fn.space.index_of), *candidate_set.pruned_trials())
                 ended, seconds, dropped = ranks.broadcast(
                     Step("end"), (timestamp(), progress.seconds, candidate_set.unlisted_counts())
                 )
@@ -432,10 +448,12 @@ class _FirstCall:
                     raise
                 if ranks.is_leader:
                     journal.finish(record.digest)
-                location = (parts.store if ranks.is_leader else parts.memory_store).put(record)
+                location = (components.store if ranks.is_leader else components.memory_store).put(
+                    record
+                )
                 journal.remove()
-                if parts.remote is not None:
-                    parts.remote.publish(record)
+                if components.remote is not None:
+                    components.remote.publish(record)
         finally:
             journal.close()
         return StoredRecord(record, location)
@@ -447,9 +465,11 @@ class _FirstCall:
 
         Return the first exception that a config raised on this rank, unless a config was measured.
         """
-        parts, ranks, policy = self._parts, self.ranks, self._parts.settings.policy
-        call, prepare = self._call, self._subject.hooks.prepare
-        sample_calls = calls_of_sample(self._subject, call, ranks, parts.settings.seconds)
+        components, ranks, policy = self._components, self.ranks, self._components.settings.policy
+        call, prepare = self._call, self._tuned_fn.hooks.prepare
+        sample_calls = calls_of_sample(
+            self._tuned_fn, call, ranks, components.settings.step_seconds
+        )
         # Only the leader has a search. The other ranks receive its requests by broadcast.
         search: Search | None = None
         if (
@@ -457,22 +477,26 @@ class _FirstCall:
             and candidate_set.warm_started_from
             and not isinstance(candidate_set.candidates, UnlistedCandidates)
         ):
-            search = parts.warm_start_search(
-                candidate_set.candidates, policy, parts.settings.warm_start_ms
+            search = components.warm_start_search(
+                candidate_set.candidates, policy, components.settings.warm_start_ms
             )
         elif ranks.is_leader:
-            search = parts.search(
+            search = components.search(
                 candidate_set.candidates, policy, self._incumbent, candidate_set.predicted_ms
             )
         prepared = prepare and (lambda c: prepare(*call.args, **call.kwargs, **c.arguments()))
         compile_ahead = CompileAhead(
-            prepared, parts.compiler, parts.settings.compile_seconds, ranks
+            prepared, components.compiler, components.settings.compile_seconds, ranks
         )
-        with parts.deferred_checks() as run_checks, closing(compile_ahead), ExitStack() as scope:
+        with (
+            components.deferred_checks() as run_checks,
+            closing(compile_ahead),
+            ExitStack() as scope,
+        ):
             is_single_config = policy.max_tried(len(candidate_set.candidates)) == 1
-            attempts = Attempts(
-                self._subject,
-                parts,
+            trial_runner = TrialRunner(
+                self._tuned_fn,
+                components,
                 call,
                 ranks,
                 compile_ahead,
@@ -482,9 +506,9 @@ class _FirstCall:
                 is_single_config,
             )
             # Drop the stored error if an exception ends this block.
-            scope.callback(attempts.take_error)
+            scope.callback(trial_runner.take_error)
             if call.winner_failure:
-                attempts.recover("the recorded winner")
+                trial_runner.recover("the recorded winner")
             while (next_request := self._next_request(search, progress, compile_ahead)) is not None:
                 request, outcome = next_request
                 label = candidate_set.label(request.config, policy)
@@ -492,11 +516,11 @@ class _FirstCall:
                 by_rank: Sequence[Sequence[float]] = ()
                 if outcome is None:
                     with progress.trying(request.config):
-                        outcome = attempts.attempt(request, label)
-                        by_rank = attempts.samples_by_rank
+                        outcome = trial_runner.run_trial(request, label)
+                        by_rank = trial_runner.samples_by_rank
                 # The outcome is from the journal: an earlier start of the program measured it.
                 elif isinstance(outcome, Measurement):
-                    attempts.note_earlier_measurement(request.config)
+                    trial_runner.note_earlier_measurement(request.config)
                 config_outcome = progress.store_outcome(request, outcome, by_rank)
                 report.tried(label, request, outcome, config_outcome)
                 if is_single_config:
@@ -504,8 +528,8 @@ class _FirstCall:
                 if search is not None:
                     with ranks.clock.phase("search"):
                         search.tell(request, outcome)
-            attempts.undo_last_run()
-            return attempts.take_error()
+            trial_runner.undo_last_run()
+            return trial_runner.take_error()
 
     def _next_request(
         self, search: Search | None, progress: Progress, compile_ahead: CompileAhead
@@ -515,7 +539,7 @@ class _FirstCall:
         Return ``None`` if the search is over, or if its limit of time or trials is reached. Start
         to compile the configs that the search may request next.
         """
-        space, policy = self._subject.space, self._parts.settings.policy
+        space, policy = self._tuned_fn.space, self._components.settings.policy
         next_request: _NextRequest = (None, 0, None, ())
         if search is not None:
             limit: AbstractContextManager[object] = nullcontext()
@@ -539,7 +563,7 @@ class _FirstCall:
                     )
         step = Step(f"request {progress.num_requests + 1}")
         index, samples, outcome, upcoming = self.ranks.broadcast(
-            step, next_request, self._parts.settings.seconds
+            step, next_request, self._components.settings.step_seconds
         )
         if index is None:
             return None
@@ -550,6 +574,6 @@ class _FirstCall:
     def _winner(self, record: TuningRecord) -> Config:
         """Return the winner of ``record`` as a config of this process, which all ranks have."""
         best = record.best
-        config = self._subject.space.find(best.digest, best.config)
+        config = self._tuned_fn.space.find(best.digest, best.config)
         assert config is not None, best
         return config

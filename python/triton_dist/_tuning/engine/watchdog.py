@@ -40,7 +40,7 @@ class Watch:
     """Time limit of the user code that one thread runs."""
 
     seconds: float
-    grace: float
+    grace_seconds: float
     """Seconds from the call of ``report`` to the end of the process."""
     report: Callable[[], Exception]
     """Called on a separate thread when the limit is exceeded. The result is printed to stderr."""
@@ -48,9 +48,9 @@ class Watch:
     """Called last with the result of ``report``: it may block if the other ranks do not respond."""
     now: Callable[[], float] = time.monotonic
     """Returns the time in seconds, without the time in which the process was stopped."""
-    due: float = math.inf
+    deadline: float = math.inf
     """Time (of ``now``) at which the limit is exceeded; infinite while no user code runs."""
-    overdue: bool = False
+    is_overdue: bool = False
     """The limit was exceeded."""
     num_pauses: int = 0
     """Number of threads that run code of the tuner and not user code: the watched thread, and
@@ -58,11 +58,11 @@ class Watch:
 
     def begin(self) -> None:
         """Start the time limit. No lock is taken, because this runs inside of timed code."""
-        self.due = self.now() + self.seconds
+        self.deadline = self.now() + self.seconds
 
     def end(self) -> None:
         """Stop the time limit, because user code returned."""
-        self.due = math.inf
+        self.deadline = math.inf
 
     def __enter__(self) -> None:
         self.begin()
@@ -75,7 +75,7 @@ class Watch:
 
         The result is infinite if the watched thread has called ``end``.
         """
-        return self.due + self.grace if self.overdue else self.due
+        return self.deadline + self.grace_seconds if self.is_overdue else self.deadline
 
 
 class _ThreadLocalValue:
@@ -109,16 +109,17 @@ class Watchdog:
     def watching(
         self,
         seconds: float,
-        grace: float,
+        grace_seconds: float,
         report: Callable[[], Exception],
         notify_ranks: Callable[[Exception], object],
     ) -> Iterator[Watch]:
         """Context manager that limits the time of user code.
 
         User code runs between ``begin`` and ``end`` of the yielded watch. After ``seconds`` of user
-        code, ``overdue`` is set and ``report`` is called. The process ends ``grace`` seconds later.
+        code, ``is_overdue`` is set and ``report`` is called. The process ends after
+        ``grace_seconds`` more.
         """
-        watch = Watch(seconds, grace, report, notify_ranks, self._now)
+        watch = Watch(seconds, grace_seconds, report, notify_ranks, self._now)
         before = self.enclosing_watches.put((*(self.enclosing_watches.get() or ()), watch))
         with self._watches_changed:
             self._watches.add(watch)
@@ -145,7 +146,7 @@ class Watchdog:
         """
         with self._watches_changed:
             watches: tuple[Watch, ...] = self.enclosing_watches.get() or ()
-            running = [each for each in watches if each.num_pauses or each.due != math.inf]
+            running = [each for each in watches if each.num_pauses or each.deadline != math.inf]
             for watch in running:
                 watch.num_pauses += 1
                 watch.end()
@@ -189,7 +190,7 @@ class Watchdog:
                     if delay > _STOPPED_DELAY_SECONDS:
                         self._stopped_seconds += delay
                     continue
-                was_reported, next_watch.overdue = next_watch.overdue, True
+                was_reported, next_watch.is_overdue = next_watch.is_overdue, True
             if was_reported:
                 _print(f"triton_dist: this process ends with status {WATCHDOG_EXIT_STATUS}.")
                 _exit(WATCHDOG_EXIT_STATUS)
@@ -202,8 +203,8 @@ class Watchdog:
 def _report(watch: Watch) -> None:
     error = watch.report()
     _print(
-        f"triton_dist: {error}\nThis process ends in {watch.grace:g} s unless the call returns. "
-        "Stacks:"
+        f"triton_dist: {error}\nThis process ends in {watch.grace_seconds:g} s unless the call "
+        "returns. Stacks:"
     )
     if sys.__stderr__ is not None:
         with suppress(Exception):  # stderr may be closed

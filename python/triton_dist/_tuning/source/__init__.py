@@ -28,20 +28,20 @@ def source_of(roots: Iterable[Callable[..., Any]]) -> Source:
 
 def sources_of(
     roots: Iterable[Callable[..., Any]],
-    validators: Iterable[Callable[..., Any]],
+    hooks: Iterable[Callable[..., Any]],
     ignore: Iterable[str] = (),
     snapshot: Snapshot | None = None,
     classes: Iterable[type] = (),
 ) -> tuple[Source, Source]:
     """Return the statements and constants that ``roots`` depend on, and those on which only
-    ``validators`` depend.
+    ``hooks`` depend.
 
     Args:
         ignore: names of constants to leave out.
         snapshot: texts that changeable values had at decoration.
         classes: classes of values that the roots are called with.
     """
-    groups, sources = [list(roots), list(validators)], list[Source]()
+    groups, sources = [list(roots), list(hooks)], list[Source]()
     inner = [original(each) for group in groups for each in group]
     library = libraries.Libraries(each.__module__ for each in inner)
     home_globals = globals_of(inner[0]) if inner else {}

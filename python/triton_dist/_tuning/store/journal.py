@@ -58,8 +58,8 @@ class FileJournal:
         self._pending_sync: Future[None] | None = None
         _journals.add(self)
 
-    def quarantined(self, head: codec.Tree) -> Mapping[str, Failure]:
-        digest, stuck = codec.digest(head), self._crashing_configs(head)
+    def quarantined(self, header: codec.Tree) -> Mapping[str, Failure]:
+        digest, stuck = codec.digest(header), self._crashing_configs(header)
         for line in self._lines():
             if line.get("head") == digest and "stuck" in line:
                 with suppress(*UNREADABLE):
@@ -68,8 +68,8 @@ class FileJournal:
                         stuck[str(line["stuck"])] = outcome
         return stuck
 
-    def quarantine(self, head: codec.Tree, config: str, failure: Failure) -> bool:
-        line = _quarantine_line(head, config, failure)
+    def quarantine(self, header: codec.Tree, config: str, failure: Failure) -> bool:
+        line = _quarantine_line(header, config, failure)
         try:
             make_folder(self.path.parent)
             file = open_regular(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -82,7 +82,7 @@ class FileJournal:
             return False
         return True
 
-    def begin(self, head: codec.Tree, record: str | None) -> Sequence[JournalEntry]:
+    def begin(self, header: codec.Tree, record: str | None) -> Sequence[JournalEntry]:
         """Lock the journal, and return the entries to resume from.
 
         If another job is tuning the key, this job tunes without a journal.
@@ -94,13 +94,13 @@ class FileJournal:
             return []
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            entries = self._entries_to_resume(head, record)
+            entries = self._entries_to_resume(header, record)
             if entries is None:
-                stuck = self.quarantined(head)
+                stuck = self.quarantined(header)
                 os.ftruncate(file, 0)
-                _write(file, {"head": head, "module": self._module})
+                _write(file, {"head": header, "module": self._module})
                 for config, failure in stuck.items():
-                    _write(file, _quarantine_line(head, config, failure))
+                    _write(file, _quarantine_line(header, config, failure))
                 os.fsync(file)
         except OSError:
             os.close(file)
@@ -170,11 +170,11 @@ class FileJournal:
             with suppress(OSError):
                 os.fsync(self._file)
 
-    def _crashing_configs(self, head: codec.Tree) -> dict[str, Failure]:
+    def _crashing_configs(self, header: codec.Tree) -> dict[str, Failure]:
         """Return the configs in which at least two program starts crashed. A single crash may have
         another cause."""
         lines, times = self._lines(), dict[str, int]()
-        if next(lines, {}).get("head") != head:
+        if next(lines, {}).get("head") != header:
             return {}
         for line in lines:
             if "trying" in line:
@@ -189,14 +189,16 @@ class FileJournal:
             if ended >= _MAX_CRASHES
         }
 
-    def _entries_to_resume(self, head: codec.Tree, record: str | None) -> list[JournalEntry] | None:
+    def _entries_to_resume(
+        self, header: codec.Tree, record: str | None
+    ) -> list[JournalEntry] | None:
         """Return the entries to resume from; ``None`` if there is nothing to resume.
 
         There is nothing to resume if the journal has another head, or if its tuning finished with
         the record whose digest is ``record``.
         """
         lines = self._lines()
-        if next(lines, {}).get("head") != head:
+        if next(lines, {}).get("head") != header:
             return None
         entries: list[JournalEntry] = []
         for line in lines:
@@ -226,8 +228,8 @@ def lines_of(path: Path) -> Iterator[dict[str, Any]]:
                 yield tree
 
 
-def _quarantine_line(head: codec.Tree, config: str, failure: Failure) -> codec.Tree:
-    return {"stuck": config, "head": codec.digest(head), **outcome_tree(failure)}
+def _quarantine_line(header: codec.Tree, config: str, failure: Failure) -> codec.Tree:
+    return {"stuck": config, "head": codec.digest(header), **outcome_tree(failure)}
 
 
 def _write(file: int, line: codec.Tree) -> None:

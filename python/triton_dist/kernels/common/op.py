@@ -253,7 +253,7 @@ def op(
             fallback_fn=lambda c: algorithms[c["algorithm"]].is_fallback and c["algorithm"],
             **settings,
         )(fn)
-        tuner.overwritten = ("output", "gathered")
+        tuner.overwritten_arguments = ("output", "gathered")
         # Without tuning, omit ``algorithm``: the context's algorithm or the op's default then runs.
         tuner.omitted_if_untuned = ("algorithm",)
         tuner.key_parameter = "validated_key" if "validated_key" in signature.parameters else ""

@@ -172,7 +172,7 @@ def correctness_tma_autotune(args: argparse.Namespace) -> None:
         script.check(data, op(data["A"], data["B"]))
     for kernel, config in op.choices().items():
         dist_print(f"{kernel}: {config}", need_sync=True, allowed_ranks="all", prefix=True)
-    dist_print(f"calls to tune: {op.tuning_calls}")
+    dist_print(f"calls to tune: {op.num_tuning_calls}")
     dist.barrier()
     buffer.free()
     report_passed(f"{args.dtype}, {shape}")

@@ -78,7 +78,7 @@ def run_round(
     ids[torch.rand(ids.shape, device=device) < args.drop_ratio] = -1
     weights = torch.rand(ids.shape, device=device).softmax(1)
 
-    tuned = ep_dispatch.tuning_count, ep_combine.tuning_count
+    tuned = ep_dispatch.num_tunings, ep_combine.num_tunings
     operands = (x, ids, ctx, weights, None, quantise)
     received = ep_dispatch(*operands, **tune)
     found = received.expanded(received.rows.new_empty(received.num_positions(), ctx.hidden))
@@ -94,7 +94,7 @@ def run_round(
     if not is_first:
         return
 
-    tuned_now = ep_dispatch.tuning_count > tuned[0], ep_combine.tuning_count > tuned[1]
+    tuned_now = ep_dispatch.num_tunings > tuned[0], ep_combine.num_tunings > tuned[1]
     report_tuning(ep_dispatch, args.autotune, tuned_now[0], *operands)
     report_tuning(ep_combine, args.autotune, tuned_now[1], y, received, ctx)
     if args.case == "perf":

@@ -16,13 +16,13 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 from triton_dist._tuning.engine.contextual.interception import (
-    NOT_KNOWN,
-    Call,
+    NO_CONFIG,
     Interception,
+    RunningCall,
     SettledCall,
     UntunedSession,
 )
-from triton_dist._tuning.engine.contextual.kernel_tuning import ContextualParts, triton_key
+from triton_dist._tuning.engine.contextual.kernel_tuning import ContextualComponents, triton_key
 from triton_dist._tuning.engine.contextual.launch import Launch
 from triton_dist._tuning.engine.contextual.session import KernelTunings, Session
 from triton_dist._tuning.engine.decorated import Decorated, P, R_co, reporting_errors
@@ -56,7 +56,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
 
     Attributes:
         fn: the original function. If it is called directly, Triton tunes its kernels.
-        tuning_calls: calls that tunings in this process made in addition to the user's calls.
+        num_tuning_calls: calls that tunings in this process made in addition to the user's calls.
     """
 
     fn: Callable[P, R_co]
@@ -65,18 +65,22 @@ class ContextualAutoTuner(Decorated[P, R_co]):
     def __init__(
         self,
         fn: Callable[P, R_co],
-        compose: Callable[[], ContextualParts],
+        create_components: Callable[[], ContextualComponents],
         interception: Interception,
         default_group: Any,
         ranks: Callable[[], RankGroup],
         is_off: Callable[[], bool],
-        torch_state: Callable[[Any], RandomState],
+        create_random_state: Callable[[Any], RandomState],
     ) -> None:
         super().__init__(fn)
-        self.tuning_calls = 0
-        self._compose, self._interception, self._ranks = compose, interception, ranks
+        self.num_tuning_calls = 0
+        self._create_components, self._interception, self._ranks = (
+            create_components,
+            interception,
+            ranks,
+        )
         self._default_group, self._is_off_now = default_group, is_off
-        self._torch_state, self._uses_random_numbers = torch_state, False
+        self._create_random_state, self._uses_random_numbers = create_random_state, False
         self._tunings: KernelTunings = {}
         self._chosen_for_world: object = None
         """The group of all ranks (the world) for which the configs of ``_tunings`` were chosen."""
@@ -125,7 +129,9 @@ class ContextualAutoTuner(Decorated[P, R_co]):
 
     def _call_settled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         interception, settled_call = self._interception, (self, get_ident())
-        before = self._torch_state((args, kwargs)) if self._uses_random_numbers else None
+        state_before = (
+            self._create_random_state((args, kwargs)) if self._uses_random_numbers else None
+        )
         interception.enter_settled(settled_call)
         try:
             result = self.fn(*args, **kwargs)
@@ -136,7 +142,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         finally:
             interception.leave_settled(settled_call)
         if interception.settled_call_sessions:
-            return self._finish_session(settled_call, args, kwargs, result, before)
+            return self._finish_session(settled_call, args, kwargs, result, state_before)
         return result
 
     def choices(self) -> dict[str, Any]:
@@ -159,16 +165,16 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         own_outer_call = None if outer is None else outer.enclosing(self)
         # A recursive call belongs to the tuning of the enclosing call.
         if own_outer_call is not None and own_outer_call.session is not None:
-            return self._run(Call(self, outer, own_outer_call.session), args, kwargs)
+            return self._run(RunningCall(self, outer, own_outer_call.session), args, kwargs)
         if self._settled_for_world is not self._default_group.WORLD:
             if self._is_off():
                 with self._untuned() as session:
-                    return self._run(Call(self, outer, session), args, kwargs)
+                    return self._run(RunningCall(self, outer, session), args, kwargs)
             with self._tuning_lock:
                 # Another thread may have tuned the function while this thread waited.
                 if self._settled_for_world is not self._default_group.WORLD:
                     return self._tune(outer, args, kwargs)
-        return self._run(Call(self, outer, None), args, kwargs)
+        return self._run(RunningCall(self, outer, None), args, kwargs)
 
     def _untuned(self) -> UntunedSession:
         with suppress(TritonDistError):  # ranks that wait for this rank show the note
@@ -176,14 +182,16 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         return UntunedSession(self._interception)
 
     @deferred_warnings()
-    def _tune(self, outer: Call | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _tune(
+        self, outer: RunningCall | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         with self._session((args, kwargs)) as session:
-            call = Call(self, outer, session)
+            call = RunningCall(self, outer, session)
             result = session.run(lambda: self._run(call, args, kwargs))
         self._update_settled(session)
         return result
 
-    def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, call: RunningCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         interception = self._interception
         interception.enter(call)
         try:
@@ -200,9 +208,9 @@ class ContextualAutoTuner(Decorated[P, R_co]):
             self.clear()
             self._chosen_for_world = world
         with reporting_errors(self._name, self._ranks):
-            parts = self._compose()
-        random_state = parts.random_state(values)
-        return Session(self._name, self._tunings, parts, self._interception, random_state)
+            components = self._create_components()
+        random_state = components.random_state(values)
+        return Session(self._name, self._tunings, components, self._interception, random_state)
 
     def _is_off(self) -> bool:
         # An invalid environment variable may be set on this rank only.
@@ -210,7 +218,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
             return self._is_off_now()
 
     def _update_settled(self, session: Session | UntunedSession) -> None:
-        self.tuning_calls += session.calls - 1
+        self.num_tuning_calls += session.num_calls - 1
         settled = all(tuning.winner is not None for tuning in self._tunings.values())
         self._settled_for_world = self._chosen_for_world if settled else _UNSETTLED
         state = session.random_state
@@ -228,12 +236,12 @@ class ContextualAutoTuner(Decorated[P, R_co]):
             self._tuning_lock.release()
             raise
 
-    def launch_if_known(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Launch the config that this function has chosen, or return ``NOT_KNOWN``."""
-        tuning = self._tunings.get((tuner, triton_key(tuner, args, kwargs)))
+    def launch_if_tuned(self, autotuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Launch the config that this function has chosen, or return ``NO_CONFIG``."""
+        tuning = self._tunings.get((autotuner, triton_key(autotuner, args, kwargs)))
         if tuning is None or tuning.winner is None:
-            return NOT_KNOWN
-        return Launch(tuner, args, kwargs, ExitStack()).run_in_production(tuning.winner)
+            return NO_CONFIG
+        return Launch(autotuner, args, kwargs, ExitStack()).run_in_production(tuning.winner)
 
     @deferred_warnings()
     def _finish_session(
@@ -242,11 +250,11 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         result: Any,
-        before: RandomState | None,
+        state_before: RandomState | None,
     ) -> Any:
         """Finish the tuning, if any, that began inside the call that returned ``result``.
 
-        ``before`` is the state of the random generators before that call.
+        ``state_before`` is the state of the random generators before that call.
         """
         session: Session | UntunedSession | None = self._interception.settled_call_sessions.pop(
             settled_call, None
@@ -256,9 +264,9 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         try:
             with ExitStack() as scope:
                 scope.push(session)  # entered by ``begin_session``
-                session.random_state = before or session.random_state
+                session.random_state = state_before or session.random_state
                 if not session.end_call():
-                    call = Call(self, self._interception.current_call(), session)
+                    call = RunningCall(self, self._interception.current_call(), session)
                     result = session.run(lambda: self._run(call, args, kwargs))
             self._update_settled(session)
             return result

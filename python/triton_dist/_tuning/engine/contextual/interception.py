@@ -39,8 +39,8 @@ _TRITONS_RUN = Autotuner.run.__code__
 class Session(Protocol):
     """A tuning that runs while a function runs."""
 
-    def launch(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Launch a kernel instead of ``tuner.run(*args, **kwargs)``."""
+    def launch(self, autotuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Launch a kernel instead of ``autotuner.run(*args, **kwargs)``."""
 
 
 class SettledFunction(Protocol):
@@ -49,25 +49,25 @@ class SettledFunction(Protocol):
     def begin_session(self) -> Session:
         """Start to tune, because the function launched a kernel without a config."""
 
-    def launch_if_known(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Launch a kernel if its config is known, else return ``NOT_KNOWN``."""
+    def launch_if_tuned(self, autotuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Launch a kernel if its config is known, else return ``NO_CONFIG``."""
 
 
-class Call:
+class RunningCall:
     """Running call of a decorated function that is not settled. ``outer`` is the enclosing call."""
 
-    def __init__(self, owner: object, outer: Call | None, session: Session | None) -> None:
+    def __init__(self, owner: object, outer: RunningCall | None, session: Session | None) -> None:
         self.owner, self.outer, self.session = owner, outer, session
 
-    def enclosing(self, owner: object) -> Call | None:
+    def enclosing(self, owner: object) -> RunningCall | None:
         """Return the innermost call of ``owner``, from this call outwards, or ``None``."""
-        call: Call | None = self
+        call: RunningCall | None = self
         while call is not None and call.owner is not owner:
             call = call.outer
         return call
 
 
-NOT_KNOWN = object()
+NO_CONFIG = object()
 
 SettledCall = tuple[SettledFunction, int]
 """A running call of a settled function, and its thread."""
@@ -99,14 +99,14 @@ class Interception:
         self.settled_call_sessions: dict[SettledCall, Any] = {}
         self._settled_calls: list[SettledCall] = []
 
-    def current_call(self) -> Call | None:
-        call: Call | None = self._current.get()
+    def current_call(self) -> RunningCall | None:
+        call: RunningCall | None = self._current.get()
         return call
 
-    def enter(self, call: Call) -> None:
+    def enter(self, call: RunningCall) -> None:
         self._current.put(call)
 
-    def leave(self, call: Call) -> None:
+    def leave(self, call: RunningCall) -> None:
         self._current.put(call.outer)
 
     def begin(self, session: Session) -> None:
@@ -170,56 +170,58 @@ class Interception:
         if had_settled_calls and not self._settled_calls:
             Autotuner.prune_configs = self._prune
 
-    def kept_configs(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def kept_configs(
+        self, autotuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Any]:
         """Return the configs that the kernel's own pruning keeps for this launch."""
-        before = getattr(tuner, "nargs", None)
-        tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
-        prune = type(tuner).prune_configs  # a subclass may override it
+        before = getattr(autotuner, "nargs", None)
+        autotuner.nargs = dict(zip(autotuner.arg_names, args, strict=False))
+        prune = type(autotuner).prune_configs  # a subclass may override it
         try:
             prune = self._prune if prune is self._intercepting_prune else prune
-            return list(prune(tuner, kwargs))
+            return list(prune(autotuner, kwargs))
         finally:
-            tuner.nargs = before
+            autotuner.nargs = before
 
     def _run_replacement(self) -> Callable[..., Any]:
-        def run(tuner: Any, /, *args: Any, **kwargs: Any) -> Any:
+        def run(autotuner: Any, /, *args: Any, **kwargs: Any) -> Any:
             call = self.current_call()
             session = None if call is None else call.session
-            if session is None or not self._is_tunable(tuner, args, kwargs):
-                return self._run(tuner, *args, **kwargs)
-            return session.launch(tuner, args, kwargs)
+            if session is None or not self._is_tunable(autotuner, args, kwargs):
+                return self._run(autotuner, *args, **kwargs)
+            return session.launch(autotuner, args, kwargs)
 
         return run
 
-    def _is_tunable(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _is_tunable(self, autotuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether this is a launch of a kernel with several configs, and not traced."""
-        if kwargs.get("warmup") or len(tuner.configs) < 2:
+        if kwargs.get("warmup") or len(autotuner.configs) < 2:
             return False
         return not self.is_traced((args, kwargs))
 
     def _replacement_of_overridden_run(self, kind: type[Autotuner], original: Run) -> Run:
         target = run_target(kind)
 
-        def run(tuner: Any, /, *args: Any, **kwargs: Any) -> Any:
+        def run(autotuner: Any, /, *args: Any, **kwargs: Any) -> Any:
             call = self.current_call()
             session = None if call is None else call.session
             settled_call = self._current_settled_call() if session is None else None
             if (session is None and settled_call is None) or not self._is_tunable(
-                tuner, args, kwargs
+                autotuner, args, kwargs
             ):
-                return original(tuner, *args, **kwargs)
+                return original(autotuner, *args, **kwargs)
             if target is not RunTarget.PRUNE_CONFIGS:
                 if target is RunTarget.NEITHER:
-                    self._overridden_runs.warn(tuner)
-                return original(tuner, *args, **kwargs)
+                    self._overridden_runs.warn(autotuner)
+                return original(autotuner, *args, **kwargs)
             if session is not None:
-                return session.launch(tuner, args, kwargs)
+                return session.launch(autotuner, args, kwargs)
             assert settled_call is not None
             if settled_call not in self.settled_call_sessions:
-                result = settled_call[0].launch_if_known(tuner, args, kwargs)
-                if result is not NOT_KNOWN:
+                result = settled_call[0].launch_if_tuned(autotuner, args, kwargs)
+                if result is not NO_CONFIG:
                     return result
-            return self._session_of(settled_call).launch(tuner, args, kwargs)
+            return self._session_of(settled_call).launch(autotuner, args, kwargs)
 
         return run
 
@@ -230,20 +232,20 @@ class Interception:
         return session
 
     def _prune_replacement(self) -> Callable[..., Any]:
-        def prune_configs(tuner: Any, kwargs: dict[str, Any]) -> list[Any]:
+        def prune_configs(autotuner: Any, kwargs: dict[str, Any]) -> list[Any]:
             # Autotuner.warmup calls this too, and does not pass ``warmup``.
             settled_call = None if kwargs.get("warmup", True) else self._current_settled_call()
             # Only a call by Triton's own ``run`` is redirected. Other callers get the configs.
             is_called_by_run = sys._getframe(1).f_code is _TRITONS_RUN
             if settled_call is None or not is_called_by_run:
-                return list(self._prune(tuner, kwargs))
-            nargs = tuner.nargs
+                return list(self._prune(autotuner, kwargs))
+            nargs = autotuner.nargs
             args = tuple(nargs.values())
             if self.is_traced((args, kwargs)):
-                return list(self._prune(tuner, kwargs))
+                return list(self._prune(autotuner, kwargs))
             session = self._session_of(settled_call)
-            tuner.nargs = nargs  # another thread may have tuned this kernel meanwhile
-            _RunRedirection(tuner, lambda: session.launch(tuner, args, kwargs)).begin()
+            autotuner.nargs = nargs  # another thread may have tuned this kernel meanwhile
+            _RunRedirection(autotuner, lambda: session.launch(autotuner, args, kwargs)).begin()
             # Triton's ``run`` takes this single config as the winner and launches it. The
             # redirection replaces this launch.
             return [_TO_BE_CHOSEN]
@@ -279,33 +281,33 @@ class _RunRedirection:
     kernel, the pre-hook, the timing, and the caches in memory and on disk.
     """
 
-    def __init__(self, tuner: Any, launch: Callable[[], Any]) -> None:
-        self._tuner, self._launch = tuner, launch
-        self._fn, self._pre_hook = tuner.fn, tuner.pre_hook
-        self._cache, self._cache_results = tuner.cache, tuner.cache_results
+    def __init__(self, autotuner: Any, launch: Callable[[], Any]) -> None:
+        self._autotuner, self._launch = autotuner, launch
+        self._fn, self._pre_hook = autotuner.fn, autotuner.pre_hook
+        self._cache, self._cache_results = autotuner.cache, autotuner.cache_results
 
     def begin(self) -> None:
-        tuner = self._tuner
-        tuner.fn, tuner.pre_hook = self, lambda *_, **__: None
-        tuner.cache, tuner.cache_results = {}, False
-        tuner._bench = lambda *_, **__: [0.0, 0.0, 0.0]
+        autotuner = self._autotuner
+        autotuner.fn, autotuner.pre_hook = self, lambda *_, **__: None
+        autotuner.cache, autotuner.cache_results = {}, False
+        autotuner._bench = lambda *_, **__: [0.0, 0.0, 0.0]
 
     def run(self, /, *_: Any, **__: Any) -> Any:
-        tuner = self._tuner
-        tuner.fn, tuner.pre_hook = self._fn, self._pre_hook
-        tuner.cache, tuner.cache_results = self._cache, self._cache_results
-        del tuner._bench
+        autotuner = self._autotuner
+        autotuner.fn, autotuner.pre_hook = self._fn, self._pre_hook
+        autotuner.cache, autotuner.cache_results = self._cache, self._cache_results
+        del autotuner._bench
         try:
             return self._launch()
         except BaseException:
-            tuner.nargs = None  # Triton's run resets it only if it returns
+            autotuner.nargs = None  # Triton's run resets it only if it returns
             raise
 
 
 class UntunedSession:
     """Replacement of a session if tuning is off: each kernel uses its first config."""
 
-    calls = 1
+    num_calls = 1
     random_state: RandomState | None = None
 
     def __init__(self, interception: Interception) -> None:
@@ -318,8 +320,8 @@ class UntunedSession:
     def __exit__(self, *_: object) -> None:
         self._interception.end(self)
 
-    def launch(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return Launch(tuner, args, kwargs, ExitStack()).run_in_production(tuner.configs[0])
+    def launch(self, autotuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return Launch(autotuner, args, kwargs, ExitStack()).run_in_production(autotuner.configs[0])
 
     def run(self, call: Callable[[], Any]) -> Any:
         return call()

@@ -24,14 +24,14 @@ from triton_dist._tuning.engine.agreement import (
     LocalRecord,
     Proposal,
     RecordSummary,
+    find_remote_record,
     local_record,
-    remote_record,
 )
 from triton_dist._tuning.engine.channel import Channel, Step, timestamp
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
+from triton_dist._tuning.engine.components import CommonComponents
 from triton_dist._tuning.engine.contextual.launch import has_own_cache
-from triton_dist._tuning.engine.parts import CommonParts
-from triton_dist._tuning.engine.progress import candidates_id, journal_head
+from triton_dist._tuning.engine.progress import candidates_id, journal_header
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import Journal
 from triton_dist._tuning.values import (
@@ -90,12 +90,12 @@ class Log(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContextualParts(CommonParts):
-    """The parts of one tuning by ``contextual_autotune``.
+class ContextualComponents(CommonComponents):
+    """The components of one tuning by ``contextual_autotune``.
 
-    The time limit of a call of the function is ``settings.seconds``, or three times the duration of
-    the call before if this is longer. The limit of the first call, which may compile other code, is
-    ``settings.compile_seconds``.
+    The time limit of a call of the function is ``settings.step_seconds``, or three times the
+    duration of the call before if this is longer. The limit of the first call, which may compile
+    other code, is ``settings.compile_seconds``.
     """
 
     fingerprint: Callable[[Any, ConfigSpace], Fingerprint]
@@ -110,22 +110,22 @@ _ADDRESS = " at 0x"
 """Part of a default ``repr``. A key with this text differs between processes."""
 
 
-def triton_key(tuner: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def triton_key(autotuner: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Return Triton's key of a launch: values of the arguments in ``key=``, then dtypes of all
     arguments."""
-    by_name = dict(zip(tuner.arg_names, args, strict=False)) | kwargs
-    arguments = {name: value for name, value in by_name.items() if name in tuner.arg_names}
-    values = [arguments[name] for name in tuner.keys if name in arguments]
+    by_name = dict(zip(autotuner.arg_names, args, strict=False)) | kwargs
+    arguments = {name: value for name, value in by_name.items() if name in autotuner.arg_names}
+    values = [arguments[name] for name in autotuner.keys if name in arguments]
     return (*values, *(str(arg.dtype) for arg in arguments.values() if hasattr(arg, "dtype")))
 
 
-def kernel_name(tuner: Any) -> str:
-    return f"{tuner.base_fn.__module__}.{tuner.base_fn.__qualname__}"
+def kernel_name(autotuner: Any) -> str:
+    return f"{autotuner.base_fn.__module__}.{autotuner.base_fn.__qualname__}"
 
 
-def jit_function(tuner: Any) -> Any:
-    """Return the ``JITFunction`` inside ``tuner``; ``None`` if the kernel is interpreted."""
-    fn = tuner.fn
+def jit_function(autotuner: Any) -> Any:
+    """Return the ``JITFunction`` inside ``autotuner``; ``None`` if the kernel is interpreted."""
+    fn = autotuner.fn
     while not isinstance(fn, JITFunction) and hasattr(fn, "fn"):
         fn = fn.fn
     return fn if isinstance(fn, JITFunction) else None
@@ -142,25 +142,25 @@ class KernelTuning:
     Attributes:
         triton_configs: the ``triton.Config`` objects of this process, by digest.
         winner: the config to use; ``None`` until it is chosen.
-        tuned: whether the winner was tuned in this process, and not read from a record.
+        was_tuned: whether the winner was tuned in this process, and not read from a record.
         recorded_winner_text: the winner and the location of its record; empty unless the winner was
             read from a record.
     """
 
     def __init__(
-        self, tuner: Any, triton_key: tuple[Any, ...], key: Key, triton_configs: dict[str, Any]
+        self, autotuner: Any, triton_key: tuple[Any, ...], key: Key, triton_configs: dict[str, Any]
     ) -> None:
-        self.tuner, self.triton_key, self.key = tuner, triton_key, key
+        self.autotuner, self.triton_key, self.key = autotuner, triton_key, key
         self.triton_configs = triton_configs
-        self.name = f"{kernel_name(tuner)} key {key}"
+        self.name = f"{kernel_name(autotuner)} key {key}"
         self.winner: Any = None
-        self.tuned = False
+        self.was_tuned = False
         self.recorded_winner_text = ""
         self.is_untuned_default = False
         """The winner is the first config, for one call only, because nothing could be tuned."""
         self.compiled: set[str] = set()
         self.compile_ahead: CompileAhead | None = None
-        self._has_own_cache = has_own_cache(tuner)
+        self._has_own_cache = has_own_cache(autotuner)
         self.failures: dict[str, Failure] = {}
         self.launches: Counter[str] = Counter()
         """Number of steps of each config so far, by digest."""
@@ -172,7 +172,7 @@ class KernelTuning:
         self.candidates: Sequence[Config] = ()
         self.pruned: Sequence[tuple[Config, str]] = ()
         self._journal: Journal | None = None
-        self._head: codec.Tree = {}
+        self._header: codec.Tree = {}
         self._num_entries = 0
         self._tried_digest = ""
         """Digest of the config that was written to the journal last as being tried."""
@@ -191,28 +191,32 @@ class KernelTuning:
     def write_to_triton_cache(self) -> None:
         """Write the winner to the kernel's own cache in memory."""
         if not self.is_untuned_default and not self._has_own_cache:
-            self.tuner.cache[self.triton_key] = self.winner
+            self.autotuner.cache[self.triton_key] = self.winner
 
     def remove_from_triton_cache(self) -> None:
         """Remove the winner from the kernel's own cache, so that launches outside of the function
         choose their config again."""
         if not self._has_own_cache:
-            self.tuner.cache.pop(self.triton_key, None)
+            self.autotuner.cache.pop(self.triton_key, None)
 
     def resume(
-        self, record: TuningRecord | None, parts: ContextualParts, messages: Messages, call: int
+        self,
+        record: TuningRecord | None,
+        components: ContextualComponents,
+        channel: ContextualChannel,
+        call: int,
     ) -> None:
         """Continue an interrupted tuning from the journal, equally on all ranks.
 
         Quarantined configs are dropped. ``record`` is the record of this rank that the tuning
         replaces, if any. ``call`` is the number of the function's call.
         """
-        head = journal_head(self.key, self.fingerprint, candidates_id(self.candidates))
-        journal = parts.journal(self.key)
-        quarantined, entries = dict(journal.quarantined(head)), list[JournalEntry]()
-        if parts.ranks.is_leader:
-            entries = list(journal.begin(head, None if record is None else record.digest))
-        by_rank = messages.all_gather(
+        header = journal_header(self.key, self.fingerprint, candidates_id(self.candidates))
+        journal = components.journal(self.key)
+        quarantined, entries = dict(journal.quarantined(header)), list[JournalEntry]()
+        if components.ranks.is_leader:
+            entries = list(journal.begin(header, None if record is None else record.digest))
+        by_rank = channel.all_gather(
             Step(f"call {call}: journal of {self.name}"), (quarantined, entries)
         )
         for entry in next((entries for _, entries in by_rank if entries), []):
@@ -229,7 +233,7 @@ class KernelTuning:
             else:  # the interrupted tuning took another step
                 break
             self._num_entries += 1
-        self._journal, self._head = journal, head
+        self._journal, self._header = journal, header
         for failures, _ in reversed(by_rank):
             for digest, failure in failures.items():
                 self.fail(digest, failure)
@@ -246,9 +250,9 @@ class KernelTuning:
 
     def record_time(self, digest: str, milliseconds: float, reduction: Reduction) -> None:
         """Record the time of the plan's current step, which all ranks have taken."""
-        timed = self.plan.current is not None and self.plan.current.is_timed
+        is_timed = self.plan.current is not None and self.plan.current.is_timed
         self._advance(digest, milliseconds)
-        if timed:
+        if is_timed:
             self._append(digest, Measurement((milliseconds,), 0, reduction))
 
     def fail(self, digest: str, failure: Failure) -> None:
@@ -268,7 +272,7 @@ class KernelTuning:
     def quarantine(self, config: Config, failure: Failure) -> None:
         """Exclude ``config`` at the next start. Any thread may call this method."""
         if self._journal is not None:
-            self._journal.quarantine(self._head, config.digest, failure)
+            self._journal.quarantine(self._header, config.digest, failure)
 
     def close(self, error: BaseException | None) -> None:
         """End the tuning. Without an ``error``, also remove the journal."""
@@ -298,7 +302,7 @@ class KernelTuning:
         seconds = time.monotonic() - self._start_seconds
         self.record = TuningRecord(self.key, self.fingerprint, tuple(trials), timestamp(), seconds)
         self.set_winner(self.triton_configs[self.record.best.digest])
-        self.tuned = True
+        self.was_tuned = True
         if self._journal is not None:
             self._journal.finish(self.record.digest)
         return self.record
@@ -315,7 +319,7 @@ class KernelTuning:
         Write the times to attributes of the kernel and the winner to Triton's disk cache. Call
         Triton's listener, and print if ``TRITON_PRINT_AUTOTUNING`` is set.
         """
-        tuner, record = self.tuner, self.record
+        autotuner, record = self.autotuner, self.record
         if record is None:
             return
         # Triton stores three quantiles (0.5, 0.2 and 0.8). Store the median for each.
@@ -324,25 +328,27 @@ class KernelTuning:
             for trial in record.trials
             if isinstance(trial.outcome, Measurement)
         }
-        tuner.bench_time, tuner.configs_timings = record.seconds, timings
-        if tuner.cache_results and not self._has_own_cache:
+        autotuner.bench_time, autotuner.configs_timings = record.seconds, timings
+        if autotuner.cache_results and not self._has_own_cache:
             configs = [self.triton_configs[config.digest] for config in self.candidates]
-            tuner.check_disk_cache(self.triton_key, configs, lambda: None)
-            tuner.configs_timings = timings  # ``check_disk_cache`` may have loaded an older entry
+            autotuner.check_disk_cache(self.triton_key, configs, lambda: None)
+            autotuner.configs_timings = (
+                timings  # ``check_disk_cache`` may have loaded an older entry
+            )
             self.write_to_triton_cache()
         listener = getattr(triton.knobs.autotuning, "listener", None)
         if listener is not None:  # Triton 3.8 and later
             listener(
-                fn=jit_function(tuner) or tuner.fn,
+                fn=jit_function(autotuner) or autotuner.fn,
                 key=self.triton_key,
                 best_config=self.winner,
-                configs_timings=tuner.configs_timings,
+                configs_timings=autotuner.configs_timings,
                 duration=record.seconds,
                 cache_hit=False,
             )
         if triton.knobs.autotuning.print:
             print(
-                f"Triton autotuning for function {tuner.base_fn.__name__},\n"
+                f"Triton autotuning for function {autotuner.base_fn.__name__},\n"
                 f"with key as {self.triton_key},\nfinished after {record.seconds:.2f}s,\n"
                 f"best config selected: {self.winner};",
                 flush=True,
@@ -354,7 +360,7 @@ UnfinishedConfig: TypeAlias = Callable[[], tuple[KernelTuning, Config] | None]
 """Function that returns the kernel and config that run or compile now, if any."""
 
 
-class Messages(Channel):
+class ContextualChannel(Channel):
     """Messages between ranks during one tuning by ``contextual_autotune``.
 
     Every message is an ``all_gather``. If ranks are at different points of the function, they raise
@@ -365,13 +371,18 @@ class Messages(Channel):
     """
 
     def __init__(
-        self, parts: ContextualParts, function: str, unfinished_config: UnfinishedConfig
+        self, components: ContextualComponents, function: str, unfinished_config: UnfinishedConfig
     ) -> None:
-        with watchdog.paused(), parts.tuning_lock():
-            super().__init__(parts.ranks, function, parts.settings.seconds, parts.settings.grace)
+        with watchdog.paused(), components.tuning_lock():
+            super().__init__(
+                components.ranks,
+                function,
+                components.settings.step_seconds,
+                components.settings.grace_seconds,
+            )
         self._unfinished_config, self.limit_seconds = (
             unfinished_config,
-            parts.settings.compile_seconds,
+            components.settings.compile_seconds,
         )
 
     def all_gather(self, step: Step, value: T, user_seconds: float = 0.0) -> list[T]:
@@ -410,11 +421,11 @@ def as_config(config: Any) -> Config:
 
 
 def begin_kernel_tuning(
-    tuner: Any,
+    autotuner: Any,
     triton_key: tuple[Any, ...],
     prune: Callable[[], list[Any]],
-    parts: ContextualParts,
-    messages: Messages,
+    components: ContextualComponents,
+    channel: ContextualChannel,
     call: int,
 ) -> KernelTuning:
     """Create the tuning of a kernel and key. All ranks must call this function together.
@@ -432,22 +443,22 @@ def begin_kernel_tuning(
             of the kernel.
         NoValidConfig: the pruning on rank 0 keeps no config.
     """
-    name = kernel_name(tuner)
-    _check_names(name, tuner)
-    local = _LocalConfigs(tuner, prune)
+    name = kernel_name(autotuner)
+    _check_names(name, autotuner)
+    local = _LocalConfigs(autotuner, prune)
     values = (value if codec.is_encodable(value) else repr(value) for value in triton_key)
-    key = Key.of(name, tuple(values), parts.hardware)
-    fingerprint = parts.fingerprint(tuner, local.space)
-    tuning = KernelTuning(tuner, triton_key, key, local.triton_configs)
+    key = Key.of(name, tuple(values), components.hardware)
+    fingerprint = components.fingerprint(autotuner, local.space)
+    tuning = KernelTuning(autotuner, triton_key, key, local.triton_configs)
     found = LocalRecord(None, "its key has no text that is stable across processes")
-    strict, configs = parts.settings.strict, ConfigSpace(local.configs.values())
+    strict, configs = components.settings.strict_versions, ConfigSpace(local.configs.values())
     if tuning.can_persist:
-        stored = parts.store.find(key.with_signature_of(fingerprint))
+        stored = components.store.find(key.with_signature_of(fingerprint))
         found = local_record(stored, lambda record: validity(record, fingerprint, configs, strict))
-    summary = found.summary
+    record_summary = found.record_summary
     if found.record is None:
-        summary = RecordSummary(local.winner_on_disk(triton_key))
-    compared = [
+        record_summary = RecordSummary(local.winner_on_disk(triton_key))
+    compared_texts = [
         (
             f"the pruning of {tuning.name}",
             "done" if local.failure is None else error_text(local.failure),
@@ -457,28 +468,28 @@ def begin_kernel_tuning(
             f"{len(local.space)} configs, digest {local.space.digest}",
         ),
     ]
-    remote = parts.remote if tuning.can_persist else None
+    remote = components.remote if tuning.can_persist else None
     proposal = Proposal(
-        compared,
+        compared_texts,
         fingerprint,
-        summary,
-        always_tune=parts.settings.always_tune,
-        frozen=parts.settings.frozen,
-        capturing=parts.device.is_capturing(),
+        record_summary,
+        always_tune=components.settings.always_tune,
+        frozen=components.settings.frozen,
+        cannot_measure=components.device.is_capturing(),
         kept_digests=[config.digest for config in local.kept],
         # No wait for other jobs, because several kernels are tuned at the same time.
-        max_remote_seconds=remote.max_find_seconds(may_wait=False) if remote else None,
+        max_remote_lookup_seconds=remote.max_find_seconds(may_wait=False) if remote else None,
     )
-    proposals = messages.all_gather(Step(f"call {call}: launch of {tuning.name}"), proposal)
-    # All ranks raise here, because ``compared`` has the failures of all ranks.
+    proposals = channel.all_gather(Step(f"call {call}: launch of {tuning.name}"), proposal)
+    # All ranks raise here, because ``compared_texts`` has the failures of all ranks.
     if local.failure is not None:
-        raise messages.record_final_error(local.take_failure())
-    agreement = Agreement(messages, tuning.name, proposals)
+        raise channel.record_final_error(local.take_failure())
+    agreement = Agreement(channel, tuning.name, proposals)
     tuning.key = key.with_signature_of(agreement.fingerprint)
     winner, location = agreement.winner_digest, found.location_or_reason
     if winner is None and len(agreement.leader_proposal.kept_digests) > 1:
-        shared = remote_record(
-            parts, messages, agreement, tuning.key,
+        shared = find_remote_record(
+            components, channel, agreement, tuning.key,
             lambda record: validity(record, agreement.fingerprint, configs, strict),
         )  # fmt: skip
         if shared is not None:
@@ -488,9 +499,9 @@ def begin_kernel_tuning(
         tuning.recorded_winner_text = (
             f"config {options_text(tuning.winner)} of the tuning record {location}"
         )
-        parts.log.report(f"{tuning.name}: known, {options_text(tuning.winner)}")
+        components.log.report(f"{tuning.name}: known, {options_text(tuning.winner)}")
         return tuning
-    leader, policy = agreement.leader_proposal, parts.settings.policy
+    leader, policy = agreement.leader_proposal, components.settings.policy
     kept = [local.configs[digest] for digest in leader.kept_digests if digest in local.configs]
     if len(kept) < len(leader.kept_digests):
         raise LookupError(
@@ -501,33 +512,33 @@ def begin_kernel_tuning(
     ]
     if not kept:
         causes = {str(config): reason for config, reason in pruned}
-        raise messages.record_final_error(NoValidConfig(tuning.name, tuning.key, causes))
+        raise channel.record_final_error(NoValidConfig(tuning.name, tuning.key, causes))
     # A single config needs no tuning, so it is used even if tuning is forbidden.
     if agreement.frozen_ranks and len(kept) > 1:
         key, reason = tuning.key, found.location_or_reason
-        raise messages.record_final_error(
+        raise channel.record_final_error(
             TuningFrozen(key.full_name, key, key.hardware, reason, agreement.frozen_ranks)
         )
-    if agreement.capturing:
+    if agreement.cannot_measure:
         tuning.winner, tuning.is_untuned_default = local.triton_configs[kept[0].digest], True
         warn(
             f"{tuning.name}: not tuned yet, and tuning is impossible during CUDA-graph capture. "
-            "Its first config is used. Call the function once before.",
+            "Its first config is used. RunningCall the function once before.",
             TuningWarning,
         )
         return tuning
     tuning.candidates, tuning.pruned, tuning.fingerprint = kept, pruned, agreement.fingerprint
-    tuning.plan = parts.plan(kept, policy.warmup, policy.repeat)
+    tuning.plan = components.plan(kept, policy.warmup, policy.repeat)
     tuning.warmup = policy.warmup
     if len(kept) == 1:
         tuning.set_winner(local.triton_configs[kept[0].digest])  # there is no choice
     elif tuning.can_persist:
-        tuning.resume(found.record, parts, messages, call)
+        tuning.resume(found.record, components, channel, call)
     reason = found.location_or_reason
     if leader.always_tune:
         reason = "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE is set"
-    ranks = parts.ranks.size
-    parts.log.report(
+    ranks = components.ranks.size
+    components.log.report(
         f"{tuning.name}: {reason}; tuning {len(kept)} configs ({len(pruned)} pruned) on "
         f"{ranks} rank{'' if ranks == 1 else 's'}"
     )
@@ -544,16 +555,16 @@ class _LocalConfigs:
     The pruning keeps ``kept``. ``configs`` and ``triton_configs`` have all configs, by digest.
     """
 
-    def __init__(self, tuner: Any, prune: Callable[[], list[Any]]) -> None:
-        self._tuner = tuner
+    def __init__(self, autotuner: Any, prune: Callable[[], list[Any]]) -> None:
+        self._autotuner = autotuner
         self.failure: Exception | None = None
         pruned: list[Any] = []
         try:
             pruned = prune()
         except Exception as error:
             self.failure = error
-        configs = numbered(map(as_config, tuner.configs))
-        pairs = list(zip(configs, tuner.configs, strict=True))
+        configs = numbered(map(as_config, autotuner.configs))
+        pairs = list(zip(configs, autotuner.configs, strict=True))
         by_id = {id(original): config for config, original in pairs}
         self.space = ConfigSpace(configs)
         kept = [(by_id.get(id(each)) or as_config(each), each) for each in pruned]
@@ -569,8 +580,8 @@ class _LocalConfigs:
 
     def winner_on_disk(self, triton_key: tuple[Any, ...]) -> str | None:
         """Return the digest of the winner in Triton's disk cache, or ``None``."""
-        tuner = self._tuner
-        if not tuner.cache_results or has_own_cache(tuner):
+        autotuner = self._autotuner
+        if not autotuner.cache_results or has_own_cache(autotuner):
             return None
 
         def not_cached() -> None:
@@ -578,14 +589,14 @@ class _LocalConfigs:
 
         try:
             configs = [self.triton_configs[config.digest] for config in self.kept]
-            tuner.check_disk_cache(triton_key, configs, not_cached)
+            autotuner.check_disk_cache(triton_key, configs, not_cached)
         except _NotCached:
             return None
-        digest = as_config(tuner.cache.pop(triton_key)).digest
+        digest = as_config(autotuner.cache.pop(triton_key)).digest
         return digest if digest in self.triton_configs else None
 
 
-def _check_names(name: str, tuner: Any) -> None:
+def _check_names(name: str, autotuner: Any) -> None:
     """Check the argument names in the options of ``triton.autotune``.
 
     Raise for an unknown name in ``reset_to_zero`` or ``restore_value``, because a tuning would
@@ -593,15 +604,15 @@ def _check_names(name: str, tuner: Any) -> None:
     one config for all values.
     """
     for option in ("reset_to_zero", "restore_value"):
-        for buffer in getattr(tuner, option):
-            if buffer not in tuner.arg_names:
-                expected = f"arguments of the kernel: {', '.join(tuner.arg_names)}"
+        for buffer in getattr(autotuner, option):
+            if buffer not in autotuner.arg_names:
+                expected = f"arguments of the kernel: {', '.join(autotuner.arg_names)}"
                 raise InvalidArgument(name, option, buffer, expected)
-    unknown = [key for key in tuner.keys if key not in tuner.arg_names]
+    unknown = [key for key in autotuner.keys if key not in autotuner.arg_names]
     if unknown:
         warn(
             f"{name}: key names {', '.join(map(repr, unknown))} are not arguments of the kernel, "
             "so they do not distinguish launches. The arguments are "
-            f"{', '.join(tuner.arg_names)}.",
+            f"{', '.join(autotuner.arg_names)}.",
             TuningWarning,
         )

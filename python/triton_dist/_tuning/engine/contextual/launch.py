@@ -36,20 +36,20 @@ class RunTarget(enum.Enum):
     NEITHER = enum.auto()
 
 
-def run_target(kind: Any) -> RunTarget:
+def run_target(tuner_class: Any) -> RunTarget:
     """Return which method the ``run`` of a class calls, found by the names in its code."""
-    runs = [(each, vars(each)["run"]) for each in kind.__mro__ if "run" in vars(each)]
-    return _run_target(kind, tuple(runs))
+    runs = [(each, vars(each)["run"]) for each in tuner_class.__mro__ if "run" in vars(each)]
+    return _run_target(tuner_class, tuple(runs))
 
 
 @functools.cache
-def _run_target(kind: Any, runs: tuple[tuple[type, Run], ...]) -> RunTarget:
+def _run_target(tuner_class: Any, runs: tuple[tuple[type, Run], ...]) -> RunTarget:
     """Return the result of :func:`run_target`, given the ``run`` of each class in method resolution
     order."""
     for number, (defining, run) in enumerate(runs):
         if defining is Autotuner:
             return RunTarget.TRITON_RUN
-        names = set(_names(run, kind))
+        names = set(_names(run, tuner_class))
         if "prune_configs" in names:
             return RunTarget.PRUNE_CONFIGS
         bases = {base.__name__ for base, _ in runs[number + 1 :]}
@@ -58,8 +58,8 @@ def _run_target(kind: Any, runs: tuple[tuple[type, Run], ...]) -> RunTarget:
     return RunTarget.TRITON_RUN
 
 
-def _names(run: Any, kind: type) -> Iterator[str]:
-    """Yield the names in the code of ``run`` and of the methods of ``kind`` that it calls."""
+def _names(run: Any, tuner_class: type) -> Iterator[str]:
+    """Yield the names in the code of ``run``, and of the methods of ``tuner_class`` it calls."""
     pending, seen = [run], set()
     while pending:
         function = pending.pop()
@@ -70,19 +70,21 @@ def _names(run: Any, kind: type) -> Iterator[str]:
         seen.add(code)
         for _, each in nested_code(code):
             yield from each.co_names
-            methods = (inspect.getattr_static(kind, name, None) for name in each.co_names)
+            methods = (inspect.getattr_static(tuner_class, name, None) for name in each.co_names)
             functions = (each for each in methods if isinstance(each, types.FunctionType))
             pending += [each for each in functions if each not in vars(Autotuner).values()]
 
 
-def has_own_cache(tuner: Any) -> bool:
-    """Return whether ``tuner`` is of a library's class that stores configs under its own keys."""
-    return run_target(type(tuner)) is RunTarget.PRUNE_CONFIGS
+def has_own_cache(autotuner: Any) -> bool:
+    """Return whether the class of ``autotuner`` stores configs under its own keys."""
+    return run_target(type(autotuner)) is RunTarget.PRUNE_CONFIGS
 
 
 class OverriddenRuns:
-    """The subclasses of ``Autotuner`` that override ``run``. ``replace(kind, run)`` returns a new
-    ``run``."""
+    """The subclasses of ``Autotuner`` that override ``run``.
+
+    ``replace(tuner_class, run)`` returns a new ``run``.
+    """
 
     def __init__(self, replace: Callable[[type[Autotuner], Run], Run]) -> None:
         self._replace = replace
@@ -96,75 +98,75 @@ class OverriddenRuns:
 
     def find(self) -> None:
         """Find the subclasses that exist now. Requires that no ``run`` is replaced now."""
-        for kind in _subclasses(Autotuner):
-            original = vars(kind).get("run")
-            if original is not None and self._classes.get(kind, (None,))[0] is not original:
-                replacement = functools.wraps(original)(self._replace(kind, original))
-                self._classes[kind] = original, replacement
+        for tuner_class in _subclasses(Autotuner):
+            original = vars(tuner_class).get("run")
+            if original is not None and self._classes.get(tuner_class, (None,))[0] is not original:
+                replacement = functools.wraps(original)(self._replace(tuner_class, original))
+                self._classes[tuner_class] = original, replacement
         self.prune_callers = {
-            kind: runs
-            for kind, runs in self._classes.items()
-            if run_target(kind) is RunTarget.PRUNE_CONFIGS
+            tuner_class: runs
+            for tuner_class, runs in self._classes.items()
+            if run_target(tuner_class) is RunTarget.PRUNE_CONFIGS
         }
 
     def replace(self, only_prune_callers: bool = False) -> None:
         """Replace ``run`` of all classes, or only of the classes in ``prune_callers``."""
-        for kind, (_, replacement) in (
+        for tuner_class, (_, replacement) in (
             self.prune_callers if only_prune_callers else self._classes
         ).items():
-            kind.run = replacement
+            tuner_class.run = replacement
 
     def restore(self, only_prune_callers: bool = False) -> None:
-        for kind, (original, _) in (
+        for tuner_class, (original, _) in (
             self.prune_callers if only_prune_callers else self._classes
         ).items():
-            kind.run = original
+            tuner_class.run = original
 
-    def warn(self, tuner: Any) -> None:
+    def warn(self, autotuner: Any) -> None:
         """Warn once per class that its kernels are not tuned."""
-        kind = type(tuner)
-        if kind in self._warned:
+        tuner_class = type(autotuner)
+        if tuner_class in self._warned:
             return
-        self._warned.add(kind)
+        self._warned.add(tuner_class)
         warnings.warn(
-            f"contextual_autotune: {kind.__module__}.{kind.__qualname__}, the class of "
-            f"{tuner.base_fn.__qualname__}, overrides run() without calling Triton's run() or "
-            "prune_configs(). It is not tuned here, and each rank chooses its own config.",
+            f"contextual_autotune: {tuner_class.__module__}.{tuner_class.__qualname__}, the class "
+            f"of {autotuner.base_fn.__qualname__}, overrides run() without calling Triton's run() "
+            "or prune_configs(). It is not tuned here, and each rank chooses its own config.",
             TuningWarning,
             stacklevel=2,
         )
 
 
-def _subclasses(kind: type[Autotuner]) -> Iterator[type[Autotuner]]:
-    for each in kind.__subclasses__():
+def _subclasses(tuner_class: type[Autotuner]) -> Iterator[type[Autotuner]]:
+    for each in tuner_class.__subclasses__():
         yield each
         yield from _subclasses(each)
 
 
 class Launch:
-    """The launch ``tuner.run(*args, **kwargs)``, which can be made with any config.
+    """The launch ``autotuner.run(*args, **kwargs)``, which can be made with any config.
 
     Callbacks are added to ``undo`` that undo the launch before the function is called again.
     """
 
     def __init__(
-        self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any], undo: ExitStack
+        self, autotuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any], undo: ExitStack
     ) -> None:
-        self._tuner, self._args, self._kwargs, self._undo = tuner, args, kwargs, undo
-        self._nargs = dict(zip(tuner.arg_names, args, strict=False))
+        self._autotuner, self._args, self._kwargs, self._undo = autotuner, args, kwargs, undo
+        self._nargs = dict(zip(autotuner.arg_names, args, strict=False))
 
     def compile(self, config: Any) -> None:
         """Compile and load ``config``, and check its resources, without a launch."""
         self._run_config_hook(config)
         options = {name: value for name, value in self._kwargs.items() if name != "warmup"}
-        kernel = self._tuner.fn.warmup(*self._args, **options, **config.all_kwargs())
+        kernel = self._autotuner.fn.warmup(*self._args, **options, **config.all_kwargs())
         if kernel is not None:  # a hook of Triton may cancel the compilation
             kernel._init_handles()
 
-    def run_candidate(self, config: Any, device: Device, timer: Timer, timed: bool) -> Any:
-        """Launch a candidate, with ``timer`` around the kernel only; if ``timed``, with a cold
+    def run_candidate(self, config: Any, device: Device, timer: Timer, is_timed: bool) -> Any:
+        """Launch a candidate, with ``timer`` around the kernel only; if ``is_timed``, with a cold
         cache."""
-        tuner, arguments = self._tuner, self._arguments(config)
+        autotuner, arguments = self._autotuner, self._arguments(config)
         # Triton's ``run``, which is not called here, checks this.
         conflicts = self._kwargs.keys() & config.kwargs.keys()
         if conflicts:
@@ -173,32 +175,32 @@ class Launch:
                 "don't re-define auto-tuned symbols."
             )
         self._run_config_hook(config)
-        if tuner.user_defined_pre_hook:
-            tuner.pre_hook(arguments)
+        if autotuner.user_defined_pre_hook:
+            autotuner.pre_hook(arguments)
         else:
             self._reset(arguments)
-            self._restore_later(arguments, tuner.restore_value)
-        if timed:
+            self._restore_later(arguments, autotuner.restore_value)
+        if is_timed:
             device.flush_cache()
         timer.start()
         try:
             result = self._run(config)
         except Exception as error:
-            if tuner.user_defined_post_hook:
-                tuner.post_hook(arguments, exception=error)
+            if autotuner.user_defined_post_hook:
+                autotuner.post_hook(arguments, exception=error)
             raise
         timer.stop()
-        if tuner.user_defined_post_hook:
+        if autotuner.user_defined_post_hook:
             # The user's post hook may undo the run, so it is called after the end of the function.
-            self._undo.callback(tuner.post_hook, arguments, exception=None)
+            self._undo.callback(autotuner.post_hook, arguments, exception=None)
         return result
 
     def run_tuned(self, config: Any) -> Any:
         """Launch a tuned winner while other kernels of the function are still being tuned."""
         arguments = self._arguments(config)
-        self._restore_later(arguments, self._tuner.restore_value)
-        if self._tuner.user_defined_pre_hook:
-            self._tuner.pre_hook(arguments, reset_only=True)
+        self._restore_later(arguments, self._autotuner.restore_value)
+        if self._autotuner.user_defined_pre_hook:
+            self._autotuner.pre_hook(arguments, reset_only=True)
         else:  # Triton's own hook raises if an argument to reset is ``None``
             self._reset(arguments)
         self._run_config_hook(config)
@@ -206,7 +208,7 @@ class Launch:
 
     def run_known_config(self, config: Any) -> Any:
         """Launch a config that was known before the tuning, while other kernels are tuned."""
-        names = [*self._tuner.reset_to_zero, *self._tuner.restore_value]
+        names = [*self._autotuner.reset_to_zero, *self._autotuner.restore_value]
         self._restore_later(self._arguments(config), names)
         self._run_config_hook(config)
         return self._run(config)
@@ -217,8 +219,8 @@ class Launch:
         return self._run(config)
 
     def _run(self, config: Any) -> Any:
-        self._tuner.best_config = config
-        return self._tuner.fn.run(*self._args, **self._kwargs, **config.all_kwargs())
+        self._autotuner.best_config = config
+        return self._autotuner.fn.run(*self._args, **self._kwargs, **config.all_kwargs())
 
     def _arguments(self, config: Any) -> dict[str, Any]:
         return {**self._nargs, **self._kwargs, **config.all_kwargs()}
@@ -228,7 +230,7 @@ class Launch:
             config.pre_hook(self._arguments(config))
 
     def _reset(self, arguments: dict[str, Any]) -> None:
-        for name in self._tuner.reset_to_zero:
+        for name in self._autotuner.reset_to_zero:
             if arguments.get(name) is not None:
                 arguments[name].zero_()
 

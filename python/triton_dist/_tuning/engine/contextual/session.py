@@ -18,9 +18,9 @@ from typing import Any
 from triton_dist._tuning.engine.channel import Step
 from triton_dist._tuning.engine.contextual.interception import Interception
 from triton_dist._tuning.engine.contextual.kernel_tuning import (
-    ContextualParts,
+    ContextualChannel,
+    ContextualComponents,
     KernelTuning,
-    Messages,
     begin_kernel_tuning,
     options_text,
     triton_key,
@@ -61,27 +61,29 @@ class Session:
         self,
         function: str,
         tunings: KernelTunings,
-        parts: ContextualParts,
+        components: ContextualComponents,
         interception: Interception,
         random_state: RandomState,
     ) -> None:
         self.random_state = random_state
-        self._tunings, self._parts = tunings, parts
+        self._tunings, self._components = tunings, components
         self._interception = interception
-        self._messages = Messages(parts, function, lambda: self._current_call.unfinished_config())
+        self._channel = ContextualChannel(
+            components, function, lambda: self._current_call.unfinished_config()
+        )
         self._current_call = self._next_call(0)
         self._check_results: Callable[[], None] = lambda: None
         self._scope = ExitStack()
         self._start_seconds = self._call_start_seconds = time.monotonic()
 
     @property
-    def calls(self) -> int:
+    def num_calls(self) -> int:
         """Number of calls of the function."""
         return self._current_call.number + 1
 
     def __enter__(self) -> Session:
-        self._scope.callback(self._parts.log.close)
-        self._scope.enter_context(self._parts.trial_context())
+        self._scope.callback(self._components.log.close)
+        self._scope.enter_context(self._components.trial_context())
         self._interception.begin(self)
         self._scope.callback(self._interception.end, self)
         return self
@@ -94,24 +96,24 @@ class Session:
                 del self._tunings[key]
             tuning.close(error)
         if error is not None:
-            self._messages.abort(error)
+            self._channel.abort(error)
         with self._scope:
             if kind is not None:
                 self._undo()
         # Drop stored errors: their frames keep the function's arguments and this session alive.
-        self._messages.drop_errors()
+        self._channel.drop_errors()
         self._current_call.no_config_left, self._check_results = None, lambda: None
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Call the function until nothing is left to tune. Return the result of the last call."""
         # Checks of device results are deferred here and not in ``__enter__``: they need the
         # caller's thread, and ``__enter__`` may run on an autograd thread.
-        with self._parts.deferred_checks() as self._check_results:
+        with self._components.deferred_checks() as self._check_results:
             while True:
                 self._call_start_seconds = time.monotonic()
                 try:
                     step = Step(f"call {self._current_call.number}")
-                    with self._messages.user_code(step, self._messages.limit_seconds):
+                    with self._channel.user_code(step, self._channel.limit_seconds):
                         result = call()
                 except Exception as error:
                     self.fail_call(error)
@@ -119,40 +121,46 @@ class Session:
                 if self.end_call():
                     return result
 
-    def launch(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Launch a kernel. This method replaces ``tuner.run``."""
-        key = triton_key(tuner, args, kwargs)
-        tuning = self._tunings.get((tuner, key))
-        launch = Launch(tuner, args, kwargs, self._current_call.undo)
+    def launch(self, autotuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Launch a kernel. This method replaces ``autotuner.run``."""
+        key = triton_key(autotuner, args, kwargs)
+        tuning = self._tunings.get((autotuner, key))
+        launch = Launch(autotuner, args, kwargs, self._current_call.undo)
         if tuning is None:
             # A group of one rank may use a config that Triton has tuned outside of this function.
-            if self._parts.ranks.size == 1 and not has_own_cache(tuner) and key in tuner.cache:
-                return launch.run_known_config(tuner.cache[key])
-            prune = functools.partial(self._interception.kept_configs, tuner, args, kwargs)
-            parts, messages, number = self._parts, self._messages, self._current_call.number
-            tuning = begin_kernel_tuning(tuner, key, prune, parts, messages, number)
+            if (
+                self._components.ranks.size == 1
+                and not has_own_cache(autotuner)
+                and key in autotuner.cache
+            ):
+                return launch.run_known_config(autotuner.cache[key])
+            prune = functools.partial(self._interception.kept_configs, autotuner, args, kwargs)
+            components, channel, number = self._components, self._channel, self._current_call.number
+            tuning = begin_kernel_tuning(autotuner, key, prune, components, channel, number)
             why = (
                 self._current_call.why_unusable(tuning, launch)
                 if tuning.recorded_winner_text
                 else ""
             )
             if why:  # some rank cannot use the recorded winner
-                if parts.ranks.is_leader:
+                if components.ranks.is_leader:
                     warn(
                         f"contextual_autotune {tuning.name}: {tuning.recorded_winner_text} fails "
                         f"{why}. The kernel is tuned again",
                         TuningWarning,
                     )
-                parts = replace(parts, settings=replace(parts.settings, always_tune=True))
-                tuning = begin_kernel_tuning(tuner, key, prune, parts, messages, number)
-            self._tunings[tuner, key] = tuning
+                components = replace(
+                    components, settings=replace(components.settings, always_tune=True)
+                )
+                tuning = begin_kernel_tuning(autotuner, key, prune, components, channel, number)
+            self._tunings[autotuner, key] = tuning
             self._current_call.has_new_key = True
         return self._current_call.launch(tuning, launch)
 
     def end_call(self) -> bool:
         """Exchange the results of the call. Return whether it was the last call."""
-        if self._messages.final_error is not None:  # the function has caught this error
-            raise self._messages.final_error
+        if self._channel.final_error is not None:  # the function has caught this error
+            raise self._channel.final_error
         current_call = self._current_call
         ending = Step(f"end of call {current_call.number}")
         try:
@@ -160,28 +168,30 @@ class Session:
             current_call.read_timers()
         except Exception as error:
             if isinstance(error, TimeoutError) and not isinstance(error, WaitTimeout):
-                how = "its device has not finished"
-                raise self._messages.record_final_error(
-                    self._messages.stuck_error(ending, self._messages.limit_seconds, how)
+                state = "its device has not finished"
+                raise self._channel.record_final_error(
+                    self._channel.stuck_error(ending, self._channel.limit_seconds, state)
                 ) from error
             self.fail_call(error)
             raise
-        by_rank = self._messages.all_gather(ending, list(current_call.reports.values()))
-        positions = [[(r.tuning, r.digest, r.iteration) for r in reports] for reports in by_rank]
+        by_rank = self._channel.all_gather(ending, list(current_call.reports.values()))
+        positions = [
+            [(r.tuning_name, r.config_digest, r.iteration) for r in reports] for reports in by_rank
+        ]
         if any(each != positions[0] for each in positions):
             texts = {
-                self._messages.global_rank(rank): "; ".join(
-                    f"{report.tuning} iter {report.iteration}" for report in reports
+                self._channel.global_rank(rank): "; ".join(
+                    f"{report.tuning_name} iter {report.iteration}" for report in reports
                 )
                 or "none"
                 for rank, reports in enumerate(by_rank)
             }
             what = f"the kernels launched in call {current_call.number}"
-            raise self._messages.record_final_error(RankDisagreement(what, texts))
+            raise self._channel.record_final_error(RankDisagreement(what, texts))
         for tuning, *reports in zip(current_call.reports, *by_rank, strict=True):
             # The time of the step is the maximum over the ranks. A failure on any rank counts.
-            local, digest = reports[self._parts.ranks.rank], reports[0].digest
-            self._parts.log.line(report_line(self._current_call.number, tuning, local))
+            local, digest = reports[self._components.ranks.rank], reports[0].config_digest
+            self._components.log.line(report_line(self._current_call.number, tuning, local))
             failures: dict[str, Failure] = {}
             for report in reports:
                 failures = report.failures | failures  # keep the failure of the lowest rank
@@ -196,8 +206,8 @@ class Session:
             current_call.undo.pop_all()  # do not undo the last call
             if current_call.number:
                 tuned = [tuning for tuning in self._tunings.values() if tuning.record]
-                self._parts.log.report(
-                    summary(tuned, self.calls, time.monotonic() - self._start_seconds)
+                self._components.log.report(
+                    summary(tuned, self.num_calls, time.monotonic() - self._start_seconds)
                 )
             return True
         self._undo()
@@ -207,7 +217,7 @@ class Session:
 
     def fail_call(self, error: Exception) -> None:
         """Report to the other ranks that the function raised ``error`` on this rank."""
-        if self._messages.final_error is not None:  # the other ranks have the error
+        if self._channel.final_error is not None:  # the other ranks have the error
             return
         if error is self._current_call.no_config_left:
             # All configs failed on this rank. They may run on other ranks, which receive the
@@ -215,39 +225,41 @@ class Session:
             with suppress(Exception):
                 self.end_call()
             return
-        if not self._messages.all_have_joined:  # ``__exit__`` reports the error
-            self._messages.record_final_error(error)
+        if not self._channel.all_have_joined:  # ``__exit__`` reports the error
+            self._channel.record_final_error(error)
             return
         ending = Step(
             f"end of call {self._current_call.number}, which raised {shortened_error(error)}"
         )
-        failure = failure_of(error, "launch", int(self._messages.global_rank(self._messages.rank)))
+        failure = failure_of(error, "launch", int(self._channel.global_rank(self._channel.rank)))
         # Ranks without this error raise an error that names this rank.
         with suppress(RankTimeout, RankDisagreement):
-            self._messages.all_gather(ending, failure)
-        self._messages.record_final_error(error)
+            self._channel.all_gather(ending, failure)
+        self._channel.record_final_error(error)
 
     def _finish(self, tuning: KernelTuning) -> None:
         """Choose the winner of ``tuning``, after all its configs were measured on all ranks."""
-        parts = self._parts
+        components = self._components
         try:
             record = tuning.finish(self._reduction)
         except NoValidConfig as error:
             tuning.close(None)  # removes the journal, so the next start tries failed configs again
-            self._messages.record_final_error(error)
+            self._channel.record_final_error(error)
             raise
         tuning.publish()
-        if not parts.ranks.is_leader:
+        if not components.ranks.is_leader:
             where = "the leader's store"
         elif tuning.can_persist:
-            where = parts.store.put(record) or "memory"
-            if parts.remote is not None:
-                parts.remote.publish(record)
+            where = components.store.put(record) or "memory"
+            if components.remote is not None:
+                components.remote.publish(record)
         else:
             where = "memory"
         tuning.close(None)
-        parts.log.report(f"{tuning.name}: best is {options_text(tuning.winner)}; kept in {where}")
-        if parts.ranks.is_leader:
+        components.log.report(
+            f"{tuning.name}: best is {options_text(tuning.winner)}; kept in {where}"
+        )
+        if components.ranks.is_leader:
             title = f"contextual_autotune {tuning.name}"
             warn_of_failures(title, record, "the log of each rank lists them")
 
@@ -267,31 +279,33 @@ class Session:
         return True
 
     def _undo(self) -> None:
-        with self._parts.no_grad():
+        with self._components.no_grad():
             self._current_call.undo.close()
 
     @property
     def _reduction(self) -> Reduction:
-        return "maximum" if self._parts.ranks.size > 1 else "none"
+        return "maximum" if self._components.ranks.size > 1 else "none"
 
     def _next_call(self, number: int) -> TuningCall:
         if number:
             took = time.monotonic() - self._call_start_seconds
-            self._messages.limit_seconds = max(self._parts.settings.seconds, _MAX_SLOWDOWN * took)
-        return TuningCall(number, self._parts, self._messages, self._finish)
+            self._channel.limit_seconds = max(
+                self._components.settings.step_seconds, _MAX_SLOWDOWN * took
+            )
+        return TuningCall(number, self._components, self._channel, self._finish)
 
 
 def report_line(call: int, tuning: KernelTuning, report: LaunchReport) -> str:
     """Return the log line about one step of this rank."""
-    took = f"{report.milliseconds:.4f} ms" if report.timed else "warm-up"
+    took = f"{report.milliseconds:.4f} ms" if report.is_timed else "warm-up"
     failed = "; ".join(map(str, report.failures.values()))
-    config = options_text(tuning.triton_configs[report.digest])
+    config = options_text(tuning.triton_configs[report.config_digest])
     return f"call {call} {tuning.name} config {config} iter {report.iteration}: {failed or took}"
 
 
-def summary(tuned: Sequence[KernelTuning], calls: int, seconds: float) -> str:
+def summary(tuned: Sequence[KernelTuning], num_calls: int, seconds: float) -> str:
     """Return a table of the chosen configs."""
-    rows = [f"{calls} calls of the function, {seconds:.1f} s"]
+    rows = [f"{num_calls} calls of the function, {seconds:.1f} s"]
     for tuning in tuned:
         best = tuning.record.best.outcome if tuning.record else None
         took = f"{best.median:10.4f} ms" if isinstance(best, Measurement) else ""

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from triton_dist._tuning.engine.channel import Step
-from triton_dist._tuning.engine.choice import blames_config
+from triton_dist._tuning.engine.choice import is_caused_by_config
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
 from triton_dist._tuning.engine.contextual.kernel_tuning import (
-    ContextualParts,
+    ContextualChannel,
+    ContextualComponents,
     KernelTuning,
-    Messages,
     jit_function,
     options_text,
 )
@@ -34,10 +34,10 @@ _ERRORS_OF_OTHER_RANKS = (RankTimeout, RankDisagreement, WaitTimeout)
 class LaunchReport:
     """Report on the launch of one kernel that is being tuned. It is sent to the other ranks."""
 
-    tuning: str
-    digest: str
+    tuning_name: str
+    config_digest: str
     iteration: int
-    timed: bool
+    is_timed: bool
     failures: dict[str, Failure] = field(default_factory=dict)
     """The configs that failed on this rank: the current config, and configs launched instead."""
     milliseconds: float = 0.0
@@ -57,12 +57,12 @@ class TuningCall:
     def __init__(
         self,
         number: int,
-        parts: ContextualParts,
-        messages: Messages,
+        components: ContextualComponents,
+        channel: ContextualChannel,
         finish: Callable[[KernelTuning], object],
     ) -> None:
         self.number = number
-        self._parts, self._messages, self._finish = parts, messages, finish
+        self._components, self._channel, self._finish = components, channel, finish
         self.reports: dict[KernelTuning, LaunchReport] = {}
         self._launched_configs: dict[KernelTuning, Config] = {}
         self._timers: dict[KernelTuning, Timer] = {}
@@ -79,19 +79,21 @@ class TuningCall:
                 self._finish(tuning)
         if tuning.winner is not None:
             tuning.write_to_triton_cache()  # the user may have cleared the cache
-            return (launch.run_tuned if tuning.tuned else launch.run_known_config)(tuning.winner)
+            return (launch.run_tuned if tuning.was_tuned else launch.run_known_config)(
+                tuning.winner
+            )
         if tuning not in self.reports:
             return self._launch_current(tuning, launch)
         config = self._launched_configs[tuning]  # a second launch in this call
-        device = self._parts.device
+        device = self._components.device
         return launch.run_candidate(
-            tuning.triton_configs[config.digest], device, device.timer(), timed=False
+            tuning.triton_configs[config.digest], device, device.timer(), is_timed=False
         )
 
     def why_unusable(self, tuning: KernelTuning, launch: Launch) -> str:
         """Compile a recorded winner. Return, on all ranks, why some rank cannot use it; empty if
         all can."""
-        if jit_function(tuning.tuner) is None:
+        if jit_function(tuning.autotuner) is None:
             return ""
         failure = ""
         try:
@@ -99,10 +101,10 @@ class TuningCall:
                 launch.compile(tuning.winner)
         except Exception as error:
             # Ignore other errors here: the launch raises them again.
-            failure = error_text(error) if blames_config(error) else ""
+            failure = error_text(error) if is_caused_by_config(error) else ""
         step = Step(f"call {self.number}: compile the recorded winner of {tuning.name}")
-        reasons = self._messages.all_gather(step, failure, self._parts.settings.compile_seconds)
-        ranks = map(self._messages.global_rank, range(len(reasons)))
+        reasons = self._channel.all_gather(step, failure, self._components.settings.compile_seconds)
+        ranks = map(self._channel.global_rank, range(len(reasons)))
         return next(
             (f"on rank {r}: {why}" for r, why in zip(ranks, reasons, strict=True) if why), ""
         )
@@ -110,10 +112,10 @@ class TuningCall:
     def read_timers(self) -> None:
         """Wait for the device, and store the time of each timed launch."""
         if self._timers:
-            self._parts.device.synchronize(self._messages.limit_seconds)
+            self._components.device.synchronize(self._channel.limit_seconds)
         for tuning, timer in self._timers.items():
             report = self.reports[tuning]
-            if report.timed and report.digest not in report.failures:
+            if report.is_timed and report.config_digest not in report.failures:
                 # Round to 1 ns: finer digits are noise and make records hard to read.
                 report.milliseconds = round(timer.milliseconds(), 6)
 
@@ -131,12 +133,12 @@ class TuningCall:
 
     @property
     def _global_rank(self) -> int:
-        return int(self._messages.global_rank(self._parts.ranks.rank))
+        return int(self._channel.global_rank(self._components.ranks.rank))
 
     def _compile_current(self, tuning: KernelTuning, launch: Launch) -> None:
         """Compile the config of the next step on all ranks. If it fails, drop it and continue with
         the step after it."""
-        if jit_function(tuning.tuner) is None:
+        if jit_function(tuning.autotuner) is None:
             return
         compile_ahead = tuning.compile_ahead
         if compile_ahead is None:
@@ -144,9 +146,9 @@ class TuningCall:
             # lack a kernel, one of them compiles it.
             compile_ahead = tuning.compile_ahead = CompileAhead(
                 lambda config: launch.compile(tuning.triton_configs[config.digest]),
-                self._parts.compiler,
-                self._parts.settings.compile_seconds,
-                self._messages,
+                self._components.compiler,
+                self._components.settings.compile_seconds,
+                self._channel,
             )
             with watchdog.paused():
                 compile_ahead.begin(
@@ -157,17 +159,17 @@ class TuningCall:
             if digest in tuning.compiled:
                 return
             failure = None
-            if compile_ahead.is_needed(config):
+            if compile_ahead.must_compile(config):
                 wait = functools.partial(compile_ahead.wait, config)
                 failure = self._compile_on_all_ranks("wait for", tuning, config, wait)
             if failure is None:
-                compile_ahead.mark_done(config)
+                compile_ahead.mark_compiled(config)
                 compile_own = functools.partial(launch.compile, tuning.triton_configs[digest])
                 failure = self._compile_on_all_ranks("compile", tuning, config, compile_own)
             if failure is None:
                 tuning.compiled.add(digest)
                 return
-            self._parts.log.line(
+            self._components.log.line(
                 f"{tuning.name} config {options_text(tuning.triton_configs[digest])}: {failure}"
             )
             tuning.fail(digest, failure)
@@ -178,13 +180,13 @@ class TuningCall:
         """Run ``work`` on all ranks. Return the failure of the lowest rank that failed, if any."""
         failure: Failure | None = None
         step = Step(f"call {self.number}: {what} {tuning.name} {config}")
-        limit, self._compiling = self._parts.settings.compile_seconds, (tuning, config)
+        limit, self._compiling = self._components.settings.compile_seconds, (tuning, config)
         try:
-            with watchdog.paused(), self._messages.user_code(step, limit):
+            with watchdog.paused(), self._channel.user_code(step, limit):
                 work()
         except Exception as error:
             failure = failure_of(error, "compile", self._global_rank)
-        failures = self._messages.all_gather(step, failure, limit)
+        failures = self._channel.all_gather(step, failure, limit)
         self._compiling = None
         return next((failure for failure in failures if failure is not None), None)
 
@@ -193,7 +195,7 @@ class TuningCall:
 
         Without a launch, other ranks would wait for signals of this kernel.
         """
-        step, device = tuning.plan.current, self._parts.device
+        step, device = tuning.plan.current, self._components.device
         assert step is not None  # otherwise the tuning has a winner
         digest = step.config.digest
         timer = device.timer()

@@ -1,7 +1,7 @@
-"""Define the inputs of a tuning: the tuned function, its hooks, the settings, the call, the parts.
+"""Define the inputs of a tuning: function, hooks, settings, call and components.
 
-*Parts* are the implementations that the engine uses: device, ranks, store, search and so on. The
-engine imports none of them. ``_tuning/compose.py`` selects them.
+*Components* are the implementations that the engine uses: device, ranks, store, search and so on.
+The engine imports none of them. ``_tuning/compose.py`` selects them.
 """
 
 from __future__ import annotations
@@ -129,13 +129,13 @@ class Settings:
     """Tuning is forbidden (``TRITON_DIST_AUTOTUNE_FROZEN``)."""
     predict_only: bool
     """Predictions replace measurements (``TRITON_DIST_AUTOTUNE=prior``)."""
-    strict: bool
+    strict_versions: bool
     """A record is invalid if a software version differs, even if only the patch level differs."""
     verbose: bool
-    seconds: float
+    step_seconds: float
     """Time limit in seconds for one step of a trial, on the host and on the device."""
     compile_seconds: float
-    grace: float
+    grace_seconds: float
     """Seconds from the message that this rank hangs in a candidate to the end of its process."""
     warm_start_ms: float = 0.0
     """Device time in ms to tune a key of which neighbouring sizes are tuned. 0: tune such a key
@@ -143,8 +143,8 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommonParts:
-    """The parts that ``tune.autotune`` and ``contextual_autotune`` both use for one tuning."""
+class CommonComponents:
+    """The components that ``tune.autotune`` and ``contextual_autotune`` both use for one tuning."""
 
     settings: Settings
     device: Device
@@ -172,8 +172,8 @@ class CommonParts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts(CommonParts):
-    """The parts for the first call of a key of ``tune.autotune``."""
+class Components(CommonComponents):
+    """The components for the first call of a key of ``tune.autotune``."""
 
     memory_store: Store
     """Records in the memory of this process. Ranks other than the leader write only here."""
@@ -201,11 +201,11 @@ class Call:
     number: int = 0
     """Number of calls of the function, up to and including this call, since the ranks last tuned or
     looked up a record together. It identifies the call in error messages of other ranks."""
-    traced: bool = False
+    is_traced: bool = False
     """Nothing can be measured: torch traces the call, or its tensors are fake."""
     sizes: tuple[int, ...] = ()
     """Exact sizes of the call. ``key`` has the ends of their ranges."""
-    will_run: bool = False
+    will_call_function: bool = False
     """The function runs with the chosen config next; ``False`` for ``tune`` and ``best_config``."""
     winner_failure: str = ""
     """Why the winner of the record failed in this call. If not empty, no record is used."""
