@@ -81,7 +81,7 @@ from triton_dist.testing.timing import time_interleaved
 
 HERE = Path(__file__).parent
 DATA = HERE / "data"
-RACING = Policy.on("cuda", timing="events", search="racing")
+RACING = Policy.for_device("cuda", timing="events", search="racing")
 FloatArray = Any
 """A numpy array of floats."""
 
@@ -321,7 +321,9 @@ def few_table(options: argparse.Namespace) -> list[dict[str, Any]]:
         for name, proposer in proposers.items()
         for text, batch_size in batch_sizes.items()
     }
-    policy = Policy.on("cuda", timing="events", search="surrogate", max_trials=options.tries)
+    policy = Policy.for_device(
+        "cuda", timing="events", search="surrogate", max_trials=options.tries
+    )
     scores: list[Score] = []
     for path in recorded_spaces(options.folder):
         space = RecordedSpace.read(path)
@@ -466,7 +468,7 @@ def _sized_row(
 
 # ---- prior: predicted times
 
-PRIOR = Policy.on("cuda", timing="events", search="prior")
+PRIOR = Policy.for_device("cuda", timing="events", search="prior")
 
 
 def prior_table(options: argparse.Namespace) -> list[dict[str, Any]]:

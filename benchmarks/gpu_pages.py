@@ -94,7 +94,7 @@ def merge_packs(folder: Path, records: Path) -> list[Path]:
     """Merge the packs in ``folder`` into the records in ``records``; return the written files."""
     written = []
     packs = [Pack(path) for path in sorted(folder.glob("*.tdpack"))]
-    for tree in [json.loads(each.record(name)) for each in packs for name in each.records]:
+    for tree in [json.loads(each.read_records(name)) for each in packs for name in each.records]:
         file = records / f"{tree['function']}.{tree['gpu'].replace(' ', '_')}.json"
         shipped = json.loads(file.read_text("ascii")) if file.exists() else {}
         # Drop shipped results of an earlier version of the op: lookups would ignore them.

@@ -169,7 +169,8 @@ def cost_of(record: TuningRecord, seconds: float) -> dict[str, float]:
     The device time is estimated: a config runs once, then each round has untimed runs and samples.
     Untimed runs of the final are not counted, because a record does not contain its rounds.
     """
-    policy = Policy.on(current_device().name, timing="graph", search="racing")  # policy of the ops
+    # The policy of the ops.
+    policy = Policy.for_device(current_device().name, timing="graph", search="racing")
     totals = tuple(itertools.accumulate(ROUNDS if record.warm_started_from else policy.rounds))
     device = 0.0
     for trial in _measured(record):

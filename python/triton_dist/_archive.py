@@ -36,7 +36,7 @@ from triton_dist.errors import CacheWarning, InvalidArgument, NewerSchema, PackR
 SUFFIX = ".tdpack"
 RECORDS_SUFFIX = ".json"
 """Suffix of a single file of records, which can be used in place of a pack without kernels."""
-FORMAT = 2
+MANIFEST_FORMAT = 2
 
 _MANIFEST = "manifest.json"
 _RECORD = re.compile(r"records/[^/\\\0]{1,200}\.json")
@@ -66,7 +66,7 @@ _packs_by_path: dict[Path, Pack | None] = {}
 
 
 @dataclass(frozen=True)
-class Entry:
+class ManifestEntry:
     """One kernel or native module of a pack, as listed in the manifest."""
 
     name: str
@@ -91,14 +91,14 @@ class PackedKernel:
     """Content by file name."""
 
     @functools.cached_property
-    def entry(self) -> Entry:
-        return Entry(
+    def entry(self) -> ManifestEntry:
+        return ManifestEntry(
             self.name, self.facts, {name: sha256(data) for name, data in self.files.items()}
         )
 
 
 @dataclass(frozen=True)
-class Contents:
+class PackContents:
     """Contents of a pack, in memory."""
 
     records: Mapping[str, bytes]
@@ -112,7 +112,7 @@ class Contents:
         for digest, kernel in self.kernels.items():
             members |= {f"kernels/{digest}/{name}": data for name, data in kernel.files.items()}
         manifest = {
-            "pack": FORMAT,
+            "pack": MANIFEST_FORMAT,
             "records": {name: sha256(data) for name, data in self.records.items()},
             "kernels": {digest: vars(kernel.entry) for digest, kernel in self.kernels.items()},
         }
@@ -126,7 +126,7 @@ class Contents:
         return file.getvalue()
 
 
-def write(path: Path, contents: Contents) -> bytes:
+def write(path: Path, contents: PackContents) -> bytes:
     """Write a pack atomically and return its bytes."""
     data = contents.to_bytes()
     if path.suffix == RECORDS_SUFFIX:
@@ -138,7 +138,7 @@ def write(path: Path, contents: Contents) -> bytes:
     return data
 
 
-def contents_of_folder(folder: Path) -> list[Contents]:
+def contents_of_folder(folder: Path) -> list[PackContents]:
     """Return the contents of all packs in ``folder``. Raise ``PackRefused`` if one is not valid."""
     return [Pack(path).contents() for path in sorted(folder.glob(f"*{SUFFIX}"))]
 
@@ -162,7 +162,7 @@ class Pack:
             self._refuse("it is not a regular file")
         data = path.read_bytes() if data is None else data
         if path.suffix == RECORDS_SUFFIX:
-            data = Contents({path.name: data}, {}).to_bytes()
+            data = PackContents({path.name: data}, {}).to_bytes()
         try:
             self._zip = zipfile.ZipFile(io.BytesIO(data))
         except _DAMAGE_ERRORS as error:
@@ -170,7 +170,9 @@ class Pack:
         self._members = self._checked_members()
         manifest = self._manifest()
         self.records: dict[str, str] = manifest["records"]
-        self.kernels = {digest: Entry(**each) for digest, each in manifest["kernels"].items()}
+        self.kernels = {
+            digest: ManifestEntry(**each) for digest, each in manifest["kernels"].items()
+        }
         listed = {_MANIFEST, *(f"records/{name}" for name in self.records)}
         for digest, entry in self.kernels.items():
             listed |= {f"kernels/{digest}/{name}" for name in entry.files}
@@ -178,7 +180,7 @@ class Pack:
             where = "zip" if name in listed else "manifest"
             self._refuse(f"it is not in the {where}", name)
 
-    def record(self, name: str) -> bytes:
+    def read_records(self, name: str) -> bytes:
         """Return the text of a file of records. Raise ``PackRefused`` if it is damaged."""
         return self._read(f"records/{name}", self.records[name])
 
@@ -195,10 +197,10 @@ class Pack:
                 self._refuse(flaw, f"kernels/{digest}/{name}")
         return PackedKernel(entry.name, entry.facts, files)
 
-    def contents(self) -> Contents:
+    def contents(self) -> PackContents:
         """Return all verified files. Raise ``PackRefused`` if a file is not valid."""
-        return Contents(
-            {name: self.record(name) for name in self.records},
+        return PackContents(
+            {name: self.read_records(name) for name in self.records},
             {digest: self.kernel(digest) for digest in self.kernels},
         )
 
@@ -223,8 +225,8 @@ class Pack:
         try:
             tree = json.loads(self._read(_MANIFEST))
             version = tree["pack"]
-            if type(version) is int and version > FORMAT:
-                self._refuse(str(NewerSchema(version, FORMAT)))
+            if type(version) is int and version > MANIFEST_FORMAT:
+                self._refuse(str(NewerSchema(version, MANIFEST_FORMAT)))
             flaw = next(_manifest_flaws(tree), None)
         except PackRefused:
             raise
@@ -255,8 +257,8 @@ def sha256(data: bytes) -> str:
 
 def _manifest_flaws(tree: Any) -> Iterator[str]:
     """Yield a sentence for each flaw of a manifest. A malformed manifest may raise exceptions."""
-    if tree["pack"] != FORMAT or type(tree["pack"]) is not int:
-        yield f"its format is {tree['pack']!r}, expected {FORMAT}"
+    if tree["pack"] != MANIFEST_FORMAT or type(tree["pack"]) is not int:
+        yield f"its format is {tree['pack']!r}, expected {MANIFEST_FORMAT}"
     texts = [*tree["records"].items()]
     for digest, entry in tree["kernels"].items():
         if entry.keys() != {"name", "facts", "files"} or type(entry["name"]) is not str:
@@ -269,7 +271,7 @@ def _manifest_flaws(tree: Any) -> Iterator[str]:
         yield "it has a value that is not a string where a string is required"
 
 
-def _file_flaw(name: str, data: bytes, digest: str, entry: Entry) -> str:
+def _file_flaw(name: str, data: bytes, digest: str, entry: ManifestEntry) -> str:
     """Return why a file is not a file of the kernel ``entry``; empty if it is."""
     if name.endswith(".so"):
         return "" if data.startswith(_ELF) else "it is not a native module"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from triton_dist import _archive, knobs
-from triton_dist._archive import Contents
+from triton_dist._archive import PackContents
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.shared import file_store, read_only_store
 from triton_dist._tuning.store import LayeredStore
@@ -39,7 +39,7 @@ class Recording:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._kept: list[Contents] | None = None
+        self._kept: list[PackContents] | None = None
 
     def save(self, path: str | Path, functions: Sequence[AutoTuner[..., Any]] = ()) -> Path:
         """Write a pack and return its path. Packs with equal contents have equal bytes.
@@ -66,7 +66,7 @@ class Recording:
         _archive.write(Path(path), merge_packs([pack_contents(records), *self._kernels()]))
         return Path(path)
 
-    def _kernels(self) -> list[Contents]:
+    def _kernels(self) -> list[PackContents]:
         return _archive.contents_of_folder(self._folder) if self._kept is None else self._kept
 
     def _close(self) -> None:

@@ -19,7 +19,7 @@ import gpu_pages
 import gpu_report
 from gpu_report import CUT_OFF, DONE, FAILED, NOT_REACHED, Step
 
-from triton_dist._archive import Contents, write
+from triton_dist._archive import PackContents, write
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +103,7 @@ def test_a_page_and_records_come_from_the_folder_alone(tmp_path):
     del later["groups"][1:], later["groups"][0]["results"][1:]
     later["groups"][0] |= {"date": "2099-01-01"}
     later["groups"][0]["results"][0]["ms"] = 0.123
-    packed = Contents({"gemm_rs.json": json.dumps(later).encode()}, {})
+    packed = PackContents({"gemm_rs.json": json.dumps(later).encode()}, {})
     write(folder / "records-gemm_rs.tdpack", packed)
 
     page, index = tmp_path / "explanation" / "page.md", tmp_path / "README.md"

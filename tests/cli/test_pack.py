@@ -11,7 +11,7 @@ import pytest
 
 from tests.tuning.test_packs import MM, STUB, contents, kernel, one
 from triton_dist import _archive, knobs
-from triton_dist._archive import Contents, Pack
+from triton_dist._archive import Pack, PackContents
 from triton_dist._tuning.store.layout import with_checksum
 from triton_dist._tuning.store.packs import pack_contents, records_of
 from triton_dist.cli.main import main
@@ -53,7 +53,7 @@ def test_there_and_back_again(run, shipped, tmp_path, monkeypatch, capsys):
     assert counts.startswith(f"{shipped}: 3 records, 0 kernels, ")
     assert functions == f"  3 records of {__name__}.work, version 1, on none (interpreter)"
     packed = Pack(shipped)
-    (tree,) = [json.loads(packed.record(name)) for name in packed.records]
+    (tree,) = [json.loads(packed.read_records(name)) for name in packed.records]
     assert [result["key"] for result in tree["groups"][0]["results"]] == [1, 2, 30]
     assert all(result["runners_up"] == 2 for result in tree["groups"][0]["results"])
     assert {"torch", "triton", "cuda"} <= tree["groups"][0]["tuned_with"].keys()
@@ -267,7 +267,7 @@ def test_diff(run, model, tmp_path):
     slow = one()
     slow.cost = lambda _, config: 4 - config["n"]  # there 3 is best
     records = pack_contents([slow.tuned.tune(1), slow.tuned.tune(9)]).records
-    changed = Contents(records, {MM: kernel(cubin=kernel().files["mm.cubin"] + b"!")})
+    changed = PackContents(records, {MM: kernel(cubin=kernel().files["mm.cubin"] + b"!")})
     other.write_bytes(changed.to_bytes())
     status, said, _ = run("pack", "diff", str(model), str(other))
     assert status == 1

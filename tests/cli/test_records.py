@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from triton_dist import knobs
-from triton_dist._archive import Contents, PackedKernel, sha256
+from triton_dist._archive import PackContents, PackedKernel, sha256
 from triton_dist._tuning.store import FileStore, finished_tunings_in_log
 from triton_dist._tuning.store.layout import with_checksum
 from triton_dist._tuning.values import (
@@ -356,7 +356,7 @@ def test_text_of_others_cannot_act_on_a_terminal(run, tmp_path, command):
     )
     kernel = PackedKernel(HOSTILE, {"target": HOSTILE, "python": HOSTILE}, {"m.so": b"\x7fELF"})
     pack = tmp_path / "hostile.tdpack"
-    pack.write_bytes(Contents({}, {sha256(b""): kernel}).to_bytes())
+    pack.write_bytes(PackContents({}, {sha256(b""): kernel}).to_bytes())
     _, *printed = run(*command.format(pack=pack).split())
     lines = "".join(printed).split("\n")
     assert [line for line in lines if not line.isprintable() or line.startswith("INJECTED")] == []

@@ -18,7 +18,7 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 
 from tests.compile import packed
 from triton_dist import _archive, packs, runner
-from triton_dist._archive import Contents, Pack, PackedKernel
+from triton_dist._archive import Pack, PackContents, PackedKernel
 from triton_dist._tuning import compose
 from triton_dist._tuning.store.packs import merge_packs
 from triton_dist.errors import CacheWarning, KernelNotShipped
@@ -119,7 +119,7 @@ def test_a_damaged_kernel_is_compiled_after_one_warning(pack, elsewhere, tmp_pat
         if not each.entry.is_module
     }
     path = tmp_path / "damaged.tdpack"
-    path.write_bytes(Contents({}, damaged).to_bytes())
+    path.write_bytes(PackContents({}, damaged).to_bytes())
     packs.use(path)
     with pytest.warns(CacheWarning, match=r"damaged\.tdpack, member .*scale\.cubin.* not a cubin"):
         launch()

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.example_keys import sample_inputs
-from triton_dist._archive import PACKAGE_RECORDS, Contents, write
+from triton_dist._archive import PACKAGE_RECORDS, PackContents, write
 from triton_dist._tuning import compose
 from triton_dist._tuning.store.layout import readable_json
 from triton_dist._tuning.values import (
@@ -220,7 +220,7 @@ def made(
     del tree["checksum"]
     change(tree)
     files = {f"{op.fn.__name__}.NVIDIA_H200.json": readable_json(tree, 200).encode()}
-    write(folder / "packs" / "op.tdpack", Contents(files, {}))
+    write(folder / "packs" / "op.tdpack", PackContents(files, {}))
     return tree
 
 

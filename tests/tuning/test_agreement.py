@@ -434,7 +434,7 @@ def some_that_agree(size, agree):
     return group(size, key_fn=lambda x, **_: bucket(x), hooks=Hooks(agree=agree))
 
 
-RACING = Policy.on("cuda", timing="events", search="racing")
+RACING = Policy.for_device("cuda", timing="events", search="racing")
 SPACE_OF_6 = [{"n": n} for n in range(6)]
 
 
@@ -483,7 +483,7 @@ def test_a_failure_on_one_rank_leaves_the_race_on_all():
 
 
 def test_the_winner_of_a_record_that_is_not_valid_any_more_is_raced():
-    policy = Policy.on("cuda", timing="events", search="racing", max_trials=3)
+    policy = Policy.for_device("cuda", timing="events", search="racing", max_trials=3)
     (rank,) = racers(lambda rank, config: 6.0 - config["n"], count=1)
     together([rank])
     (again,) = racers(

@@ -188,7 +188,9 @@ def test_ranks_try_the_same_and_a_rank_that_fails_a_config_keeps_nobody_waiting(
     records = [rank.tuned.tune(1) for rank in ranks]
     assert records[0].trials == records[1].trials
     winner = records[0].times_by_rank[records[0].best.digest]
-    assert winner.medians_ms[1] - winner.medians_ms[0] == pytest.approx(0.01)  # cost adds that much to rank 1
+    assert winner.medians_ms[1] - winner.medians_ms[0] == pytest.approx(
+        0.01
+    )  # cost adds that much to rank 1
     taken = len(records[0].best.outcome.samples)
     assert (winner.num_slowest, len(records[0].times_by_rank) <= 16) == ((0, taken), True)
     assert f"rank 1 was the slowest in {taken} of {taken} samples" in str(winner)
@@ -264,13 +266,15 @@ def test_a_generation_is_compiled_while_one_is_measured(tmp_path, quick):
 
 
 def test_auto_races_few_and_models_many():
-    policy = Policy.on("cuda", timing="events", search="auto")
+    policy = Policy.for_device("cuda", timing="events", search="auto")
     few, many = [[Config({"n": n}) for n in range(count)] for count in (300, 301)]
     assert [policy.is_model_based(each) for each in (few, many)] == [False, True]
     assert policy.is_model_based(UnlistedCandidates(Product(AXES), None, (), {}))
-    quick = Policy.on("cuda", timing="events", search="racing", effort="quick")
+    quick = Policy.for_device("cuda", timing="events", search="racing", effort="quick")
     assert (quick.max_trials, quick.tries) == (50, None)
-    most = Policy.on("cuda", timing="events", search="surrogate", effort="max", max_trials=7)
+    most = Policy.for_device(
+        "cuda", timing="events", search="surrogate", effort="max", max_trials=7
+    )
     assert most.max_tried(10**6) == 7
     for search in ("racing", "exhaustive"):
         with pytest.raises(InvalidArgument, match=f'search is {search!r}, expected "surrogate"'):

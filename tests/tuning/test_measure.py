@@ -195,12 +195,12 @@ def two():
 
 def test_numbers_by_device_and_search():
     def runs(device, search, timing="events"):
-        policy = Policy.on(device, timing=timing, search=search)
+        policy = Policy.for_device(device, timing=timing, search=search)
         return policy.warmup, policy.repeat
 
-    assert Policy.on("cuda", timing="events", search="racing").rounds == (1, 2, 5)
-    assert Policy.on("cpu", timing="events", search="racing").rounds == (2,)
-    shared = Policy.on("cuda", timing="events", search="racing", gpu_is_shared=True)
+    assert Policy.for_device("cuda", timing="events", search="racing").rounds == (1, 2, 5)
+    assert Policy.for_device("cpu", timing="events", search="racing").rounds == (2,)
+    shared = Policy.for_device("cuda", timing="events", search="racing", gpu_is_shared=True)
     assert (shared.rounds, shared.repeat) == ((2,), 4)
     assert runs("cuda", "exhaustive") == (3, 10)
     assert runs("cuda", "racing") == (0, 10)
@@ -210,7 +210,9 @@ def test_numbers_by_device_and_search():
 
 
 def test_another_timing_is_another_policy():
-    eager, graph = (Policy.on("cuda", timing=t, search="racing") for t in ("events", "graph"))
+    eager, graph = (
+        Policy.for_device("cuda", timing=t, search="racing") for t in ("events", "graph")
+    )
     assert eager.fingerprint_fields() != graph.fingerprint_fields()
 
 

@@ -27,8 +27,8 @@ from triton_dist import _archive, packs
 from triton_dist._archive import (
     FORMAT,
     PACKAGE_RECORDS,
-    Contents,
     Pack,
+    PackContents,
     PackedKernel,
     pack_locations,
     sha256,
@@ -86,7 +86,7 @@ def written(tree: Any, folder: Path, **others: str) -> Path:
     files = {"run": tree if isinstance(tree, str) else readable_json(tree), **others}
     records = {f"{name}.fake.json": text.encode() for name, text in files.items()}
     path = folder / "a.tdpack"
-    path.write_bytes(Contents(records, {}).to_bytes())
+    path.write_bytes(PackContents(records, {}).to_bytes())
     return path
 
 
@@ -270,8 +270,10 @@ def test_a_later_format_is_said():
 def test_a_file_is_read_once_and_only_for_its_function(tmp_path, monkeypatch):
     written(tree_of(1, 5), tmp_path, walk="damaged")
     reads = []
-    read = Pack.record
-    monkeypatch.setattr(Pack, "record", lambda self, name: reads.append(name) or read(self, name))
+    read = Pack.read_records
+    monkeypatch.setattr(
+        Pack, "read_records", lambda self, name: reads.append(name) or read(self, name)
+    )
     rank = one(tmp_path)
     assert reads == []
     for key in (1, 5, 9):
@@ -366,10 +368,10 @@ def kernel(digest: str = MM, arch: int = 90, cubin: bytes = CUBIN) -> PackedKern
 
 
 @functools.cache
-def contents(*keys: int) -> Contents:
+def contents(*keys: int) -> PackContents:
     records = pack_contents([one().tuned.tune(key) for key in keys]).records
     stub = PackedKernel("launcher", {"python": "cpython-311"}, {STUB_FILE: b"\x7fELF stub"})
-    return Contents(records, {MM: kernel(), STUB: stub})
+    return PackContents(records, {MM: kernel(), STUB: stub})
 
 
 @functools.cache
@@ -434,7 +436,7 @@ def consistent(name: str, data: bytes) -> bytes:
 
 def rebuilt(**changes: Any) -> bytes:
     """With another kernel under the same digest, as a tool of somebody else may write it."""
-    return Contents({}, {MM: kernel(**changes)}).to_bytes()
+    return PackContents({}, {MM: kernel(**changes)}).to_bytes()
 
 
 def add(name: str, data: bytes = b"x", mode: int = stat.S_IFREG | 0o644, twice: bool = False):
@@ -615,7 +617,7 @@ def test_a_whole_pack_is_found_and_equal_contents_are_equal_bytes(pack_at):
 def test_a_used_pack_goes_before_those_in_folders(pack_at, tmp_path):
     pack_at(whole())
     newer = tmp_path / "newer.tdpack"
-    newer.write_bytes(Contents({}, {MM: kernel(cubin=CUBIN + b"newer")}).to_bytes())
+    newer.write_bytes(PackContents({}, {MM: kernel(cubin=CUBIN + b"newer")}).to_bytes())
     packs.use(newer)
     assert Path(shipped.extracted_files(MM)["mm.cubin"]).read_bytes() == CUBIN + b"newer"
 
@@ -624,9 +626,9 @@ def test_a_merge_is_the_same_bytes_in_any_order():
     """Of eight packs that overlap, and contradict one another."""
     several = [contents(each, each + 1) for each in range(1, 6)]
     several += [
-        Contents({}, {sha256(bytes([each])): kernel(sha256(bytes([each])))}) for each in (1, 2)
+        PackContents({}, {sha256(bytes([each])): kernel(sha256(bytes([each])))}) for each in (1, 2)
     ]
-    several.append(Contents({}, {MM: kernel(cubin=CUBIN + b"other")}))
+    several.append(PackContents({}, {MM: kernel(cubin=CUBIN + b"other")}))
     shuffled = random.Random(20)
     first = merge_packs(several).to_bytes()
     for _ in range(5):
@@ -637,12 +639,12 @@ def test_a_merge_is_the_same_bytes_in_any_order():
 
 
 def test_of_a_key_that_several_have_the_last_result_wins(tmp_path):
-    def of(date: str, ms: str) -> Contents:
+    def of(date: str, ms: str) -> PackContents:
         ((name, data),) = contents(1).records.items()
         tree = json.loads(data)
         tree["groups"][0]["date"] = date
         tree["groups"][0]["results"][0]["ms"] = float(ms)
-        return Contents({name: json.dumps(tree).encode()}, {})
+        return PackContents({name: json.dumps(tree).encode()}, {})
 
     both = [of("2030-01-02", "3.0"), of("2031-01-02", "9.0")]
     for order in (both, both[::-1]):

@@ -27,7 +27,7 @@ def truth(config, x, **_) -> float:
 
 
 def some(size=1, search="racing", **options):
-    policy = Policy.on("cuda", timing="events", search=search)
+    policy = Policy.for_device("cuda", timing="events", search=search)
     options = {"prior_fn": truth, "search": search_for, "policy": policy} | options
     return [Rank(each, SPACE, cost, **options) for each in thread_ranks(size)]
 
@@ -97,7 +97,7 @@ def test_an_algorithm_is_not_skipped_before_one_of_its_configs_is_sampled():
     def wrong(config, x, **_):
         return cost(0, config) * (4 if config["algorithm"] == "b" else 1)
 
-    policy = Policy.on("cuda", timing="events", search="racing")
+    policy = Policy.for_device("cuda", timing="events", search="racing")
     (own,) = thread_ranks(1)
     rank = Rank(own, space, cheaper, prior_fn=wrong, search=search_for, policy=policy)
     assert rank.tuned(1)[1] == {"n": BEST, "algorithm": "b"}

@@ -273,7 +273,7 @@ def autotune(
             environment."""
             ranks: RankGroup = group_for(process_group, scope)
             gpu_is_shared = current_device().name == "cuda" and ranks_per_gpu() > 1
-            policy = Policy.on(
+            policy = Policy.for_device(
                 current_device().name,
                 gpu_is_shared=gpu_is_shared,
                 timing=timing,

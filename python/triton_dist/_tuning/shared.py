@@ -14,7 +14,7 @@ from triton_dist import knobs
 from triton_dist._tuning.engine.components import CommonComponents, Settings
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import Device, RankGroup, Store
-from triton_dist._tuning.source import Source
+from triton_dist._tuning.source import SourceDependencies
 from triton_dist._tuning.store import (
     FileJournal,
     FileStore,
@@ -154,8 +154,8 @@ def _warn_of_shared_gpus(ranks: int) -> None:
 def fingerprint_of(
     ranks: RankGroup,
     policy: Policy,
-    function_source: Source,
-    hooks_source: Source,
+    function_source: SourceDependencies,
+    hooks_source: SourceDependencies,
     space: str,
     version: str = "",
 ) -> Fingerprint:

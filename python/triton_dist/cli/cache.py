@@ -55,17 +55,19 @@ def records_of(stores: Sequence[Store], function: str | None) -> Iterator[Stored
 
 
 def add_record_options(parser: argparse.ArgumentParser, metavar: str = "", help: str = "") -> None:
-    """Add ``--key`` and ``--on``, which select records (:func:`select`). With ``metavar``, also add
-    the positional argument that names the function, with ``help``."""
+    """Add ``--key`` and ``--on``, which select records (:func:`select_records`).
+
+    With ``metavar``, also add the positional argument that names the function, with ``help``.
+    """
     if metavar:
-        add_function(parser, metavar=metavar, help=help)
+        add_function_argument(parser, metavar=metavar, help=help)
     parser.add_argument("--key", metavar="TEXT", help="only records whose key contains TEXT")
     parser.add_argument(
         "--on", metavar="TEXT", help="only records whose hardware or settings contain TEXT"
     )
 
 
-def add_function(parser: Any, **options: Any) -> None:
+def add_function_argument(parser: Any, **options: Any) -> None:
     """Add the positional argument ``function``, which shells can complete (argcomplete)."""
     parser.add_argument("function", **options).completer = _functions_with_records
 
@@ -81,7 +83,7 @@ def _functions_with_records(**_: object) -> set[str]:
     return names | {path.name.partition(".")[0] for path in packs}
 
 
-def select(function: str, arguments: argparse.Namespace) -> list[StoredRecord]:
+def select_records(function: str, arguments: argparse.Namespace) -> list[StoredRecord]:
     """Return the records that the arguments select, shipped records last.
 
     If ``function`` ends in ``.json``, return the record in that file. Otherwise return the records
@@ -99,7 +101,7 @@ def select(function: str, arguments: argparse.Namespace) -> list[StoredRecord]:
 def matching_records(
     records: Iterable[StoredRecord], arguments: argparse.Namespace
 ) -> list[StoredRecord]:
-    """Return the records that match ``--key`` and ``--on``; see :func:`select`."""
+    """Return the records that match ``--key`` and ``--on``; see :func:`select_records`."""
     found = [each for each in records if (arguments.on or "") in hardware_text(each.record)]
     found = [each for each in found if hardware_text(each.record) == arguments.on] or found
     if arguments.key is None:

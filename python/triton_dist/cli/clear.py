@@ -34,7 +34,7 @@ def add_to(subcommands: Any) -> None:
     )
     which = parser.add_mutually_exclusive_group(required=True)
     help = "function name, optionally with its module"
-    cache.add_function(which, metavar="FUNCTION", nargs="?", help=help)
+    cache.add_function_argument(which, metavar="FUNCTION", nargs="?", help=help)
     which.add_argument("--all", action="store_true", help="clear all functions")
     parser.add_argument(
         "--stale",

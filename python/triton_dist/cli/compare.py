@@ -63,7 +63,7 @@ def add_to(subcommands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    found = cache.select(arguments.function, arguments)
+    found = cache.select_records(arguments.function, arguments)
     for path in arguments.cache:
         known = {stored.location for stored in found}
         more = cache.records_of([ReadOnlyStore(path)], arguments.function)
@@ -154,7 +154,7 @@ def _hardware_and_versions(stored: StoredRecord) -> str:
 def _diff(arguments: argparse.Namespace) -> int:
     pair = []
     for name in (arguments.old, arguments.new):
-        found = cache.select(name, arguments)
+        found = cache.select_records(name, arguments)
         if not found:
             return cache.print_no_record(name, arguments)
         pair.append(cache.single_record(name, found))

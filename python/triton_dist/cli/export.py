@@ -59,7 +59,7 @@ def add_to(subcommands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    found = cache.select(arguments.function, arguments)
+    found = cache.select_records(arguments.function, arguments)
     if not found:
         return cache.print_no_record(arguments.function, arguments)
     if arguments.format == "t4":

@@ -24,7 +24,7 @@ def add_to(subcommands: Any) -> None:
         "other programs in the cache folder are only counted.",
         examples=["list", "list matmul", "list --json | jq '.records[].winner'"],
     )
-    cache.add_function(parser, metavar="FUNCTION", nargs="?", help="only this function")
+    cache.add_function_argument(parser, metavar="FUNCTION", nargs="?", help="only this function")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 

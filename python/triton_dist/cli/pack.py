@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from triton_dist import _archive, _files, knobs
-from triton_dist._archive import RECORDS_SUFFIX, SUFFIX, Contents, Pack, sha256
+from triton_dist._archive import RECORDS_SUFFIX, SUFFIX, Pack, PackContents, sha256
 from triton_dist._tuning.store import ReadOnlyStore
 from triton_dist._tuning.store.packs import (
     differences,
@@ -111,7 +111,7 @@ def _create(arguments: argparse.Namespace) -> int:
     return _write(arguments.out, merge_packs(parts))
 
 
-def _write(out: Path, contents: Contents) -> int:
+def _write(out: Path, contents: PackContents) -> int:
     data = _archive.write(out, contents)
     packed = Pack(out, data)
     text.print_lines(f"{out}: {_counts(packed)}, {len(data) / 1e3:.0f} kB", *_functions(packed))

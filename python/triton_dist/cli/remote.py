@@ -34,7 +34,7 @@ def add_to(subcommands: Any) -> None:
         examples=["remote status", "remote list matmul", "remote push", "remote pull matmul"],
     )
     parser.add_argument("action", choices=("list", "push", "pull", "status"), help="what to do")
-    cache.add_function(parser, metavar="FUNCTION", nargs="?", help="only this function")
+    cache.add_function_argument(parser, metavar="FUNCTION", nargs="?", help="only this function")
     parser.add_argument("--json", action="store_true", help="list: print JSON")
 
 

@@ -72,7 +72,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return cache.print_no_record(arguments.function, arguments)
     scores = []
     for name in arguments.search:
-        policy = Policy.on("cuda", timing="events", search=name, max_trials=arguments.tries)
+        policy = Policy.for_device("cuda", timing="events", search=name, max_trials=arguments.tries)
         result = score(
             space, name, lambda configs, policy, seed: search_for(configs, policy), policy,
             range(arguments.seeds),
@@ -101,7 +101,7 @@ def _space(arguments: argparse.Namespace) -> RecordedSpace | None:
             if path.suffix == ".gz":
                 remedy = "Pass a record, or a file in the T4 format"
                 raise NoSuchRecord(str(path), str(error), remedy) from error
-    found = cache.select(arguments.function, arguments)
+    found = cache.select_records(arguments.function, arguments)
     if not found:
         return None
     record = cache.single_record(arguments.function, found)

@@ -29,7 +29,7 @@ def add_to(subcommands: Any) -> None:
             "report matmul --key 8192 --against old.json --out matmul.html",
         ],
     )
-    cache.add_function(
+    cache.add_function_argument(
         parser, metavar="FUNCTION|FILE", nargs="?",
         help="function name, or a record's file; default: all records except shipped records",
     )  # fmt: skip
@@ -58,7 +58,7 @@ def _run(arguments: argparse.Namespace) -> int:
             cache.records_of(cache.folders_of_records(), None), arguments
         )
     else:
-        found = cache.select(function, arguments)
+        found = cache.select_records(function, arguments)
     if not found:
         return cache.print_no_record(function or "any function", arguments)
     older = None if arguments.against is None else cache.record_in_file(arguments.against)

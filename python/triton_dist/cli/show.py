@@ -45,7 +45,7 @@ def add_to(subcommands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    found = cache.select(arguments.function, arguments)
+    found = cache.select_records(arguments.function, arguments)
     if arguments.json:
         text.print_json({"records": [tree(each) for each in found]})
         return 0 if found else 1

@@ -37,7 +37,7 @@ def add_to(subcommands: Any) -> None:
         f"{_IDLE_SECONDS:.0f} s, or until Ctrl-C. Nothing is written to the cache.",
         examples=["status", "status matmul --watch", "status matmul --json"],
     )
-    cache.add_function(parser, metavar="FUNCTION", nargs="?", help="only this function")
+    cache.add_function_argument(parser, metavar="FUNCTION", nargs="?", help="only this function")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--watch", action="store_true", help="follow running tunings")
     output.add_argument("--json", action="store_true", help="print JSON")

@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from triton_dist._tuning.source import libraries
-from triton_dist._tuning.source.modules import digest, file_at
+from triton_dist._tuning.source.modules import digest, parsed_file
 from triton_dist._tuning.source.runtime_values import Snapshot, function_in, globals_of
-from triton_dist._tuning.source.slices import Slice, Source
+from triton_dist._tuning.source.slices import Slice, SourceDependencies
 from triton_dist._tuning.values import FunctionIdentity, codec, original
 
 
-def source_of(roots: Iterable[Callable[..., Any]]) -> Source:
+def source_of(roots: Iterable[Callable[..., Any]]) -> SourceDependencies:
     """Return the statements and constants that the functions ``roots`` depend on."""
     return sources_of(roots, ())[0]
 
@@ -32,7 +32,7 @@ def sources_of(
     ignore: Iterable[str] = (),
     snapshot: Snapshot | None = None,
     classes: Iterable[type] = (),
-) -> tuple[Source, Source]:
+) -> tuple[SourceDependencies, SourceDependencies]:
     """Return the statements and constants that ``roots`` depend on, and those on which only
     ``hooks`` depend.
 
@@ -41,13 +41,14 @@ def sources_of(
         snapshot: texts that changeable values had at decoration.
         classes: classes of values that the roots are called with.
     """
-    groups, sources = [list(roots), list(hooks)], list[Source]()
+    groups, sources = [list(roots), list(hooks)], list[SourceDependencies]()
     inner = [original(each) for group in groups for each in group]
     library = libraries.Libraries(each.__module__ for each in inner)
     home_globals = globals_of(inner[0]) if inner else {}
     source_slice = Slice(library, snapshot or Snapshot(()), ignore, home_globals)
     for group in groups:
-        source_slice.source = Source({}, {}, {}, {})  # receives what was not found before
+        # Receives what was not found before.
+        source_slice.source = SourceDependencies({}, {}, {}, {})
         for each in group:
             source_slice.follow_root(each)
         if not sources:
@@ -65,7 +66,7 @@ def identity_of(function: Callable[..., Any], tunables: Iterable[str]) -> Functi
     identity, inner = FunctionIdentity.of(function, tunables), function_in(original(function))
     if inner is None:
         return identity
-    file = file_at(inner.__code__.co_filename, inner.__globals__)
+    file = parsed_file(inner.__code__.co_filename, inner.__globals__)
     if not file.compiles_to(inner.__code__):  # without source, the bytecode identifies the function
         return identity.with_suffix_in_signature(
             f"code {digest(codec.encode_code(inner.__code__))[:8]}"

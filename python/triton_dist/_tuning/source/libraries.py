@@ -41,7 +41,7 @@ class Libraries:
         self._project = packages | {_file_of(name) for name in names} - {""}
         self.has_module = functools.cache(self._has_module)
 
-    def has(self, value: type | types.FunctionType) -> bool:
+    def defines(self, value: type | types.FunctionType) -> bool:
         """Return whether ``value`` is defined in a library."""
         # A wrapper that a library made has the ``__module__`` of the wrapped function. Its file is
         # the library's.

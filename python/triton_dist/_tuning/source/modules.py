@@ -109,7 +109,7 @@ class Statement:
             {} if omit_tuner_at else {x: Statement(file, node, conditions, x) for x in tuned_lines}
         )
         names = {*self.inner_imports}  # and names in functions that are not local to them
-        for _, code in file.codes:
+        for _, code in file.code_objects:
             if self.line <= code.co_firstlineno <= self.end:
                 names.update(code.co_names, code.co_freevars)
         self.reads |= {each for each in self._inner_reads if _first_part(each) in names}
@@ -253,9 +253,11 @@ class File:
         self.lines, self._is_cell = lines, is_cell
         tree = ast.Module(_parse(lines), [])  # not kept: it is large
         code = compile(tree, "", "exec", dont_inherit=True)
-        self.codes, self.names = [*nested_code(code)][1:], {*code.co_names}
+        self.code_objects, self.names = [*nested_code(code)][1:], {*code.co_names}
         # A notebook compiles each statement separately, which yields other instructions.
-        self._comparable_codes = {_location(each) if is_cell else each for _, each in self.codes}
+        self._comparable_codes = {
+            _location(each) if is_cell else each for _, each in self.code_objects
+        }
         self._matched_codes: dict[int, types.CodeType] = {}
         self.imports: dict[str, set[Import]] = {}
         leaves = [*_statement_nodes(tree.body)]
@@ -323,9 +325,9 @@ class File:
         """Return the number of earlier definitions with the dotted name of ``code``."""
         location = _location(code)
         path, found = min(
-            self.codes, key=lambda each: (each[1] != code, _location(each[1]) != location)
+            self.code_objects, key=lambda each: (each[1] != code, _location(each[1]) != location)
         )
-        return [each for name, each in self.codes if name == path].index(found)
+        return [each for name, each in self.code_objects if name == path].index(found)
 
     @functools.cache  # noqa: B019
     def definitions(self, name: str, code: types.CodeType | None = None) -> list[Statement]:
@@ -338,9 +340,9 @@ class File:
             code: return only the definition that has this code.
         """
         end = f".{name.replace('.<locals>', '')}"
-        same = [each for path, each in self.codes if path.endswith(end)]
+        same = [each for path, each in self.code_objects if path.endswith(end)]
         if code is not None:
-            same = [each for _, each in self.codes if _location(each) == _location(code)]
+            same = [each for _, each in self.code_objects if _location(each) == _location(code)]
         places = {*map(_location, same)}
         nodes: list[Any] = [x for each in _parse(self.lines) for x in ast.walk(each)]
         nodes = [x for x in nodes if isinstance(x, _DEFINITIONS)]
@@ -368,23 +370,25 @@ def _statement_nodes(body: Iterable[ast.stmt], conditions: Any = ()) -> Iterator
             yield node, conditions
 
 
-_parsing = threading.RLock()
+_parse_lock = threading.RLock()
 """Lets one thread parse at a time, because Python 3.11 otherwise raises ``SystemError``."""
 os.register_at_fork(
-    before=_parsing.acquire, after_in_parent=_parsing.release, after_in_child=_parsing.release
+    before=_parse_lock.acquire,
+    after_in_parent=_parse_lock.release,
+    after_in_child=_parse_lock.release,
 )
 _files: dict[str, tuple[list[str], File]] = {}
 
 
 def _parse(lines: list[str]) -> list[ast.stmt]:
-    with _parsing, no_garbage_collection():
+    with _parse_lock, no_garbage_collection():
         return ast.parse("".join(lines)).body
 
 
 EMPTY_FILE = File([])
 
 
-def file_at(path: str, scope: dict[str, Any] | None = None) -> File:
+def parsed_file(path: str, scope: dict[str, Any] | None = None) -> File:
     """Return the statements of the file at ``path``; ``EMPTY_FILE`` if it cannot be read or parsed.
 
     If the file is in an archive, the loader in ``scope`` (globals of the module) returns its text.
@@ -394,7 +398,11 @@ def file_at(path: str, scope: dict[str, Any] | None = None) -> File:
     lines = linecache.getlines(path, scope)
     if path not in _files or _files[path][0] is not lines:
         file = EMPTY_FILE
-        with suppress(SyntaxError, ValueError, RecursionError), _parsing, no_garbage_collection():
+        with (
+            suppress(SyntaxError, ValueError, RecursionError),
+            _parse_lock,
+            no_garbage_collection(),
+        ):
             # Cells of notebooks have no modification time.
             file = File(lines, linecache.cache[path][1] is None) if lines else EMPTY_FILE  # type: ignore[misc]
         _files[path] = lines, file

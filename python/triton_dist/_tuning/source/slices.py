@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from triton_dist._tuning.source import libraries, modules, runtime_values
-from triton_dist._tuning.source.modules import File, Import, Statement, digest, file_at
+from triton_dist._tuning.source.modules import File, Import, Statement, digest, parsed_file
 from triton_dist._tuning.source.runtime_values import (
     COLLECTION_TYPES,
     MUTABLE_CONTAINER_TYPES,
@@ -42,7 +42,7 @@ _RUN_TIME_EXPRESSIONS = {ast.Call, ast.Attribute, ast.Subscript, ast.Await, ast.
 """Types of syntax nodes: the value of an expression that contains one may differ by process."""
 
 
-class Source(NamedTuple):
+class SourceDependencies(NamedTuple):
     """Code and constants that functions depend on, by name.
 
     There are three kinds of constants, because some values may differ between ranks, or between two
@@ -84,7 +84,7 @@ class Slice:
         self._files: dict[int, File] = {}
         self._undecorated: dict[Statement, Statement] = {}
         self._names_set_at_run_time = set[str]()  # by other modules: ``module.step += 1``
-        self.source = Source({}, {}, {}, {})
+        self.source = SourceDependencies({}, {}, {}, {})
 
     def follow_root(self, value: Any) -> None:
         """Follow what is tuned: a function, a partial, a bound method or a callable object."""
@@ -177,14 +177,14 @@ class Slice:
                 continue
             if isinstance(item, types.FunctionType):
                 inner = [get_attribute(item, "__wrapped__"), get_attribute(item, "registry")]
-                if self._library.has(item):
+                if self._library.defines(item):
                     self._is_library(item.__module__ or "")
                     inner += cells_of(item).values()
                 else:
                     self.follow_code(item, by_name)
                 pending += [x for x in inner if function_in(x) or isinstance(x, _REGISTRY)]
             elif isinstance(item, type):
-                if not self._library.has(item) and item.__module__ in sys.modules:
+                if not self._library.defines(item) and item.__module__ in sys.modules:
                     self.follow_code(item, by_name)
                     pending += [x for x in vars(item).values() if isinstance(x, COLLECTION_TYPES)]
             elif wrapped := [*runtime_values.wrapped_objects(item)]:
@@ -195,7 +195,7 @@ class Slice:
                 pending.append(type(item))
                 if not by_name or isinstance(item, COLLECTION_TYPES):
                     pending += reversed(runtime_values.items_of(item))
-                elif not self._library.has(type(item)):
+                elif not self._library.defines(type(item)):
                     pending += runtime_values.attributes(item).values()
 
     def _mark_followed(self, kind: object, value: object) -> bool:
@@ -390,7 +390,7 @@ class Slice:
             path = code.co_filename if code else scope.get("__file__") or ""
             functions = filter(None, map(function_in, [*scope.values()]))
             codes = [code] if code else [each.__code__ for each in functions]
-            file, loader = file_at(path, scope), type(scope.get("__loader__"))
+            file, loader = parsed_file(path, scope), type(scope.get("__loader__"))
             # pytest rewrites the asserts of test modules, so their bytecode differs from the file.
             is_rewritten = not code and loader.__module__.startswith("_pytest.")
             is_equal = is_rewritten or all(

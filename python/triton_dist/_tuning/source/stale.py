@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from triton_dist._tuning.source.libraries import version_of
-from triton_dist._tuning.source.modules import EMPTY_FILE, File, file_at
+from triton_dist._tuning.source.modules import EMPTY_FILE, File, parsed_file
 
 
 def changes(recorded: Mapping[str, str], module: str, function: str) -> tuple[list[str], list[str]]:
@@ -74,7 +74,7 @@ class _Files:
 
     def __init__(self, module: str, function: str) -> None:
         self._folders = [os.getcwd(), *(each or os.getcwd() for each in sys.path)]
-        self.module, self.home = module, file_at(os.path.abspath(module))
+        self.module, self.home = module, parsed_file(os.path.abspath(module))
         if module.endswith(".py"):
             parts, root = package_path(Path(module).absolute())
             self._folders.insert(0, str(root))
@@ -97,7 +97,7 @@ class _Files:
         """Return the file of a module; an empty file if it does not exist."""
         spec = self._spec(module)
         scope = {"__name__": module, "__loader__": spec and spec.loader}
-        return file_at((spec and spec.origin) or "", scope)
+        return parsed_file((spec and spec.origin) or "", scope)
 
     @functools.cache  # noqa: B019
     def _spec(self, module: str) -> importlib.machinery.ModuleSpec | None:

@@ -19,8 +19,8 @@ from triton_dist._archive import (
     MAX_RECORDS_BYTES,
     RECORDS_SUFFIX,
     SUFFIX,
-    Contents,
     Pack,
+    PackContents,
     PackedKernel,
     files_in,
     open_pack,
@@ -95,12 +95,12 @@ def _readers(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
         yield path.name, functools.partial(read_bytes, path, MAX_RECORDS_BYTES)
     elif packed := open_pack(path):
         for name in packed.records:
-            yield name, functools.partial(packed.record, name)
+            yield name, functools.partial(packed.read_records, name)
 
 
 def records_of(packed: Pack) -> list[TuningRecord]:
     """Return all records in a pack. Raise ``PackRefused`` if a file is damaged."""
-    parts = (_parsed(packed.path, name, packed.record(name)) for name in packed.records)
+    parts = (_parsed(packed.path, name, packed.read_records(name)) for name in packed.records)
     return list(itertools.chain.from_iterable(parts))
 
 
@@ -172,7 +172,7 @@ def records_of_function(
     return own
 
 
-def pack_contents(records: Iterable[TuningRecord]) -> Contents:
+def pack_contents(records: Iterable[TuningRecord]) -> PackContents:
     """Return a pack's contents with the latest records of each function and GPU model.
 
     The pack has no kernels.
@@ -190,7 +190,7 @@ def pack_contents(records: Iterable[TuningRecord]) -> Contents:
     )
 
 
-def merge_packs(packs: Sequence[Contents]) -> Contents:
+def merge_packs(packs: Sequence[PackContents]) -> PackContents:
     """Return the union of ``packs``. Their order has no effect.
 
     If a key is in several packs, the latest result is kept. Kernels with equal digests differ only
@@ -233,7 +233,7 @@ def differences(before: Pack, after: Pack) -> Iterator[str]:
 
 def _contents_of_trees(
     trees: Iterable[codec.Tree], kernels: Mapping[str, PackedKernel]
-) -> Contents:
+) -> PackContents:
     """Return a pack's contents with one file for each function, version and GPU model."""
     files: dict[str, list[codec.Tree]] = {}
     for tree in trees:
@@ -244,7 +244,7 @@ def _contents_of_trees(
     records = {
         name: readable_json(merge(parts), COLUMNS).encode("ascii") for name, parts in files.items()
     }
-    return Contents(records, kernels)
+    return PackContents(records, kernels)
 
 
 def _file_name_part(function: str) -> str:

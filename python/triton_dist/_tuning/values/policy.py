@@ -89,7 +89,7 @@ class Policy:
         return next(each for each, milliseconds in predicted_ms.items() if milliseconds <= limit)
 
     @classmethod
-    def on(
+    def for_device(
         cls,
         device: str,
         *,

@@ -13,7 +13,7 @@ from typing import Any
 
 import triton
 
-from triton_dist._archive import SUFFIX, Contents, PackedKernel, write
+from triton_dist._archive import SUFFIX, PackContents, PackedKernel, write
 from triton_dist._warn import warn_without_raising
 from triton_dist.errors import CacheWarning
 from triton_dist.runtime import triton_compat
@@ -73,7 +73,7 @@ class Recorder:
         try:
             files = {each: path.read_bytes() for each, path in paths.items()}
             kernels = {digest: PackedKernel(name, facts, files)}
-            write(self.folder / f"{digest}{SUFFIX}", Contents({}, kernels))
+            write(self.folder / f"{digest}{SUFFIX}", PackContents({}, kernels))
         except OSError as error:
             warn_without_raising(f"kernel {name} is not recorded: {error}", CacheWarning)
 
