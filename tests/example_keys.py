@@ -14,8 +14,8 @@ from triton_dist.kernels.common.moe.summing import SumKey
 from triton_dist.kernels.nvidia.allgather_group_gemm.context import RoutedKey
 from triton_dist.kernels.nvidia.grouped_gemm.algorithms import GroupedKey
 from triton_dist.kernels.nvidia.sp_ag_attention.algorithms import AttentionKey
-from triton_dist.kernels.nvidia.ulysses.algorithms import HeadsKey
-from triton_dist.kernels.nvidia.ulysses_gemm.algorithms import HeadsProductKey
+from triton_dist.kernels.nvidia.ulysses.algorithms import UlyssesKey
+from triton_dist.kernels.nvidia.ulysses_gemm.algorithms import UlyssesGEMMKey
 from triton_dist.testing.opinfo import OPINFOS
 from triton_dist.testing.opinfo.base import Call
 from triton_dist.testing.opinfo.moe import FIRST_GEMMS
@@ -61,17 +61,17 @@ _DISPATCHES = [
     for M, topk, has_weights in product((1, 8, 32, 128, 512, 4096), (2, 8), BOTH)
 ]  # fmt: skip
 _HEADS = [
-    HeadsKey(M, (2048, width, width), BF16, 1, False, has_lengths, 2)
+    UlyssesKey(M, (2048, width, width), BF16, 1, False, has_lengths, 2)
     for M, width, has_lengths in product(TOKENS, (2048, 128), BOTH)
 ]
 
 
-def _projected_heads(has_kv: bool) -> Iterator[HeadsProductKey]:
+def _projected_heads(has_kv: bool) -> Iterator[UlyssesGEMMKey]:
     for key in _HEADS:
         q, k, _ = key.widths
         layout = "row-major" if k == q else "column-major"
         widths = key.widths if has_kv else (q, 0, 0)
-        yield HeadsProductKey(*key._replace(widths=widths), 4096, layout, False)
+        yield UlyssesGEMMKey(key._replace(widths=widths), 4096, layout, False)
 
 
 EXAMPLE_KEYS: dict[str, list[Any]] = {

@@ -24,6 +24,7 @@ from tests.compile.scattered import (
     words,
 )
 from tests.compile.test_ep_kernels import VECTOR_LOAD, VECTOR_STORE
+from triton_dist.kernels.common.exchange.buffer import LaunchParams
 from triton_dist.kernels.common.exchange.protocol import Peers, Slots
 from triton_dist.kernels.common.exchange.pushed import Pushed
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES
@@ -86,7 +87,7 @@ def test_heads_travel_in_vectors(sm90, num_ranks, q_heads, kv_heads, lengths, ba
     ctx = context(num_ranks, q_heads, kv_heads)
     tokens = 512
     options = {"seq_lens": [tokens] * num_ranks if lengths else None}
-    options |= {"block_bytes": 16384}
+    options |= {"num_ctas": 64, "block_bytes": 16384, "num_chunks": 4}
     q, k = matrix(batch, tokens, q_heads, 128), matrix(batch, tokens, kv_heads, 128)
     pre = pre_attn_call(q, k, k, ctx, **options)
     whole = batch, num_ranks * tokens
@@ -99,6 +100,7 @@ def test_heads_travel_in_vectors(sm90, num_ranks, q_heads, kv_heads, lengths, ba
             kernel, stack_bytes=16, has=[VECTOR_LOAD, VECTOR_STORE, RELEASE],
             lacks=["st.global.b16", "ld.global.b16"],
         )  # fmt: skip
+    pre.params = LaunchParams(128, 16384)  # as in ulysses_gemm
     kernel = compile_launch(Receive().launch(pre, pre.outputs()))
     assert_fits(kernel, stack_bytes=16, has=[VECTOR_LOAD, VECTOR_STORE, ACQUIRE])
 
@@ -117,11 +119,9 @@ def test_projections_send_and_await_blocks(sm90, num_ranks, tokens, index):
     options = {"gemm_config": PERSISTENT_TILES[index], "num_chunks": 4}
     x, B = matrix(1, tokens, hidden), right(hidden, 48 * 128, "column-major")
     call = gemm_pre_attn_call(x, B, ctx, **options)
-    launch = call.chosen.launch(call, call.chosen.rows(call), call.exchange.outputs())
-    kernel = compile_launch(launch)
+    kernel = compile_launch(call.chosen.launch(call, call.left_operand(), call.outputs()))
     assert_fits(kernel, has=[TMA_LOAD, TMA_STORE, WGMMA, FULL_WAIT])
     o = matrix(1, num_ranks * tokens, 32 // num_ranks, 128)
     call = post_attn_gemm_call(o, right(4096, hidden, "column-major"), ctx, **options)
-    launch = call.chosen.launch(call, call.chosen.own(call), call.chosen.result(call))
-    kernel = compile_launch(launch)
+    kernel = compile_launch(call.chosen.launch(call, call.left_operand(), call.outputs()))
     assert_fits(kernel, has=[TMA_LOAD, TMA_STORE, WGMMA, ACQUIRE])

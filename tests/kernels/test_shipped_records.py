@@ -43,8 +43,8 @@ from triton_dist.kernels.nvidia.ep_group_gemm.algorithms import EPProductKey
 from triton_dist.kernels.nvidia.expert_parallel.algorithms import Key as EPKey
 from triton_dist.kernels.nvidia.grouped_gemm.algorithms import GroupedKey
 from triton_dist.kernels.nvidia.sp_ag_attention.algorithms import AttentionKey
-from triton_dist.kernels.nvidia.ulysses.algorithms import HeadsKey
-from triton_dist.kernels.nvidia.ulysses_gemm.algorithms import HeadsProductKey
+from triton_dist.kernels.nvidia.ulysses.algorithms import UlyssesKey
+from triton_dist.kernels.nvidia.ulysses_gemm.algorithms import UlyssesGEMMKey
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.runtime.peaks import device_peak
@@ -60,8 +60,8 @@ KEYS: dict[str, Any] = {
         EPKey,
         EPProductKey,
         GroupedKey,
-        HeadsKey,
-        HeadsProductKey,
+        UlyssesKey,
+        UlyssesGEMMKey,
         ProductKey,
         RoutedKey,
         SumKey,

@@ -10,12 +10,12 @@ from triton_dist.kernels.nvidia import create_ulysses_context
 from triton_dist.kernels.nvidia.ulysses.algorithms import Push, pre_attn_call
 
 
-def test_launches_and_graphs_keep_the_lengths_that_they_read(monkeypatch):
+def test_launches_and_graphs_read_lengths_that_the_context_keeps(monkeypatch):
     with create_ulysses_context(0, 1, 1, 8, 1, 1, 8, torch.float32) as ctx:
         monkeypatch.setattr(ctx._lengths, "max_entries", 1, raising=False)
         launches = []
         launcher = SimpleNamespace(
-            run=lambda key, launch, tensors, keep_alive=None: launches.append((key, keep_alive))
+            run=lambda key, launch, tensors: launches.append((key, tensors["lengths_ptr"]))
         )
 
         def launch(tokens):
@@ -26,9 +26,10 @@ def test_launches_and_graphs_keep_the_lengths_that_they_read(monkeypatch):
 
         key, lengths = launch(3)
         assert lengths is ctx.lengths((3,))
-        assert launch(3) == (key, lengths)
         launch(4)  # the context forgets the lengths
-        assert launch(3)[0] != key
+        assert launch(3)[0] == key
+        assert launches[-1][1] is ctx.lengths((3,))
+        assert launches[-1][1] is not lengths
         with monkeypatch.context() as patch:
             patch.setattr(ctx.device, "is_capturing", lambda: True)
             captured = ctx.lengths((3,))

@@ -113,15 +113,15 @@ MUTANTS = (
     Mutant(
         "ulysses: blocks begin after the blocks of earlier sources",
         _ULYSSES_KERNEL,
-        "return before.to(tl.int64) * batch",
-        "return before.to(tl.int64)",
+        "return before.to(tl.int64) * batch * plan.SUM",
+        "return before.to(tl.int64) * plan.SUM",
         ULYSSES,
     ),
     Mutant(
         "ulysses: ranks that share a KV head receive the same head",
         _ULYSSES_KERNEL,
-        "column = peer // REPLICAS * WIDTH",
-        "column = peer % REPLICAS * WIDTH",
+        "peer // plan.REPLICAS[i] * plan.WIDTHS[i]",
+        "peer % plan.REPLICAS[i] * plan.WIDTHS[i]",
         ULYSSES,
     ),
     Mutant(

@@ -285,15 +285,14 @@ class ProjectedOpInfo(UlyssesOpInfo):
         ctx, (batch, tokens), heads, options = self.meta_inputs(key.exchange)
         columns = ctx.q_heads * ctx.head_dims[0] + ctx.kv_heads * sum(ctx.head_dims)
         if self.has_kv:
-            x, sizes = meta(key.dtype, batch, tokens // key.num_ranks, key.hidden), (
-                key.hidden, columns,
-            )  # fmt: skip
+            x = meta(ctx.dtype, batch, tokens // ctx.num_ranks, key.hidden)
+            sizes = key.hidden, columns
         else:
-            x = meta(key.dtype, batch, tokens, heads[0], ctx.head_dims[0])
+            x = meta(ctx.dtype, batch, tokens, heads[0], ctx.head_dims[0])
             sizes = ctx.q_heads * ctx.head_dims[0], key.hidden
         if key.has_bias:
-            options["bias"] = meta(key.dtype, sizes[1])
-        return (x, meta_with_layout(key.layout, key.dtype, *sizes), ctx), options
+            options["bias"] = meta(ctx.dtype, sizes[1])
+        return (x, meta_with_layout(key.layout, ctx.dtype, *sizes), ctx), options
 
 
 class GemmPreAttnOpInfo(ProjectedOpInfo):

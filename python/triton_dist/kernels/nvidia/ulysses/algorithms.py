@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import triton
 
-from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.collective.pushed import heads_check, row_stride
 from triton_dist.kernels.common.context import (
     Check,
@@ -25,6 +24,7 @@ from triton_dist.kernels.common.exchange.buffer import (
     MAX_CTAS,
     LaunchParams,
     checked_params,
+    params_for_device,
 )
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
 from triton_dist.kernels.common.peers import digest_of
@@ -33,7 +33,7 @@ from triton_dist.kernels.nvidia.ulysses.context import UlyssesContext
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch
 
-_DEFAULT, _INTERPRETED = LaunchParams(64, 16384, 4), LaunchParams(2, 16384, 2)
+_DEFAULT = LaunchParams(64, 16384, 4)
 _PUSH = tuple(
     LaunchParams(ctas, nbytes, chunks)
     for ctas, nbytes, every in (
@@ -44,7 +44,7 @@ _PUSH = tuple(
 )  # fmt: skip
 
 
-class HeadsKey(NamedTuple):
+class UlyssesKey(NamedTuple):
     """Tuning key of a call. The algorithms also use it as the call's sizes."""
 
     M: int
@@ -60,28 +60,14 @@ class HeadsKey(NamedTuple):
     num_ranks: int
 
 
-class Block(NamedTuple):
-    """The blocks of one of the tensors q, k and v. A rank sends one block to each other rank."""
-
-    part: int
-    """0 for q, 1 for k and 2 for v."""
-    x: torch.Tensor
-    width: int
-    """Number of elements of a row of the block."""
-    skipped: int
-    """Sum of the widths of the tensors before this one."""
-    replicas: int
-    """Number of ranks that share a head."""
-
-
 @dataclass(eq=False, repr=False)  # not frozen, because that would take 1 us more per call
-class HeadsCall(OpCall):
+class UlyssesCall(OpCall):
     """The arguments of one call, and values derived from them.
 
-    The call is of ``ulysses_pre_attn`` if ``to_heads`` is true, else of ``ulysses_post_attn``.
+    The call is of ``ulysses_pre_attn`` if ``is_pre_attn`` is true, else of ``ulysses_post_attn``.
     """
 
-    to_heads: bool
+    is_pre_attn: bool
     tensors: dict[str, Any]
     """Tensors by argument name, in the order q (or o), k, v."""
     ctx: UlyssesContext
@@ -95,58 +81,33 @@ class HeadsCall(OpCall):
     """Name of the op in errors, if another op contains this call."""
 
     def __post_init__(self) -> None:
-        algorithms = PRE_ATTN if self.to_heads else POST_ATTN
-        function = self.function or algorithms.function
+        algorithms = PRE_ATTN if self.is_pre_attn else POST_ATTN
+        function, ctx, lengths = self.function or algorithms.function, self.ctx, self.seq_lens
         if self.validated_key is None:
-            checked_buffer(self.ctx, UlyssesContext, function, "create_ulysses_context")
-            raise_first_error(function, self.checks())
+            checked_buffer(ctx, UlyssesContext, function, "create_ulysses_context")
+            raise_first_error(
+                function, call_checks(self.is_pre_attn, self.tensors, ctx, lengths)
+            )  # fmt: skip
         self.x = list(self.tensors.values())
-        first = self.x[0]
+        first, size = self.x[0], ctx.num_ranks
         self.batch, tokens = int(first.shape[0]), int(first.shape[1])
-        ctx, lengths = self.ctx, self.seq_lens
-        equal = tokens if self.to_heads else tokens // ctx.num_ranks
-        self.lengths = (equal,) * ctx.num_ranks if lengths is None else tuple(map(int, lengths))
-        self.total = sum(self.lengths)
-        shards = [ctx.num_ranks // (ctx.replicas if part else 1) for part in range(3)]
+        equal = tokens if self.is_pre_attn else tokens // size
+        self.lengths = (equal,) * size if lengths is None else tuple(map(int, lengths))
+        self.total, self.own_tokens = sum(self.lengths), self.lengths[ctx.rank]
+        self.replicas = 1, ctx.replicas, ctx.replicas
         self.widths: tuple[int, ...] = tuple(
-            0 if x is None else x.shape[2] * x.shape[3] // (number if self.to_heads else 1)
-            for x, number in zip(self.x, shards, strict=True)
-        )
-        self.key: HeadsKey = self.validated_key or HeadsKey(
+            0 if x is None
+            else x.shape[2] * x.shape[3] // (size // replicas if self.is_pre_attn else 1)
+            for x, replicas in zip(self.x, self.replicas, strict=True)
+        )  # fmt: skip
+        self.key: UlyssesKey = self.validated_key or UlyssesKey(
             self.batch * self.total, self.widths, first.dtype, ctx.replicas, self.batch > 1,
-            lengths is not None, ctx.num_ranks,
+            lengths is not None, size,
         )  # fmt: skip
         self.chosen = algorithms[self.algorithm or Push.name]
         self.params = checked_params(
-            function, self.num_ctas, self.block_bytes, self.num_chunks, default_params()
+            function, self.num_ctas, self.block_bytes, self.num_chunks, _DEFAULT, MAX_CTAS // 2
         )
-        if self.params.num_ctas > MAX_CTAS // 2:
-            raise InvalidArgument(function, "num_ctas", self.num_ctas, f"1 to {MAX_CTAS // 2}")
-
-    def checks(self) -> Iterator[Check]:
-        ctx, size, to_heads = self.ctx, self.ctx.num_ranks, self.to_heads
-        (main, first), *others = self.tensors.items()
-        given = {main: first} | {name: x for name, x in others if x is not None}
-        yield from tensor_checks(**given)
-        dims = ctx.head_dims[:1] if to_heads and len(given) > 1 else ctx.head_dims
-        dims_of_parts = dims, ctx.head_dims[:1], ctx.head_dims[1:]
-        for part, (name, x) in enumerate(self.tensors.items()):
-            if x is None:
-                continue
-            heads, replicas = (ctx.kv_heads, ctx.replicas) if part else (ctx.q_heads, 1)
-            heads, dims = heads if to_heads else heads * replicas // size, dims_of_parts[part]
-            fits = x.ndim == 4 and x.shape[2] == heads and x.shape[3] in dims
-            dim = " or ".join(map(str, dict.fromkeys(dims)))
-            yield f"{name}.shape", tuple(x.shape), fits, f"[batch, tokens, {heads}, {dim}]"
-            expected = f"batch and tokens of {main}, {tuple(first.shape[:2])}"
-            yield f"{name}.shape", tuple(x.shape), x.shape[:2] == first.shape[:2], expected
-            yield from operand_checks(ctx.dtype, ctx.device.torch_device, **{name: x})
-            if to_heads:
-                yield from heads_check(name, x)
-            else:
-                yield f"{name}.stride()", x.stride(), x.is_contiguous(), "a contiguous tensor"
-        yield from token_checks(ctx, main, first.shape, self.seq_lens, to_heads)
-        yield "v", "a tensor", "v" not in given or "k" in given, "None if k is None"
 
     @property
     def agreement(self) -> str:
@@ -155,12 +116,16 @@ class HeadsCall(OpCall):
 
     def outputs(self) -> list[Any]:
         """Return uninitialised memory for the results, ``None`` for absent tensors."""
-        tokens = self.total if self.to_heads else self.own_tokens
-        out: list[Any] = [None] * 3
-        for block in self.blocks():
-            shards = 1 if self.to_heads else self.ctx.num_ranks // block.replicas
-            heads, dim = shards * block.width // block.x.shape[3], block.x.shape[3]
-            out[block.part] = block.x.new_empty(self.batch, tokens, heads, dim)
+        tokens, size = (
+            (self.total, 1) if self.is_pre_attn else (self.own_tokens, self.ctx.num_ranks)
+        )
+        out: list[Any] = []
+        for x, width, replicas in zip(self.x, self.widths, self.replicas, strict=True):
+            if x is None:
+                out.append(None)
+            else:
+                heads = max(1, size // replicas) * width // x.shape[3]
+                out.append(x.new_empty(self.batch, tokens, heads, x.shape[3]))
         return out
 
     @property
@@ -169,21 +134,52 @@ class HeadsCall(OpCall):
         return self.ctx.lengths(self.lengths) if self.key.has_lengths else None
 
     @property
-    def own_tokens(self) -> int:
-        return self.lengths[self.ctx.rank]
-
-    @property
     def digest(self) -> int:
         """Call tag, a digest of the arguments that must be equal on all ranks."""
-        return digest_of(self.to_heads, self.batch, self.lengths, self.widths, self.params.values)
+        return digest_of(
+            self.is_pre_attn, self.batch, self.lengths, self.widths, self.params.values
+        )
 
-    def blocks(self) -> Iterator[Block]:
-        skipped = 0
-        for part, (x, width) in enumerate(zip(self.x, self.widths, strict=True)):
-            if x is not None:
-                replicas = self.ctx.replicas if part else 1
-                yield Block(part, x, width, skipped, replicas)
-            skipped += width
+    @property
+    def plan(self) -> kernel.UlyssesPlan:
+        params, size, (q, k, v) = self.params, self.ctx.num_ranks, self.widths
+        return kernel.UlyssesPlan(
+            size, triton.next_power_of_2(size), params.block_bytes // self.key.dtype.itemsize,
+            params.num_chunks, params.num_ctas, self.is_pre_attn, self.batch > 1, self.widths,
+            (0, q, q + k), self.replicas, q + k + v,
+        )  # fmt: skip
+
+
+def call_checks(
+    is_pre_attn: bool,
+    tensors: Mapping[str, Any],
+    ctx: UlyssesContext,
+    seq_lens: Sequence[int] | None,
+) -> Iterator[Check]:
+    """Yield checks of the arguments of ``UlyssesCall``."""
+    (main, first), *_ = tensors.items()
+    given = {name: x for name, x in tensors.items() if x is not None or name == main}
+    yield from tensor_checks(**given)
+    dims_of_k_and_v = ctx.head_dims[:1], ctx.head_dims[1:]
+    # The first tensor has the dimension of v if it is the output of the attention.
+    dims_of_first = ctx.head_dims[:1] if is_pre_attn and len(given) > 1 else ctx.head_dims
+    for (name, x), dims in zip(tensors.items(), (dims_of_first, *dims_of_k_and_v), strict=True):
+        if x is None:
+            continue
+        heads, replicas = (ctx.q_heads, 1) if name == main else (ctx.kv_heads, ctx.replicas)
+        heads = heads if is_pre_attn else heads * replicas // ctx.num_ranks
+        fits = x.ndim == 4 and x.shape[2] == heads and x.shape[3] in dims
+        dim = " or ".join(map(str, dict.fromkeys(dims)))
+        yield f"{name}.shape", tuple(x.shape), fits, f"[batch, tokens, {heads}, {dim}]"
+        expected = f"batch and tokens of {main}, {tuple(first.shape[:2])}"
+        yield f"{name}.shape", tuple(x.shape), x.shape[:2] == first.shape[:2], expected
+        yield from operand_checks(ctx.dtype, ctx.device.torch_device, **{name: x})
+        if is_pre_attn:
+            yield from heads_check(name, x)
+        else:
+            yield f"{name}.stride()", x.stride(), x.is_contiguous(), "a contiguous tensor"
+    yield from token_checks(ctx, main, first.shape, seq_lens, is_pre_attn)
+    yield "v", "a tensor", "v" not in given or "k" in given, "None if k is None"
 
 
 def token_checks(
@@ -210,51 +206,35 @@ def token_checks(
     yield f"{name}.shape", tuple(shape), batch * max(lengths) <= ctx.max_local_tokens, expected
 
 
-def default_params() -> LaunchParams:
-    """Return the launch parameters of calls that pass none.
-
-    The interpreter gets few programs, because it runs them one after the other.
-    """
-    return _INTERPRETED if current_device().interprets else _DEFAULT
-
-
-def plan_of(call: HeadsCall) -> kernel.UlyssesPlan:
-    ctx, params, (q, k, v) = call.ctx, call.params, call.widths
-    return kernel.UlyssesPlan(
-        ctx.num_ranks, triton.next_power_of_2(ctx.num_ranks),
-        params.block_bytes // call.key.dtype.itemsize, params.num_chunks, params.num_ctas,
-        call.to_heads, q, k, v, ctx.replicas, call.batch > 1,
-    )  # fmt: skip
-
-
 def pre_attn_call(
     q: Any, k: Any, v: Any, ctx: UlyssesContext, *options: Any, **others: Any
-) -> HeadsCall:
+) -> UlyssesCall:
     """Return the call of ``ulysses_pre_attn`` with the given arguments."""
-    return HeadsCall(True, {"q": q, "k": k, "v": v}, ctx, *options, **others)
+    return UlyssesCall(True, {"q": q, "k": k, "v": v}, ctx, *options, **others)
 
 
 def post_attn_call(
     o: Any, ctx: UlyssesContext, k: Any = None, v: Any = None, *options: Any, **others: Any
-) -> HeadsCall:
+) -> UlyssesCall:
     """Return the call of ``ulysses_post_attn`` with the given arguments."""
-    return HeadsCall(False, {"o": o, "k": k, "v": v}, ctx, *options, **others)
+    return UlyssesCall(False, {"o": o, "k": k, "v": v}, ctx, *options, **others)
 
 
-class _Algorithm(Algorithm[HeadsCall, HeadsKey]):
+class _Algorithm(Algorithm[UlyssesCall, UlyssesKey]):
     """Base class of the algorithms of both ops."""
 
-    def run(self, call: HeadsCall) -> Any:
+    def run(self, call: UlyssesCall) -> Any:
         out = call.outputs()
         if call.ctx.num_ranks > 1:
             self.move(call, out)
         else:
-            for block in call.blocks():
-                out[block.part].copy_(block.x)
+            for result, x in zip(out, call.x, strict=True):
+                if x is not None:
+                    result.copy_(x)
         return tuple(each for each in out if each is not None)
 
     @abstractmethod
-    def move(self, call: HeadsCall, out: list[Any]) -> None:
+    def move(self, call: UlyssesCall, out: list[Any]) -> None:
         """Exchange blocks between several ranks, and store the results in ``out``."""
 
 
@@ -263,29 +243,31 @@ class Push(_Algorithm):
 
     name = "push"
     tunables = "num_ctas", "block_bytes", "num_chunks"
+    programs_per_worker: ClassVar[int] = 2  # one sends and one receives
+    kernel: ClassVar[Any] = kernel.kernel_exchange_heads
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        candidates = dict.fromkeys((default_params(), *_PUSH))
+        candidates = dict.fromkeys((params_for_device(_DEFAULT), *_PUSH))
         return (params.values for params in candidates)
 
-    def fits(self, config: Mapping[str, Any], sizes: HeadsKey) -> bool:
+    def fits(self, config: Mapping[str, Any], sizes: UlyssesKey) -> bool:
         # Each program must have a block of q to send per chunk, or the config must be the smallest.
         nbytes = sizes.M // sizes.num_ranks * sizes.widths[0] * sizes.dtype.itemsize
-        block, chunks = config["block_bytes"], config["num_chunks"]
-        step = config["num_ctas"] * block * chunks
-        return nbytes >= step or (config["num_ctas"], block, chunks) == _PUSH[0].values
+        ctas, block_bytes, chunks = (config[name] for name in self.tunables)
+        smallest = _PUSH[0].values
+        return nbytes >= ctas * block_bytes * chunks or (ctas, block_bytes, chunks) == smallest
 
-    def compile(self, call: HeadsCall) -> None:
+    def compile(self, call: UlyssesCall) -> None:
         if call.ctx.num_ranks > 1:
             self.launch(call, call.outputs()).compile()
 
-    def move(self, call: HeadsCall, out: list[Any]) -> None:
+    def move(self, call: UlyssesCall, out: list[Any]) -> None:
         buffer, params = call.ctx.buffer, call.params
         buffer.begin(1, params.num_ctas, params.num_chunks)
         self.repeat(buffer.launcher, call, out)
         buffer.timeout_words.end()
 
-    def repeat(self, launcher: Any, call: HeadsCall, out: list[Any]) -> None:
+    def repeat(self, launcher: Any, call: UlyssesCall, out: Sequence[Any]) -> None:
         """Launch the kernel, or repeat the launch of an earlier call with other addresses."""
         tensors = {
             f"{name}.{head}": each
@@ -293,34 +275,33 @@ class Push(_Algorithm):
             for head, each in zip("qkv", each_of, strict=True)
             if each is not None
         }
-        strides = tuple(None if x is None else row_stride(x) for x in call.x)
-        slot = call.ctx.pushed.slots.index
-        lengths = call.device_lengths
+        if call.key.has_lengths:
+            tensors["lengths_ptr"] = call.device_lengths
         key = (
-            self.name, slot, call.key, call.batch, call.lengths, call.params, strides,
-            call.to_heads, id(lengths),
+            self.name, call.ctx.pushed.slots.index, call.key, call.batch, call.lengths,
+            call.params, tuple(map(stride_of, call.x)), call.is_pre_attn,
         )  # fmt: skip
-        launcher.run(key, lambda: self.launch(call, out), tensors, keep_alive=lengths)
+        launcher.run(key, lambda: self.launch(call, out), tensors)
 
-    def launch(self, call: HeadsCall, out: Sequence[Any]) -> Launch:
+    def launch(self, call: UlyssesCall, out: Sequence[Any]) -> Launch:
         params, lengths = call.params, call.device_lengths
         x = [None if each is None else each.detach() for each in call.x]
-        strides = [None if each is None else row_stride(each) for each in x]
         arguments = (
-            kernel.Heads(*x), kernel.Heads(*strides), kernel.Heads(*out), kernel.Sequence(lengths),
+            kernel.Heads(*x), kernel.Heads(*map(stride_of, x)), kernel.Heads(*out), lengths,
             *self.memory(call), call.lengths[0] if lengths is None else 0, call.total, call.batch,
             call.digest, call.ctx.rank,
         )  # fmt: skip
-        options = {"plan": plan_of(call), "num_warps": params.num_warps}
-        return Launch(self.kernel, (self.programs * params.num_ctas,), arguments, options)
+        grid = (self.programs_per_worker * params.num_ctas,)
+        options = {"plan": call.plan, "num_warps": params.num_warps}
+        return Launch(self.kernel, grid, arguments, options)
 
-    programs: ClassVar[int] = 2
-    """Number of programs per worker. One sends and one receives."""
-    kernel: ClassVar[Any] = kernel.kernel_exchange_heads
-
-    def memory(self, call: HeadsCall) -> tuple[Any, ...]:
+    def memory(self, call: UlyssesCall) -> tuple[Any, ...]:
         """Return the arguments of the kernel that describe the memory of the context."""
         return call.ctx.buffer.regions(call.key.dtype)
+
+
+def stride_of(x: torch.Tensor | None) -> int | None:
+    return None if x is None else row_stride(x)
 
 
 class Collective(_Algorithm):
@@ -333,38 +314,44 @@ class Collective(_Algorithm):
         # CPU ranks test the kernels of this package, so libraries are no candidates there.
         return [()] if current_device().has_nccl else []
 
-    def fits(self, config: Mapping[str, Any], sizes: HeadsKey) -> bool:
+    def fits(self, config: Mapping[str, Any], sizes: UlyssesKey) -> bool:
         return sizes.num_ranks > 1
 
-    def move(self, call: HeadsCall, out: list[Any]) -> None:
-        ctx, batch, lengths, sent = call.ctx, call.batch, call.lengths, []
-        for peer in range(ctx.num_ranks):
-            for _, x, width, _, replicas in call.blocks():
-                if call.to_heads:
+    def move(self, call: UlyssesCall, out: list[Any]) -> None:
+        ctx, lengths, size = call.ctx, call.lengths, call.ctx.num_ranks
+        sent = []
+        for peer in range(size):
+            for x, width, replicas in zip(call.x, call.widths, call.replicas, strict=True):
+                if x is not None and call.is_pre_attn:
                     heads = width // x.shape[3]
-                    block = x.narrow(2, peer // replicas * heads, heads)
-                else:
-                    block = x.narrow(1, sum(lengths[:peer]), lengths[peer])
-                sent.append(block.reshape(-1))
-        per_token = batch * sum(call.widths)
-        own_sizes = [per_token * call.own_tokens] * ctx.num_ranks
-        peer_sizes = [per_token * tokens for tokens in lengths]
+                    sent.append(x.narrow(2, peer // replicas * heads, heads).flatten())
+                elif x is not None:
+                    sent.append(x.narrow(1, sum(lengths[:peer]), lengths[peer]).flatten())
+        own_tokens = (call.own_tokens,) * size
+        sent_tokens, received_tokens = (
+            (own_tokens, lengths) if call.is_pre_attn else (lengths, own_tokens)
+        )
         sent_sizes, received_sizes = (
-            (own_sizes, peer_sizes) if call.to_heads else (peer_sizes, own_sizes)
+            [call.batch * tokens * sum(call.widths) for tokens in each]
+            for each in (sent_tokens, received_tokens)
         )
         received = sent[0].new_empty(sum(received_sizes))
         dist.all_to_all_single(
             received, torch.cat(sent), received_sizes, sent_sizes, group=ctx.group
         )
-        for part, _, width, skipped, replicas in call.blocks():
-            rows = []
-            for source, all_rows in enumerate(received.split(received_sizes)):
-                tokens = lengths[source] if call.to_heads else call.own_tokens
-                block = all_rows[batch * tokens * skipped :][: batch * tokens * width]
-                rows.append(block.view(batch, tokens, width))
-            target = out[part].flatten(2)
-            if replicas == 1 or call.to_heads:
-                torch.cat(rows, 1 if call.to_heads else 2, out=target)
+        blocks = (
+            each.split([call.batch * tokens * width for width in call.widths])
+            for each, tokens in zip(received.split(received_sizes), received_tokens, strict=True)
+        )
+        for result, width, replicas, received_blocks in zip(
+            out, call.widths, call.replicas, zip(*blocks, strict=True), strict=True
+        ):
+            if result is None:
+                continue
+            rows = [block.view(call.batch, -1, width) for block in received_blocks]
+            target = result.flatten(2)
+            if replicas == 1 or call.is_pre_attn:
+                torch.cat(rows, 1 if call.is_pre_attn else 2, out=target)
             else:
                 sums = torch.stack(rows).unflatten(0, (-1, replicas)).sum(1, dtype=torch.float32)
                 target.copy_(torch.cat(tuple(sums), 2))

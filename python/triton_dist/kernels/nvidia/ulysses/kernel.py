@@ -3,8 +3,8 @@
 Terms:
     * A *local* tensor is [batch, tokens of the rank, all heads].
     * A *global* tensor is [batch, all tokens, heads of the rank].
-    * If ``TO_HEADS`` is true, a call converts local tensors to global tensors, else global tensors
-      to local tensors.
+    * If ``IS_PRE_ATTN`` is true, a call converts local tensors to global tensors, else it converts
+      global tensors to local tensors.
     * A *block* is the part that a source rank has before the call and a target rank after the call.
       It has all batches and tokens of the rank with the local tensor, and the heads of the rank
       with the global tensor. A row of a block has WIDTH elements.
@@ -41,22 +41,27 @@ class Heads(NamedTuple):
     v: Any
 
 
-class Sequence(NamedTuple):
-    """Numbers of tokens of a call.
+class TokenCounts(NamedTuple):
+    """Numbers of tokens of a call, per batch.
 
-    ``lengths`` is int32 [2, NUM_RANKS]: the number of tokens of each rank, and of all ranks before
-    each rank. It is ``None`` if all ranks have equally many.
+    ``by_rank`` is int32 [2, NUM_RANKS]: the number of tokens of each rank, and of all ranks before
+    each rank. It is ``None`` if each rank has ``equal`` tokens. ``total`` is the number of tokens
+    of all ranks, ``batch`` the batch size.
     """
 
-    lengths: Any
+    by_rank: Any
+    equal: Any
+    total: Any
+    batch: Any
 
 
 class UlyssesPlan(NamedTuple):
     """Constants of a launch.
 
-    WORKERS programs share the elements of a chunk. Q, K and V are the WIDTH of the blocks of each
-    tensor, 0 for absent tensors. REPLICAS is the number of ranks that share a KV head. IS_BATCHED
-    is true if the batch size exceeds 1. ``Plan`` describes the other constants.
+    WORKERS programs share the elements of a chunk. IS_BATCHED is true if the batch size exceeds 1.
+    The three following constants have an entry for each of q, k and v: the WIDTH of its blocks (0
+    for an absent tensor), the sum of the WIDTHs of the entries before, and the number of ranks that
+    share a head. SUM is the sum of all WIDTHs. ``Plan`` describes the other constants.
     """
 
     NUM_RANKS: Any
@@ -64,33 +69,40 @@ class UlyssesPlan(NamedTuple):
     BLOCK: Any
     NUM_CHUNKS: Any
     WORKERS: Any
-    TO_HEADS: Any
-    Q: Any
-    K: Any
-    V: Any
-    REPLICAS: Any
+    IS_PRE_ATTN: Any
     IS_BATCHED: Any
+    WIDTHS: Any
+    BEGINS: Any
+    REPLICAS: Any
+    SUM: Any
 
 
 @jit
-def length_of(sequence, length, rank, plan: tl.constexpr):
+def length_of(counts, rank, plan: tl.constexpr):
     """Return the number of tokens of ``rank``, and of all ranks before ``rank``, per batch."""
-    before = rank * length
-    if sequence.lengths is not None:
-        length = tl.load(sequence.lengths + rank)
-        before = tl.load(sequence.lengths + plan.NUM_RANKS + rank)
+    length, before = counts.equal, rank * counts.equal
+    if counts.by_rank is not None:
+        length = tl.load(counts.by_rank + rank)
+        before = tl.load(counts.by_rank + plan.NUM_RANKS + rank)
     return length, before
 
 
 @jit
-def block_start(source, tokens, before, batch, plan: tl.constexpr):
-    """Return the number of rows in a slot before the block of ``source``.
+def begin_of_blocks(source, tokens, before, batch, plan: tl.constexpr):
+    """Return the begin of the blocks of ``source`` in a slot, in elements.
 
-    ``tokens`` is the number of tokens of the block, ``before`` of the ranks before the source.
+    ``tokens`` is the number of tokens of a block, ``before`` of the ranks before the source.
     """
-    if plan.TO_HEADS:
-        return before.to(tl.int64) * batch
-    return source.to(tl.int64) * tokens * batch
+    if plan.IS_PRE_ATTN:
+        return before.to(tl.int64) * batch * plan.SUM
+    return source.to(tl.int64) * tokens * batch * plan.SUM
+
+
+@jit
+def num_rounds(rows, WIDTH: tl.constexpr, plan: tl.constexpr):
+    """Return how many times each worker processes BLOCK elements of a chunk."""
+    blocks = tl.cdiv(tl.cdiv(rows, plan.NUM_CHUNKS) * WIDTH, plan.BLOCK)
+    return tl.cdiv(blocks, plan.WORKERS)
 
 
 @jit
@@ -110,103 +122,103 @@ def elements_of(round, worker, chunk, rows, WIDTH: tl.constexpr, plan: tl.conste
 
 
 @jit
-def rounds_of(rows, WIDTH: tl.constexpr, plan: tl.constexpr):
-    """Return how many times each worker processes BLOCK elements of a chunk."""
-    blocks = tl.cdiv(tl.cdiv(rows, plan.NUM_CHUNKS) * WIDTH, plan.BLOCK)
-    return tl.cdiv(blocks, plan.WORKERS)
-
-
-@jit
-def offset_in_global(
-    first_row, offset, tokens, before, total, stride, WIDTH: tl.constexpr, plan: tl.constexpr
-):
-    """Return the offsets of elements of a block in a global tensor with ``total`` tokens."""
-    if plan.IS_BATCHED:
-        row = first_row + offset // WIDTH
-        number = row // tokens
-        row += number * (total - tokens) + before
-        return row * stride + offset % WIDTH
-    return (first_row + before) * stride + offset // WIDTH * stride + offset % WIDTH
-
-
-@jit
-def send_part(
-    x_ptr, stride, target, worker, chunk, peer, tokens, before, total, batch, part: tl.constexpr,
+def offset_in(
+    LAYOUT: tl.constexpr, first_row, offset, stride, tokens, before, total, WIDTH: tl.constexpr,
     plan: tl.constexpr,
 ):  # fmt: skip
-    """Store this program's elements of a chunk of a block in the slot of ``peer``.
-
-    ``target`` is the begin of this rank's blocks, ``before`` the number of tokens of the ranks
-    before the peer. ``part`` is 0 for q, 1 for k and 2 for v.
-    """
-    WIDTH: tl.constexpr = (plan.Q, plan.K, plan.V)[part]
-    REPLICAS: tl.constexpr = (1, plan.REPLICAS, plan.REPLICAS)[part]
-    column = peer // REPLICAS * WIDTH
-    rows = batch.to(tl.int64) * tokens
-    target += rows * (0, plan.Q, plan.Q + plan.K)[part]
-    for round in range(rounds_of(rows, WIDTH, plan)):
-        first_row, offset, mask = elements_of(round, worker, chunk, rows, WIDTH, plan)
-        if plan.TO_HEADS:
-            source = first_row * stride + offset // WIDTH * stride + offset % WIDTH + column
-        else:
-            source = offset_in_global(
-                first_row, offset, tokens, before, total, stride, WIDTH, plan
-            )  # fmt: skip
-        x = tl.load(x_ptr + source, mask=mask)
-        tl.store(target + first_row * WIDTH + offset, x, mask=mask)
+    """Return the offsets of ``elements_of`` in a "block", or in a "local" or "global" tensor whose
+    rows have the distance ``stride``."""
+    if LAYOUT == "block":
+        return first_row * WIDTH + offset
+    if LAYOUT == "global":
+        if plan.IS_BATCHED:
+            row = first_row + offset // WIDTH
+            row += row // tokens * (total - tokens) + before
+            return row * stride + offset % WIDTH
+        first_row += before
+    return first_row * stride + offset // WIDTH * stride + offset % WIDTH
 
 
 @jit
-def send(
-    x, row_strides, sequence, slots, call, worker, chunk, length, total, batch, plan: tl.constexpr
-):
+def copy_block(
+    source_ptr, stride, target_ptr, worker, chunk, tokens, before, counts, SOURCE: tl.constexpr,
+    TARGET: tl.constexpr, WIDTH: tl.constexpr, plan: tl.constexpr,
+):  # fmt: skip
+    """Copy this program's elements of a chunk of a block.
+
+    SOURCE and TARGET are layouts of ``offset_in``. ``tokens`` is the number of tokens of the rank
+    with the local tensor, ``before`` of the ranks before it. Only the source may have a ``stride``.
+    """
+    # Loads of received blocks bypass L1, which may hold stale data.
+    CACHE: tl.constexpr = ".cg" if SOURCE == "block" else ""
+    rows, total = counts.batch.to(tl.int64) * tokens, counts.total
+    for round in range(num_rounds(rows, WIDTH, plan)):
+        first_row, offset, mask = elements_of(round, worker, chunk, rows, WIDTH, plan)
+        source = offset_in(
+            SOURCE, first_row, offset, stride, tokens, before, total, WIDTH, plan
+        )  # fmt: skip
+        target = offset_in(TARGET, first_row, offset, WIDTH, tokens, before, total, WIDTH, plan)
+        x = tl.load(source_ptr + source, mask=mask, cache_modifier=CACHE)
+        tl.store(target_ptr + target, x, mask=mask)
+
+
+@jit
+def send(x, row_strides, slots, call, worker, chunk, counts, plan: tl.constexpr):
     """Store one chunk of each of this rank's blocks in the slots of the other ranks."""
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
-    own_tokens, own_before = length_of(sequence, length, call.rank, plan)
+    LAYOUT: tl.constexpr = "local" if plan.IS_PRE_ATTN else "global"
+    own_tokens, own_before = length_of(counts, call.rank, plan)
     for step in tl.static_range(1, NUM_RANKS):
         peer = (call.rank + step) % NUM_RANKS
         tokens, before = own_tokens, own_before
-        if not plan.TO_HEADS:
-            tokens, before = length_of(sequence, length, peer, plan)
-        start = block_start(call.rank, tokens, before, batch, plan) * (plan.Q + plan.K + plan.V)
-        target = target_at(slots.table, peer, slots.data) + call.offset + start
-        for part in tl.static_range(3):
-            if x[part] is not None:
-                send_part(
-                    x[part], row_strides[part], target, worker, chunk, peer, tokens, before, total,
-                    batch, part, plan,
+        if not plan.IS_PRE_ATTN:
+            tokens, before = length_of(counts, peer, plan)
+        begin = begin_of_blocks(call.rank, tokens, before, counts.batch, plan)
+        target = target_at(slots.table, peer, slots.data) + call.offset + begin
+        rows = counts.batch.to(tl.int64) * tokens
+        for i in tl.static_range(3):
+            if x[i] is not None:
+                source = x[i]
+                if plan.IS_PRE_ATTN:
+                    source += peer // plan.REPLICAS[i] * plan.WIDTHS[i]
+                copy_block(
+                    source, row_strides[i], target + rows * plan.BEGINS[i], worker, chunk, tokens,
+                    before, counts, LAYOUT, "block", plan.WIDTHS[i], plan,
                 )  # fmt: skip
 
 
 @jit
 def receive_local(
-    x_ptr, stride, out_ptr, slots_ptr, worker, chunk, tokens, before, total, batch, rank,
-    part: tl.constexpr, blocks: tl.constexpr, plan: tl.constexpr,
+    x_ptr, stride, out_ptr, slots_ptr, worker, chunk, counts, rank, IS_OWN: tl.constexpr,
+    index: tl.constexpr, plan: tl.constexpr,
 ):  # fmt: skip
     """Write a chunk of a local tensor. Heads are summed over the ranks that share them.
 
-    The rank's own block is in x.
+    ``index`` is 0 for q, 1 for k and 2 for v. The rank's own block is in x. With ``IS_OWN``, only
+    the own block is written.
     """
-    WIDTH: tl.constexpr = (plan.Q, plan.K, plan.V)[part]
-    REPLICAS: tl.constexpr = (1, plan.REPLICAS, plan.REPLICAS)[part]
-    rows = batch.to(tl.int64) * tokens
-    blocks_ptr = slots_ptr + rows * (0, plan.Q, plan.Q + plan.K)[part]
-    block_elements = rows * (plan.Q + plan.K + plan.V)
+    WIDTH: tl.constexpr = plan.WIDTHS[index]
+    REPLICAS: tl.constexpr = plan.REPLICAS[index]
     SHARDS: tl.constexpr = plan.NUM_RANKS // REPLICAS
-    for round in range(rounds_of(rows, WIDTH, plan)):
+    tokens, before = length_of(counts, rank, plan)
+    rows = counts.batch.to(tl.int64) * tokens
+    blocks_ptr = slots_ptr + rows * plan.BEGINS[index]
+    for round in range(num_rounds(rows, WIDTH, plan)):
         first_row, offset, mask = elements_of(round, worker, chunk, rows, WIDTH, plan)
-        own = x_ptr + offset_in_global(
-            first_row, offset, tokens, before, total, stride, WIDTH, plan
+        own = x_ptr + offset_in(
+            "global", first_row, offset, stride, tokens, before, counts.total, WIDTH, plan
         )  # fmt: skip
-        out = first_row * (SHARDS * WIDTH) + offset // WIDTH * (SHARDS * WIDTH) + offset % WIDTH
+        out = offset_in(
+            "local", first_row, offset, SHARDS * WIDTH, tokens, before, counts.total, WIDTH, plan
+        )
         for shard in tl.static_range(SHARDS):
             needed = mask
             if REPLICAS == 1:
-                needed = mask & ((rank == shard) if blocks == "own" else (rank != shard))
+                needed = mask & ((rank == shard) if IS_OWN else (rank != shard))
             # The loads bypass L1, which may hold stale data.
             for replica in tl.static_range(REPLICAS):
                 source = shard * REPLICAS + replica
-                block = blocks_ptr + source * block_elements + first_row * WIDTH + offset
+                block = blocks_ptr + source * (rows * plan.SUM) + first_row * WIDTH + offset
                 block = tl.where(rank == source, own, block)
                 x = tl.load(block, mask=needed, cache_modifier=".cg")
                 if REPLICAS == 1:
@@ -219,93 +231,69 @@ def receive_local(
 
 
 @jit
-def receive_global(
-    x_ptr, stride, out_ptr, slots_ptr, sender, worker, chunk, tokens, before, total, batch, rank,
-    part: tl.constexpr, blocks: tl.constexpr, plan: tl.constexpr,
-):  # fmt: skip
-    """Copy a chunk of the block of ``sender`` to a global tensor. The rank's own block is in x."""
-    WIDTH: tl.constexpr = (plan.Q, plan.K, plan.V)[part]
-    rows = batch.to(tl.int64) * tokens
-    if blocks == "own":
-        x_ptr += rank // (1, plan.REPLICAS, plan.REPLICAS)[part] * WIDTH
-    else:
-        start = block_start(sender, tokens, before, batch, plan) * (plan.Q + plan.K + plan.V)
-        block_ptr = slots_ptr + start + rows * (0, plan.Q, plan.Q + plan.K)[part]
-    for round in range(rounds_of(rows, WIDTH, plan)):
-        first_row, offset, mask = elements_of(round, worker, chunk, rows, WIDTH, plan)
-        if blocks == "own":
-            source = first_row * stride + offset // WIDTH * stride + offset % WIDTH
-            value = tl.load(x_ptr + source, mask=mask)
-        else:
-            value = tl.load(
-                block_ptr + first_row * WIDTH + offset, mask=mask, cache_modifier=".cg"
-            )  # fmt: skip
-        target = offset_in_global(first_row, offset, tokens, before, total, WIDTH, WIDTH, plan)
-        tl.store(out_ptr + target, value, mask=mask)
-
-
-@jit
 def receive(
-    x, row_strides, results, sequence, slots_ptr, worker, chunk, length, total, batch, rank,
-    blocks: tl.constexpr, plan: tl.constexpr,
+    x, row_strides, results, slots_ptr, worker, chunk, counts, rank, IS_OWN: tl.constexpr,
+    plan: tl.constexpr,
 ):  # fmt: skip
     """Write one chunk of each block for this rank to ``results``, from the slot at ``slots_ptr``.
 
-    ``blocks`` is "own" for the block that the rank sends to itself, "others" for the other blocks.
-    Blocks that are summed over ranks are all read with "others".
+    With ``IS_OWN``, write the block that the rank sends to itself, else the other blocks. A block
+    that is summed over ranks is written with the other blocks.
     """
-    IS_OWN: tl.constexpr = blocks == "own" or not plan.TO_HEADS
-    END: tl.constexpr = 1 if IS_OWN else plan.NUM_RANKS
-    for step in tl.static_range(0 if IS_OWN else 1, END):
-        sender = rank
-        if plan.TO_HEADS:
-            sender = (rank + step) % plan.NUM_RANKS
-        tokens, before = length_of(sequence, length, sender, plan)
-        for part in tl.static_range(3):
-            if x[part] is not None:
-                if plan.TO_HEADS:
-                    receive_global(
-                        x[part], row_strides[part], results[part], slots_ptr, sender, worker, chunk,
-                        tokens, before, total, batch, rank, part, blocks, plan,
-                    )  # fmt: skip
-                elif part == 0 or plan.REPLICAS == 1 or blocks == "others":
-                    receive_local(
-                        x[part], row_strides[part], results[part], slots_ptr, worker, chunk, tokens,
-                        before, total, batch, rank, part, blocks, plan,
-                    )  # fmt: skip
+    NUM_RANKS: tl.constexpr = plan.NUM_RANKS
+    if not plan.IS_PRE_ATTN:
+        for i in tl.static_range(3):
+            if x[i] is not None and (plan.REPLICAS[i] == 1 or not IS_OWN):
+                receive_local(
+                    x[i], row_strides[i], results[i], slots_ptr, worker, chunk, counts, rank,
+                    IS_OWN, i, plan,
+                )  # fmt: skip
+    else:
+        for step in tl.static_range(0 if IS_OWN else 1, 1 if IS_OWN else NUM_RANKS):
+            source = (rank + step) % NUM_RANKS
+            tokens, before = length_of(counts, source, plan)
+            rows = counts.batch.to(tl.int64) * tokens
+            blocks_ptr = slots_ptr + begin_of_blocks(source, tokens, before, counts.batch, plan)
+            for i in tl.static_range(3):
+                if x[i] is not None:
+                    if IS_OWN:
+                        copy_block(
+                            x[i] + rank // plan.REPLICAS[i] * plan.WIDTHS[i], row_strides[i],
+                            results[i], worker, chunk, tokens, before, counts, "local", "global",
+                            plan.WIDTHS[i], plan,
+                        )  # fmt: skip
+                    else:
+                        copy_block(
+                            blocks_ptr + rows * plan.BEGINS[i], 0, results[i], worker, chunk,
+                            tokens, before, counts, "block", "global", plan.WIDTHS[i], plan,
+                        )  # fmt: skip
 
 
 @jit(do_not_specialize=["length", "total", "batch", "call_tag", "rank"])
 def kernel_exchange_heads(
-    x, row_strides, results, sequence, slots, peers, length, total, batch, call_tag, rank,
+    x, row_strides, results, lengths_ptr, slots, peers, length, total, batch, call_tag, rank,
     plan: tl.constexpr,
 ):  # fmt: skip
     """Store blocks in the slots of the other ranks, and write received blocks to ``results``.
 
     Grid (2 * WORKERS,). Programs 0 to WORKERS - 1 only send, so that the link does not wait for
     copies to the results. Program WORKERS + p receives the elements that the programs p of the
-    other ranks send.
-
-    ``length`` is the number of tokens of a rank, unless ``sequence`` has lengths. ``total`` is the
-    number of tokens of all ranks.
+    other ranks send. ``lengths_ptr``, ``length``, ``total`` and ``batch``: see ``TokenCounts``.
     """
     call = begin(slots, peers, call_tag, rank, plan)
+    counts = TokenCounts(by_rank=lengths_ptr, equal=length, total=total, batch=batch)
     worker = tl.program_id(0)
     if worker < plan.WORKERS:
         for chunk in range(plan.NUM_CHUNKS):
-            send(x, row_strides, sequence, slots, call, worker, chunk, length, total, batch, plan)
+            send(x, row_strides, slots, call, worker, chunk, counts, plan)
             notify_ranks(call, 0, chunk_flag(call, chunk), plan)
     else:
         worker -= plan.WORKERS
         for chunk in range(plan.NUM_CHUNKS):
             receive(
-                x, row_strides, results, sequence, slots.data, worker, chunk, length, total, batch,
-                rank, "own", plan,
+                x, row_strides, results, slots.data, worker, chunk, counts, rank, True, plan
             )  # fmt: skip
         for chunk in range(plan.NUM_CHUNKS):
             token = await_programs(peers, 0, worker, chunk_flag(call, chunk), plan)
             slots_ptr = slots.data + after_wait(call.offset, token)
-            receive(
-                x, row_strides, results, sequence, slots_ptr, worker, chunk, length, total, batch,
-                rank, "others", plan,
-            )  # fmt: skip
+            receive(x, row_strides, results, slots_ptr, worker, chunk, counts, rank, False, plan)

@@ -24,7 +24,12 @@ from triton_dist.kernels.common.scatter.tiles import (
     multiply_operands,
     store_tile_by_pointers,
 )
-from triton_dist.kernels.nvidia.ulysses.kernel import block_start, length_of, receive
+from triton_dist.kernels.nvidia.ulysses.kernel import (
+    TokenCounts,
+    begin_of_blocks,
+    length_of,
+    receive,
+)
 
 
 @jit
@@ -38,11 +43,11 @@ def describe_rows(ptr, rows, N, tile: tl.constexpr):
 
 @jit
 def describe_blocks(
-    results, targets, start, before, M, rank, plan: tl.constexpr, tile: tl.constexpr
+    results, targets, begin, before, M, rank, plan: tl.constexpr, tile: tl.constexpr
 ):
     """Return descriptors of this rank's blocks of q, k and v on each rank.
 
-    Blocks for other ranks are in their slots, from element ``start`` on. Blocks for this rank are
+    Blocks for other ranks are in their slots, from element ``begin`` on. Blocks for this rank are
     in ``results``. Descriptors are created before the loop over tiles, because a descriptor that
     is created inside the loop could be overwritten while a store still reads it.
     """
@@ -50,21 +55,18 @@ def describe_blocks(
     rows = tl.cast(M, tl.int64)
     descs = tl.tuple([])
     for owner in tl.static_range(NUM_RANKS):
-        block = target_at(targets, owner, results.q) + start
-        q = tl.where(rank == owner, results.q + before * plan.Q, block)
-        k = tl.where(rank == owner, results.k + before * plan.K, block + rows * plan.Q)
-        v_block = block + rows * (plan.Q + plan.K)
-        v = tl.where(rank == owner, results.v + before * plan.V, v_block)
-        q, k, v = tl.multiple_of(q, 16), tl.multiple_of(k, 16), tl.multiple_of(v, 16)
-        descs = descs + (describe_rows(q, M, plan.Q, tile),)  # noqa: RUF005
-        descs = descs + (describe_rows(k, M, plan.K, tile),)  # noqa: RUF005
-        descs = descs + (describe_rows(v, M, plan.V, tile),)  # noqa: RUF005
+        slot_ptr = target_at(targets, owner, results.q) + begin
+        for i in tl.static_range(3):
+            own_ptr = results[i] + before * plan.WIDTHS[i]
+            ptr = tl.where(rank == owner, own_ptr, slot_ptr + rows * plan.BEGINS[i])
+            desc = describe_rows(tl.multiple_of(ptr, 16), M, plan.WIDTHS[i], tile)
+            descs = descs + (desc,)  # noqa: RUF005
     return descs
 
 
 @jit(do_not_specialize=["M", "length", "total", "batch", "rank"])
 def kernel_gemm_send(
-    x_ptr, b_ptr, bias_ptr, strides, results, sequence, targets, M, N, K, length, total, batch,
+    x_ptr, b_ptr, bias_ptr, strides, results, lengths_ptr, targets, M, N, K, length, total, batch,
     rank, plan: tl.constexpr, tile: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
     """Store each tile of ``x @ B`` on the rank of its heads: in its slot, or in ``results``.
@@ -74,51 +76,52 @@ def kernel_gemm_send(
     this rank last, so every rank receives from one rank at a time.
     """
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
-    SUM: tl.constexpr = plan.Q + plan.K + plan.V
-    SHARDS: tl.constexpr = NUM_RANKS // plan.REPLICAS
-    tokens, before = length_of(sequence, length, rank, plan)
+    Q: tl.constexpr = plan.WIDTHS[0]
+    K_WIDTH: tl.constexpr = plan.WIDTHS[1]
+    V: tl.constexpr = plan.WIDTHS[2]
+    REPLICAS: tl.constexpr = plan.REPLICAS[1]
+    counts = TokenCounts(by_rank=lengths_ptr, equal=length, total=total, batch=batch)
+    tokens, before = length_of(counts, rank, plan)
     rows = tl.cast(M, tl.int64)
     before = tl.cast(before, tl.int64)
-    start = block_start(rank, tokens, before, batch, plan) * SUM
+    begin = begin_of_blocks(rank, tokens, before, batch, plan)
     tiles_m = tl.cdiv(M, tile.M)
-    tiles_q, tiles_k = tl.cdiv(plan.Q, tile.N), tl.cdiv(plan.K, tile.N)
-    tiles_n = tiles_q + tiles_k + tl.cdiv(plan.V, tile.N)
+    tiles_q, tiles_k = tl.cdiv(Q, tile.N), tl.cdiv(K_WIDTH, tile.N)
+    tiles_n = tiles_q + tiles_k + tl.cdiv(V, tile.N)
     a, b = make_operands(x_ptr, b_ptr, M, N, K, strides.bk, strides.bn, DESCRIPTORS, tile)
     if DESCRIPTORS:
-        descs = describe_blocks(results, targets, start, before, M, rank, plan, tile)
-    for index in range(
-        tl.program_id(0), NUM_RANKS * tiles_m * tiles_n, tl.num_programs(0)
-    ):  # fmt: skip
-        owner = (rank + 1 + index // (tiles_m * tiles_n)) % NUM_RANKS
-        m, n = tile_in_group(index % (tiles_m * tiles_n), tiles_m, tiles_n, tile.GROUP_M)
-        shard, row = owner // plan.REPLICAS, m * tile.M
+        descs = describe_blocks(results, targets, begin, before, M, rank, plan, tile)
+    for number in range(tl.program_id(0), NUM_RANKS * tiles_m * tiles_n, tl.num_programs(0)):
+        owner = (rank + 1 + number // (tiles_m * tiles_n)) % NUM_RANKS
+        m, n = tile_in_group(number % (tiles_m * tiles_n), tiles_m, tiles_n, tile.GROUP_M)
+        shard, row = owner // REPLICAS, m * tile.M
         # First column of the tile in the block, of the block in B, and of the block in a row of the
         # blocks for the owner.
-        part, column, first, skipped, WIDTH = 0, n * tile.N, owner * plan.Q, 0, plan.Q + 0 * n
+        index, column, first, skipped, WIDTH = 0, n * tile.N, owner * Q, 0, Q + 0 * n
         if n >= tiles_q:
-            part, column, skipped, WIDTH = 1, (n - tiles_q) * tile.N, plan.Q, plan.K + 0 * n
-            first = NUM_RANKS * plan.Q + shard * plan.K
+            index, column, skipped, WIDTH = 1, (n - tiles_q) * tile.N, Q, K_WIDTH + 0 * n
+            first = NUM_RANKS * Q + shard * K_WIDTH
         if n >= tiles_q + tiles_k:
-            part, column, skipped = 2, (n - tiles_q - tiles_k) * tile.N, plan.Q + plan.K
-            first, WIDTH = NUM_RANKS * plan.Q + SHARDS * plan.K + shard * plan.V, plan.V + 0 * n
+            index, column, skipped = 2, (n - tiles_q - tiles_k) * tile.N, Q + K_WIDTH
+            first, WIDTH = NUM_RANKS * Q + NUM_RANKS // REPLICAS * K_WIDTH + shard * V, V + 0 * n
         product = multiply_operands(
             a, b, row, first + column, M, N, K, strides, None, DESCRIPTORS, tile
         )
         product = add_bias_at(product, bias_ptr, first + column, first + WIDTH)
         if DESCRIPTORS:
             desc = descs[0]
-            for number in tl.static_range(1, 3 * NUM_RANKS):
-                if owner * 3 + part == number:
-                    desc = descs[number]
+            for i in tl.static_range(1, 3 * NUM_RANKS):
+                if owner * 3 + index == i:
+                    desc = descs[i]
             store_tile(desc, product, 0, row, column, tile.SUBTILE, tile.M, tile.N)
         else:
             local_row = row + tl.arange(0, tile.M)
             local_column = column + tl.arange(0, tile.N)
             mask = (local_row < M)[:, None] & (local_column < WIDTH)[None, :]
-            target = target_at(targets, owner, results.q) + start + rows * skipped
+            target = target_at(targets, owner, results.q) + begin + rows * skipped
             target_row = local_row.to(tl.int64)
             if owner == rank:
-                target = tl.where(part == 0, results.q, tl.where(part == 1, results.k, results.v))
+                target = tl.where(index == 0, results.q, tl.where(index == 1, results.k, results.v))
                 target_row += before
                 if plan.IS_BATCHED:
                     target_row += local_row // tokens * (total - tokens)
@@ -130,7 +133,7 @@ def kernel_gemm_send(
 
 @jit(do_not_specialize=["length", "total", "batch", "call_tag", "rank"])
 def kernel_receive_heads(
-    x, row_strides, results, sequence, pushed, length, total, batch, call_tag, rank,
+    x, row_strides, results, lengths_ptr, pushed, length, total, batch, call_tag, rank,
     plan: tl.constexpr,
 ):  # fmt: skip
     """Copy the blocks of other ranks to ``results``, when all have arrived. Grid (WORKERS,).
@@ -139,11 +142,10 @@ def kernel_receive_heads(
     """
     token = await_pushed(pushed, flag_of(pushed.epoch, call_tag), 0, rank, plan.NUM_RANKS)
     slots_ptr = pushed.shards + after_wait(tl.zeros((), tl.int64), token)
+    counts = TokenCounts(by_rank=lengths_ptr, equal=length, total=total, batch=batch)
+    worker = tl.program_id(0)
     for chunk in range(plan.NUM_CHUNKS):
-        receive(
-            x, row_strides, results, sequence, slots_ptr, tl.program_id(0), chunk, length, total,
-            batch, rank, "others", plan,
-        )  # fmt: skip
+        receive(x, row_strides, results, slots_ptr, worker, chunk, counts, rank, False, plan)
 
 
 @jit
