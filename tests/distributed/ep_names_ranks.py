@@ -16,7 +16,7 @@ from tests.layers.ep_ranks import of_one_process
 from tests.layers.functional_ranks import drawn, same
 from triton_dist.errors import ContextFinalized, InvalidArgument
 from triton_dist.function.nvidia.common import (
-    current_ranks,
+    current_tensor_parallel,
     deinit_triton_dist_ep_op,
     init_triton_dist_ep_op,
 )
@@ -266,7 +266,7 @@ def fused_function() -> None:
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     ffn, hidden, rng = 8, 16, random.Random(0)
     with pytest.raises(ContextFinalized, match="TensorParallel of init_triton_dist_ep_op was"):
-        current_ranks()
+        current_tensor_parallel()
     init_triton_dist_ep_op(
         group, 9, hidden, TOPK, rank, EXPERTS, size, dtype=torch.float32,
         weight_dtype=torch.float32, num_sm=64, num_buffers=1, capacity=4.0,
