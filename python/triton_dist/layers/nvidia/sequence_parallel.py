@@ -23,8 +23,9 @@ from triton_dist.kernels.nvidia.sp_ag_attention import sp_ag_attention_backward
 class _Differentiable(torch.autograd.Function):
     """Call ``forward(*inputs)``, which returns the result and the tensors to save.
 
-    ``backward(saved tensors, which inputs need gradients, *gradients of the result)`` returns the
-    gradients of the inputs.
+    ``backward(saved, needs_grad, *grads)`` returns the gradients of the inputs. ``saved`` are the
+    saved tensors, ``needs_grad`` has a bool for each input, and ``grads`` are the gradients of the
+    result.
     """
 
     @staticmethod
@@ -55,7 +56,7 @@ def pre_attn(
     whole sequence of this rank's heads. The backward pass sums the gradients of a KV head over
     the ranks that use this head. For arguments and errors see ``ulysses_pre_attn``."""
 
-    def backward(_: Any, needed: Any, dq: Any, dk: Any, dv: Any) -> Any:
+    def backward(_: Any, needs_grad: Any, dq: Any, dk: Any, dv: Any) -> Any:
         return ulysses_post_attn(dq, ctx, dk, dv, seq_lens)
 
     result: tuple[torch.Tensor, ...] = _apply(
@@ -71,7 +72,7 @@ def post_attn(
     all heads. For arguments and errors see ``ulysses_post_attn``."""
     result: torch.Tensor = _apply(
         lambda o: (ulysses_post_attn(o.contiguous(), ctx, seq_lens=seq_lens)[0], ()),
-        lambda _, needed, grad: ulysses_pre_attn(grad, None, None, ctx, seq_lens),
+        lambda _, needs_grad, grad: ulysses_pre_attn(grad, None, None, ctx, seq_lens),
         o,
     )
     return result
@@ -90,9 +91,9 @@ def gemm_pre_attn(
     def forward(x: Any, B: Any, bias: Any) -> Any:
         return ulysses_gemm_pre_attn(x, B, ctx, bias, seq_lens), (x, B)
 
-    def backward(saved: Any, needed: Any, dq: Any, dk: Any, dv: Any) -> Any:
+    def backward(saved: Any, needs_grad: Any, dq: Any, dk: Any, dv: Any) -> Any:
         gradients = ulysses_post_attn(dq, ctx, dk, dv, seq_lens)
-        return _gradients(needed, torch.cat([each.flatten(2) for each in gradients], 2), *saved)
+        return _gradients(needs_grad, torch.cat([each.flatten(2) for each in gradients], 2), *saved)
 
     result: tuple[torch.Tensor, ...] = _apply(forward, backward, x, B, bias)
     return result
@@ -112,9 +113,10 @@ def post_attn_gemm(
         o = o.contiguous()
         return ulysses_post_attn_gemm(o, B, ctx, bias, seq_lens), (o, B)
 
-    def backward(saved: Any, needed: Any, grad: Any) -> Any:
-        (o, B), (_, *others) = saved, needed
+    def backward(saved: Any, needs_grad: Any, grad: Any) -> Any:
+        (o, B), (_, *others) = saved, needs_grad
         (rows,) = ulysses_post_attn(o, ctx, seq_lens=seq_lens)
+        # All ranks take part in the exchange of the gradient of o, so each rank computes it.
         do, *gradients = _gradients((True, *others), grad, rows.flatten(2), B)
         (do,) = ulysses_pre_attn(do.view_as(rows), None, None, ctx, seq_lens)
         return do, *gradients
@@ -123,13 +125,14 @@ def post_attn_gemm(
     return result
 
 
-def _gradients(needed: Sequence[bool], grad: torch.Tensor, x: Any, B: Any) -> tuple[Any, ...]:
-    """Return the ``needed`` gradients of x, B and bias in ``x @ B + bias``."""
+def _gradients(needs_grad: Sequence[bool], grad: torch.Tensor, x: Any, B: Any) -> tuple[Any, ...]:
+    """Return the gradients of x, B and bias in ``x @ B + bias``, ``None`` where ``needs_grad`` is
+    false."""
     rows = grad.flatten(0, 1)
     return (
-        grad @ B.T if needed[0] else None,
-        x.flatten(0, 1).T @ rows if needed[1] else None,
-        rows.sum(0) if needed[2] else None,
+        grad @ B.T if needs_grad[0] else None,
+        x.flatten(0, 1).T @ rows if needs_grad[1] else None,
+        rows.sum(0) if needs_grad[2] else None,
     )
 
 
@@ -143,9 +146,10 @@ def ag_attention(
         out, lse = sp_ag_attention(q, k, v, ctx, **options)
         return out, (q, k, v, out, lse)
 
-    def backward(saved: Any, needed: Any, grad: Any) -> Any:
+    def backward(saved: Any, needs_grad: Any, grad: Any) -> Any:
         q, k, v, out, lse = saved
-        others = {name: value for name, value in options.items() if name != "autotune"}
+        # The backward is not tuned, so it does not take the tuner's keywords.
+        others = {name: each for name, each in options.items() if not name.startswith("autotune")}
         return sp_ag_attention_backward(grad, q, k, v, out, lse, ctx, **others)
 
     result: torch.Tensor = _apply(forward, backward, q, k, v)

@@ -34,7 +34,7 @@ from triton_dist.runtime.launch import Launch
 R = TypeVar("R")
 _MERGE_ELEMENTS = 4096
 """Number of elements that a program merges."""
-Gathered = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+AwaitShard = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 """Function that waits for the k and v of a rank, and returns them, [batch, tokens, kv_heads,
 head_dim]."""
 
@@ -56,13 +56,11 @@ class AttentionKey(NamedTuple):
     num_ranks: int
 
 
-class Piece(NamedTuple):
-    """Attention of tokens [first, end) of this rank over keys [k_first, k_end) of one rank."""
+class AttentionSlice(NamedTuple):
+    """Attention of tokens ``rows`` of this rank over tokens ``keys`` of one rank."""
 
-    first: int
-    end: int
-    k_first: int
-    k_end: int
+    rows: slice
+    keys: slice
     is_causal: bool
 
 
@@ -137,51 +135,50 @@ class AttentionCall(OpCall):
         """Call tag, a digest of the arguments that must be equal on all ranks."""
         return digest_of(self.key, self.lengths)
 
-    def pieces(self, source: int) -> Iterator[Piece]:
-        """Yield the pieces of the attention of this rank's tokens over the keys of ``source``."""
-        rank, first = self.ctx.rank, 0
-        for length in self.lengths:
+    def slices(self, source: int) -> Iterator[AttentionSlice]:
+        """Yield the slices of the attention of this rank's tokens over the keys of ``source``."""
+        first, is_earlier = 0, source < self.ctx.rank
+        for length in filter(None, self.lengths):
             middle, end = first + length // 2, first + length
-            if length == 0:
-                continue
-            if source == rank or not self.is_causal:
-                yield Piece(first, end, first, end, self.is_causal)
-            elif not self.zigzag:
-                if source < rank:
-                    yield Piece(first, end, first, end, False)
-            elif source < rank:
-                yield Piece(first, end, first, middle, False)
-            else:
-                yield Piece(middle, end, first, end, False)
+            sequence, front, back = slice(first, end), slice(first, middle), slice(middle, end)
+            if source == self.ctx.rank or not self.is_causal:
+                yield AttentionSlice(sequence, sequence, self.is_causal)
+            elif self.zigzag and is_earlier:
+                yield AttentionSlice(sequence, front, False)
+            elif self.zigzag:
+                yield AttentionSlice(back, sequence, False)
+            elif is_earlier:
+                yield AttentionSlice(sequence, sequence, False)
             first = end
 
-    def shards(self, gathered: Gathered) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def shards(self, await_shard: AwaitShard) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Yield each rank with its k and v, beginning with this rank."""
         yield self.ctx.rank, self.k.detach(), self.v.detach()
         for step in range(1, self.ctx.num_ranks):
             source = (self.ctx.rank + step) % self.ctx.num_ranks
-            yield source, *gathered(source)
+            yield source, *await_shard(source)
 
-    def attend(self, gathered: Gathered) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, await_shard: AwaitShard) -> tuple[torch.Tensor, torch.Tensor]:
         """Return attention over the k and v of all ranks, and its log-sum-exp."""
-        q, shards = self.q.detach(), self.shards(gathered)
-        source, k, v = next(shards)
-        parts = [self.partial(q, k, v, piece) for piece in self.pieces(source)]
-        out, lse = parts[0]
-        if len(parts) > 1:
-            out, lse = torch.cat([o for o, _ in parts], 1), torch.cat([s for _, s in parts], 2)
-        for source, k, v in shards:
-            for piece in self.pieces(source):
-                self.merge(out, lse, *self.partial(q, k, v, piece), piece.first)
+        shards = self.shards(await_shard)
+        own = [result for _, result in self.partial_results(*next(shards))]
+        out, lse = own[0]
+        if len(own) > 1:
+            out, lse = torch.cat([o for o, _ in own], 1), torch.cat([s for _, s in own], 2)
+        for shard in shards:
+            for rows, (part, part_lse) in self.partial_results(*shard):
+                self.merge(out, lse, part, part_lse, rows.start)
         return out, lse
 
-    def partial(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the attention of a piece and its log-sum-exp."""
-        keys = slice(piece.k_first, piece.k_end)
-        q, k, v = q[:, piece.first : piece.end], k[:, keys], v[:, keys]
-        return attention(str(self.backend), q, k, v, piece.is_causal, self.scale)
+    def partial_results(
+        self, source: int, k: torch.Tensor, v: torch.Tensor
+    ) -> Iterator[tuple[slice, tuple[torch.Tensor, torch.Tensor]]]:
+        """Yield tokens of this rank, with their attention over keys of ``source`` and its
+        log-sum-exp."""
+        q, backend = self.q.detach(), str(self.backend)
+        for rows, keys, is_causal in self.slices(source):
+            operands = q[:, rows], k[:, keys], v[:, keys]
+            yield rows, attention(backend, *operands, is_causal, self.scale)
 
     def merge(
         self,
@@ -198,7 +195,7 @@ class AttentionCall(OpCall):
         rows = batch * tokens * heads
         arguments = (out, lse, part, part_lse, rows, out.shape[1], tokens, first)
         options = {"HEADS": heads, "DIM": dim, "LANES": lanes, "BLOCK": block, "num_warps": 4}
-        grid = (-(-rows // block),)
+        grid = (triton.cdiv(rows, block),)
         self.ctx.buffer.slots.launcher.repeat(Launch(kernel_merge, grid, arguments, options))
 
     def gradients(
@@ -209,18 +206,17 @@ class AttentionCall(OpCall):
         dq = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
         dkv = q.new_zeros((num_ranks, 2, *self.k.shape))
 
-        def attend(gathered: Gathered) -> None:
-            for source, k, v in self.shards(gathered):
-                for piece in self.pieces(source):
-                    rows, keys = slice(piece.first, piece.end), slice(piece.k_first, piece.k_end)
+        def attend(await_shard: AwaitShard) -> None:
+            for source, k, v in self.shards(await_shard):
+                for rows, keys, is_causal in self.slices(source):
                     dq_part, *dkv_part = attention_gradients(
                         str(self.backend), grad[:, rows], q[:, rows], k[:, keys], v[:, keys],
-                        out[:, rows], lse[:, :, rows], piece.is_causal, self.scale,
+                        out[:, rows], lse[:, :, rows], is_causal, self.scale,
                     )  # fmt: skip
                     dq[:, rows] += dq_part
                     dkv[source, 0, :, keys], dkv[source, 1, :, keys] = dkv_part
 
-        self.chosen.run_gathered(self, attend)  # type: ignore[attr-defined]
+        self.chosen.gather(self, attend)  # type: ignore[attr-defined]
         if num_ranks == 1:
             dk, dv = dkv[0]
         else:
@@ -308,17 +304,11 @@ class _Algorithm(Algorithm[AttentionCall, AttentionKey]):
         return True
 
     def run(self, call: AttentionCall) -> Any:
-        return self.run_gathered(call, call.attend)
-
-    def run_gathered(self, call: AttentionCall, attend: Callable[[Gathered], R]) -> R:
-        """Return ``attend(gathered)``. A single rank does not call ``gathered``."""
-        if call.ctx.num_ranks == 1:
-            return attend(lambda _: (call.k, call.v))
-        return self.gather(call, attend)
+        return self.gather(call, call.attend)
 
     @abstractmethod
-    def gather(self, call: AttentionCall, attend: Callable[[Gathered], R]) -> R:
-        """Gather k and v of several ranks and return ``attend(gathered)``."""
+    def gather(self, call: AttentionCall, attend: Callable[[AwaitShard], R]) -> R:
+        """Gather k and v of all ranks, and return ``attend(await_shard)``."""
 
 
 class CopyEngine(_Algorithm):
@@ -331,27 +321,29 @@ class CopyEngine(_Algorithm):
 
     def compile(self, call: AttentionCall) -> None:
         if call.ctx.num_ranks > 1:
-            self.wait(call, 0).compile()
+            self.launch(call, 0).compile()
 
-    def wait(self, call: AttentionCall, source: int) -> Launch:
+    def launch(self, call: AttentionCall, source: int) -> Launch:
         """Return the launch that waits for the k and v of rank ``source``."""
         slots = call.ctx.buffer.slots
         pushed = Pushed(slots["shards"].local, slots["arrivals"].local, slots.epoch)
         arguments = (pushed, call.digest, source)
         return Launch(kernel_await_shard, (1,), arguments, {"num_warps": 1})
 
-    def gather(self, call: AttentionCall, attend: Callable[[Gathered], R]) -> R:
+    def gather(self, call: AttentionCall, attend: Callable[[AwaitShard], R]) -> R:
+        slots = call.ctx.buffer.slots
+
+        def await_shard(source: int) -> tuple[torch.Tensor, torch.Tensor]:
+            key = kernel_await_shard, slots.index, call.digest, source
+            slots.launcher.run(key, lambda: self.launch(call, source))
+            return self.shard(call, call.ctx.rank, source)
+
+        if call.ctx.num_ranks == 1:
+            return attend(await_shard)
         return call.ctx.buffer.push(
             call.digest, call.k.shape, lambda: self.steps(call), (rows_of(call.k), rows_of(call.v)),
-            lambda: attend(lambda source: self.part(call, source)), lambda: 1,
+            lambda: attend(await_shard), lambda: 1,
         )  # fmt: skip
-
-    def part(self, call: AttentionCall, source: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait on the stream for the k and v of rank ``source``, and return them."""
-        slots = call.ctx.buffer.slots
-        key = kernel_await_shard, slots.index, call.digest, source
-        slots.launcher.run(key, lambda: self.wait(call, source))
-        return self.shard(call, call.ctx.rank, source)
 
     @staticmethod
     def shard(call: AttentionCall, rank: int, source: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -383,9 +375,10 @@ class Collective(_Algorithm):
         # CPU ranks test the kernels of this package, so libraries are no candidates there.
         return [(backend,) for backend in backends()] if current_device().has_nccl else []
 
-    def gather(self, call: AttentionCall, attend: Callable[[Gathered], R]) -> R:
-        batch, group = call.q.shape[0], call.ctx.group
-        k, v = (libraries.all_gather_rows(x.detach().contiguous(), group) for x in (call.k, call.v))
+    def gather(self, call: AttentionCall, attend: Callable[[AwaitShard], R]) -> R:
+        k, v, batch, group = call.k, call.v, call.q.shape[0], call.ctx.group
+        if call.ctx.num_ranks > 1:
+            k, v = (libraries.all_gather_rows(x.detach().contiguous(), group) for x in (k, v))
         return attend(lambda source: (k[source * batch :][:batch], v[source * batch :][:batch]))
 
 
