@@ -56,15 +56,14 @@ def dispatch_call(ctx, topk, **options):
 def dispatch(ctx, topk, **options):
     """The launch of a dispatch."""
     call = dispatch_call(ctx, topk, **options)
-    layout = call.result().layout
-    return call.chosen.launch(call, layout, layout.ends if call.capacity < call.limit else None)
+    return call.chosen.launch(call, call.result().layout)
 
 
 def combine(ctx, topk, **options):
     """The launch of a combine."""
     received = dispatch_call(ctx, topk).result()
     call = CombineCall(matrix(64, ctx.hidden), received, ctx, **options)
-    return call.chosen.launch(call, matrix(ctx.max_tokens, ctx.hidden))
+    return call.chosen.launch(call)[1]
 
 
 EVERY = [

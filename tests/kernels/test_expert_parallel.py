@@ -94,7 +94,7 @@ def test_the_stream_of_wait_follows_the_stream_of_the_send(ctx, monkeypatch):
     monkeypatch.setattr(
         DispatchCall,
         "launch_kernel",
-        lambda *arguments: (order.append("launched"), launched(*arguments)),
+        lambda *args, **halves: (order.append("launched"), launched(*args, **halves)),
     )
     received = ep_send(X, IDS, ctx, topk_weights=torch.ones(TOKENS, TOPK))
     for function in (received.num_positions, received.expanded):
@@ -132,22 +132,23 @@ def test_nan_weights_of_masked_ids_have_no_effect(ctx):
 def test_programs_leave_room_for_a_second_context(ctx, monkeypatch):
     gpu = SimpleNamespace(interprets=False, num_sms=132)
     call = DispatchCall(X, IDS, ctx, num_ctas=128)
+    call.key, call.limit = call.key._replace(topk=16), 8192
     monkeypatch.setattr(algorithms, "current_device", lambda: gpu)
     assert max_programs(None, 1) == 128
     for experts in (1, 4, 128, 512):
         for num_sms in (None, 4, 5, 20, 132):
-            call.num_sms, call.ctx.local_experts, call.limit = num_sms, experts, 4096
-            programs = call.programs(call.plan()._replace(META_TOKENS=8))
+            call.num_sms, call.ctx.local_experts = num_sms, experts
+            programs = call.programs()
             assert min(programs) >= 1
             assert sum(programs) + 1 <= (num_sms or 256)
-    assert call.programs(call.plan(), 0)[1] == 0
+    assert call.programs(0)[1] == 0
 
 
 def test_programs_of_packets_wait_for_smaller_numbers(ctx):
     call = DispatchCall(X, IDS, ctx, num_ctas=7, block_bytes=512)
     layout = call.result().layout
     ctx.hidden = 600
-    launch = algorithms.DISPATCH["packets"].launch(call, layout, None)
+    launch = algorithms.DISPATCH["packets"].launch(call, layout)
     assert launch.args[-2] == 6  # two programs for each of the three blocks of a row
 
 
@@ -164,7 +165,7 @@ def test_a_context_that_cannot_combine_has_no_memory_for_sums():
 def test_late_flags_are_searched_in_all_programs_that_set_them(ctx):
     call = DispatchCall(X, IDS, ctx, num_ctas=3)
     call.run()
-    meta, copies, _ = call.programs(call.plan())
+    meta, copies, _ = call.programs()
     assert ctx.buffer._last_call == (1, meta + copies, 2)  # chunk 0: ids, chunk 1: rows
     ep_combine.fn(torch.ones(9, HIDDEN), call.run(), ctx, num_ctas=5, num_chunks=2)
     assert ctx.sums._last_call == (1, 1, 1)

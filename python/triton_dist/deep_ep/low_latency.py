@@ -26,7 +26,6 @@ from triton_dist.kernels.nvidia.expert_parallel import (
 )
 from triton_dist.kernels.nvidia.expert_parallel.algorithms import DispatchCall
 from triton_dist.kernels.nvidia.expert_parallel.context import MAX_TOPK, SCALE_ELEMENTS
-from triton_dist.kernels.nvidia.expert_parallel.kernel import EPLayout
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import Group, group_for, process_group_of
 
@@ -298,7 +297,7 @@ class LowLatencyCalls:
             rows, tokens = y.new_empty((len(topk_idx), handle.hidden)), len(topk_idx)
             call = DispatchCall(rows, topk_idx, ctx, topk_weights, max_tokens=max_tokens)
             routes = call.result()
-            call.launch_kernel(routes.layout, True, True, copies=0)
+            call.launch_kernel(routes.layout, copies=0)
             assert routes.weights is not None
             weights = routes.weights.new_empty(len(y) + 1)
             # Routes to other ranks write to one extra element, which belongs to no row of y.
@@ -367,8 +366,7 @@ def received_for_combine(
         destinations, tokens, max_tokens: see ``Received``.
         weights: fp32 [rows of y].
     """
-    layout = EPLayout(ends, weights, positions, positions, ends, ends, destinations, ctx.control)
     return Received(
         ctx, positions, None, ends, ends, ends, weights, positions, positions, destinations, tokens,
-        max_tokens, layout,
+        max_tokens,
     )  # fmt: skip

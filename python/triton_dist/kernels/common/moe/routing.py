@@ -177,6 +177,22 @@ def rows_by_position(
 
 
 @jit
+def store_records(tiles_ptr, first, tile, tiles, expert, begin_row, end_row):
+    """Store the first five words of the records of a run of ``tiles`` tiles (``RECORD_WORDS``).
+
+    ``tile`` is a block of indices in the run. Return the addresses of the records, and which of
+    them exist.
+    """
+    record, mask = tiles_ptr + (first + tile) * RECORD_WORDS, tile < tiles
+    tl.store(record, expert, mask=mask)
+    tl.store(record + 1, begin_row, mask=mask)
+    tl.store(record + 2, end_row, mask=mask)
+    tl.store(record + 3, first, mask=mask)
+    tl.store(record + 4, tiles, mask=mask)
+    return record, mask
+
+
+@jit
 def write_tiles(
     counts_ptr, map_memory, expert, chunks, group_ends, block_m, E, E_PAD: tl.constexpr,
     NUM_SOURCES: tl.constexpr, SOURCES_PAD: tl.constexpr, NUM_GROUPS: tl.constexpr,
@@ -214,16 +230,12 @@ def write_tiles(
         run_end = tl.minimum(run_begin + tiles * block_m, rows)
         for first_tile in range(0, tiles, SEGMENT):
             tile = first_tile + tl.arange(0, SEGMENT)
-            mask = tile < tiles
             tile_begin = (run_begin + tile * block_m)[:, None]
             tile_end = tl.minimum(tile_begin + block_m, run_end)
             not_last = (position < NUM_SOURCES - 1)[None, :]
-            record = map_memory.tiles + (first + tile) * RECORD_WORDS
-            tl.store(record, expert, mask=mask)
-            tl.store(record + 1, row + run_begin, mask=mask)
-            tl.store(record + 2, row + run_end, mask=mask)
-            tl.store(record + 3, first, mask=mask)
-            tl.store(record + 4, tiles, mask=mask)
+            record, mask = store_records(
+                map_memory.tiles, first, tile, tiles, expert, row + run_begin, row + run_end
+            )
             # A row's position is the number of positions whose rows of the expert all precede it.
             before_begin = (not_last & (by_position[None, :] <= tile_begin)).to(tl.int32)
             before_end = (not_last & (by_position[None, :] < tile_end)).to(tl.int32)

@@ -12,7 +12,12 @@ import triton.language as tl
 
 from triton_dist._jit import jit
 from triton_dist.kernels.common.moe.positions import Positions
-from triton_dist.kernels.common.moe.routing import RECORD_WORDS, BlockMap, max_tiles
+from triton_dist.kernels.common.moe.routing import (
+    RECORD_WORDS,
+    BlockMap,
+    max_tiles,
+    store_records,
+)
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch
 
@@ -65,13 +70,7 @@ def kernel_tiles_of_ends(
     end_row = tl.sum(tl.where(lane == expert, end, 0), 0)
     for first_tile in range(0, tiles, BLOCK):
         tile = first_tile + tl.arange(0, BLOCK)
-        record = tiles_ptr + (first + tile) * RECORD_WORDS
-        mask = tile < tiles
-        tl.store(record, expert, mask=mask)
-        tl.store(record + 1, begin_row, mask=mask)
-        tl.store(record + 2, end_row, mask=mask)
-        tl.store(record + 3, first, mask=mask)
-        tl.store(record + 4, tiles, mask=mask)
+        store_records(tiles_ptr, first, tile, tiles, expert, begin_row, end_row)
     if expert == 0:
         tl.store(num_tiles_ptr, tl.sum(number, 0))
 

@@ -40,7 +40,6 @@ from triton_dist.kernels.nvidia.expert_parallel import (
     ep_dispatch,
     max_programs,
 )
-from triton_dist.kernels.nvidia.expert_parallel import Key as DispatchKey
 from triton_dist.kernels.nvidia.grouped_gemm import SILU_MUL
 from triton_dist.kernels.nvidia.grouped_gemm import Call as GroupedGemmCall
 from triton_dist.runtime.device import current_device
@@ -76,6 +75,11 @@ class EPProductKey(NamedTuple):
     id_dtype: torch.dtype | None
     routing_skew: str | None
 
+    @property
+    def scales(self) -> str:
+        """Scales of x, as in the key of ``ep_dispatch``."""
+        return "none"
+
 
 class Dispatch(DispatchCall):
     """The dispatch in a call."""
@@ -104,28 +108,20 @@ class Call(OpCall):
     validated_key: Any = None
 
     def __post_init__(self) -> None:
-        key, B = self.validated_key, self.B
-        sent = None
-        if key is not None:
-            sent = DispatchKey(
-                key.M, key.K, key.topk, key.num_experts, key.dtype, key.num_ranks, "none",
-                key.has_weights, key.has_capacity, key.replicas, key.id_dtype, 1, None,
-                key.routing_skew,
-            )  # fmt: skip
+        key = self.validated_key
         self.dispatch = Dispatch(
             self.x, self.topk_ids, self.ctx, self.topk_weights, max_tokens=self.max_tokens,
-            expert_map=self.expert_map, routing_skew=self.routing_skew, validated_key=sent,
+            expert_map=self.expert_map, routing_skew=self.routing_skew, validated_key=key,
         )  # fmt: skip
         if key is None:
             raise_first_error(self.function, self._checks())
             sent = self.dispatch.key
             key = EPProductKey(
-                sent.M, B.shape[2], sent.hidden, sent.num_experts, sent.topk, sent.dtype,
-                sent.num_ranks, weights_layout(B), self.activation, sent.has_weights,
+                sent.M, self.B.shape[2], sent.hidden, sent.num_experts, sent.topk, sent.dtype,
+                sent.num_ranks, weights_layout(self.B), self.activation, sent.has_weights,
                 sent.has_capacity, sent.replicas, sent.id_dtype, sent.routing_skew,
             )  # fmt: skip
         self.key: EPProductKey = key
-        self.width = self.key.N // (1 if self.activation is None else 2)
         self.chosen = ALGORITHMS[self.algorithm or Serial.name]
         if self.gemm_config is None:
             self.gemm_config = grouped_tiles()[0]
@@ -151,10 +147,6 @@ class Call(OpCall):
         fits = self.activation is None or B.shape[2] % 2 == 0
         yield "B.shape", tuple(B.shape), fits, f"an even N for activation={SILU_MUL!r}"
 
-    def empty_product(self) -> torch.Tensor:
-        rows = self.key.num_ranks * self.key.M * self.key.topk
-        return self.x.new_empty(rows, self.width)
-
     def product(self, received: Received, algorithm: str) -> GroupedGemmCall:
         return GroupedGemmCall(
             A=received.rows, B=self.B, topk_ids=received.positions, order="route",
@@ -166,7 +158,7 @@ class Call(OpCall):
     def run_dispatch(self) -> Received:
         """Run the dispatch, with its own tuning unless this call is untuned."""
         if self.algorithm is None:
-            return self.dispatch.start(receive=True)
+            return self.dispatch.run()  # type: ignore[return-value]
         return ep_dispatch(
             self.x, self.topk_ids, self.ctx, self.topk_weights, max_tokens=self.max_tokens,
             expert_map=self.expert_map, routing_skew=self.routing_skew, autotune_pg=self.ctx.group,
@@ -246,25 +238,25 @@ class Fused(Algorithm[Call, EPProductKey]):
 
     def compile(self, call: Call) -> None:
         received = call.dispatch.result()
-        call.dispatch.kernel(received.layout, None, True, True, 0).compile()
+        call.dispatch.kernel(received.layout, copies=0).compile()
         for launch in self.launches(call, received)[1]:
             launch.compile()
 
     def run(self, call: Call) -> Any:
-        call.dispatch.check_pending()
         received = call.dispatch.result()
         C, (order, product) = self.launches(call, received)
-        call.dispatch.launch_kernel(received.layout, True, True, copies=0)
+        call.dispatch.launch_kernel(received.layout, copies=0)
         call.ctx.buffer.launcher.repeat(order)
         call.ctx.buffer.repeat(product, call.num_ctas or _COPY_PROGRAMS[0])
         return C, received
 
     def launches(self, call: Call, received: Received) -> tuple[torch.Tensor, list[Launch]]:
         """Return C, the launch that orders the tiles, and the launch that sends and multiplies."""
-        ctx, dispatch, C, config = call.ctx, call.dispatch, call.empty_product(), call.gemm_config
+        ctx, dispatch, config = call.ctx, call.dispatch, call.gemm_config
         assert config is not None
         block_m, E = config.kwargs["BLOCK_SIZE_M"], ctx.local_experts
         ends, number = received.ends, received.positions.number
+        C = call.x.new_empty(number, call.key.N // (1 if call.activation is None else 2))
         tiles = ends.new_empty(max_tiles(number, E, block_m), RECORD_WORDS.value)
         num_tiles = ends.new_empty(2)
         plan = dispatch.plan()._replace(BLOCK=max(1, _BLOCK_BYTES // call.x.element_size()))

@@ -24,7 +24,11 @@ from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange.protocol import chunk_flag, flag_offset, notify_ranks
 from triton_dist.kernels.common.moe.product import multiply_tile, weights_operand
-from triton_dist.kernels.common.moe.routing import RECORD_WORDS, tile_of_work_item
+from triton_dist.kernels.common.moe.routing import (
+    RECORD_WORDS,
+    store_records,
+    tile_of_work_item,
+)
 from triton_dist.kernels.common.moe.sorted_rows import rows_of_experts
 from triton_dist.kernels.common.peers import target_at
 from triton_dist.kernels.nvidia.expert_parallel import begin_ep_call, send_rows
@@ -88,13 +92,10 @@ def kernel_order_tiles(
         row = begin_row + skipped * block_m
         for first_tile in range(0, tiles_of_run, BLOCK):
             tile = first_tile + tl.arange(0, BLOCK)
-            record = tiles_ptr + (first_of_run + tile) * RECORD_WORDS
-            mask = tile < tiles_of_run
-            tl.store(record, expert, mask=mask)
-            tl.store(record + 1, row, mask=mask)
-            tl.store(record + 2, tl.minimum(row + tiles_of_run * block_m, end_row), mask=mask)
-            tl.store(record + 3, first_of_run, mask=mask)
-            tl.store(record + 4, tiles_of_run, mask=mask)
+            record, mask = store_records(
+                tiles_ptr, first_of_run, tile, tiles_of_run, expert, row,
+                tl.minimum(row + tiles_of_run * block_m, end_row),
+            )  # fmt: skip
             tl.store(record + 6, 0 if part == 0 else 1, mask=mask)
     if expert == 0:
         tl.store(num_tiles_ptr, tl.sum(num_tiles, 0))

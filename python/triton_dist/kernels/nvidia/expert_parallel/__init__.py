@@ -1,11 +1,10 @@
 """Expert-parallel dispatch and combine; ``op.py`` describes the ops and their design.
 
-An op that fuses a dispatch with a product also uses the call, the key and kernel functions. They
-are not for users, and therefore not in ``__all__``.
+An op that fuses a dispatch with a product also uses the call and kernel functions. They are not for
+users, and therefore not in ``__all__``.
 """
 
 from triton_dist.kernels.nvidia.expert_parallel.algorithms import DispatchCall as DispatchCall
-from triton_dist.kernels.nvidia.expert_parallel.algorithms import Key as Key
 from triton_dist.kernels.nvidia.expert_parallel.algorithms import max_programs as max_programs
 from triton_dist.kernels.nvidia.expert_parallel.context import (
     EPContext,

@@ -39,6 +39,7 @@ from triton_dist.kernels.nvidia.expert_parallel.context import (
     Received,
     block_tokens,
     matrix_checks,
+    pending_send_check,
 )
 from triton_dist.kernels.nvidia.expert_parallel.kernel import (
     EPLayout,
@@ -60,11 +61,12 @@ _FREE_SMS = 4
 """Number of SMs left free for other launches."""
 _LINE_ELEMENTS = 16
 """Elements of the smallest dtype in a line. A row in packets must fill whole lines."""
-_DISPATCH_PARAMS = tuple(
-    LaunchParams(ctas, nbytes) for ctas in (192, 128, 64) for nbytes in (16384, 8192, 4096)
+DEFAULT_PARAMS = LaunchParams(128, 8192)
+_DISPATCH_PARAMS = (
+    DEFAULT_PARAMS,
+    *(LaunchParams(ctas, nbytes) for ctas in (192, 128, 64) for nbytes in (16384, 8192, 4096)),
 )
 _PACKET_PARAMS = tuple(LaunchParams(*each) for each in ((192, 8192), (128, 8192), (192, 4096)))
-DEFAULT_PARAMS = LaunchParams(128, 8192)
 ALIGNMENTS = tuple(1 << power for power in range(9))
 
 
@@ -187,6 +189,7 @@ class DispatchCall(OpCall):
         groups = -(-ctx.hidden // SCALE_ELEMENTS)
 
         def checks() -> Iterator[Check]:
+            yield pending_send_check(ctx)
             at_most = f"an int from 1 to {ctx.max_tokens}, equal on all ranks"
             yield "max_tokens", limit, is_int(limit) and 1 <= limit <= ctx.max_tokens, at_most
             dtypes, hidden = FP8 if fp8 else (ctx.dtype,), (ctx.hidden,)
@@ -219,9 +222,16 @@ class DispatchCall(OpCall):
             self.alignment, self.num_sms, skew,
         )  # fmt: skip
 
-    def programs(self, plan: EPPlan, copies: int | None = None) -> tuple[int, int, int]:
+    @functools.cached_property
+    def locations(self) -> torch.Tensor | None:
+        """Memory for the result of ``kernel_locate``; ``None`` unless the capacity is limited."""
+        if self.capacity == self.limit:
+            return None
+        return int32_vectors(self.ctx.device.torch_device, self.ctx.num_ranks * self.limit)[0]
+
+    def programs(self, copies: int | None = None) -> tuple[int, int, int]:
         """Return the numbers of meta, copy and layout programs."""
-        total, blocks = max_programs(self.num_sms), -(-self.limit // plan.META_TOKENS)
+        total, blocks = max_programs(self.num_sms), -(-self.limit // block_tokens(self.key.topk))
         meta = max(1, min(_MAX_META_PROGRAMS, blocks, total // 8))
         layouts = min(_MAX_LAYOUT_PROGRAMS, self.ctx.num_ranks * blocks)
         if copies is None:
@@ -236,22 +246,6 @@ class DispatchCall(OpCall):
             META_TOKENS=block_tokens(key.topk), REPLICAS=key.replicas, ALIGNMENT=self.alignment,
             SCALES=key.scales,
         )  # fmt: skip
-
-    def start(self, receive: bool) -> Received:
-        """Launch the call. If ``receive`` is false, ``wait`` of the result launches the kernel that
-        receives."""
-        self.check_pending()
-        received = self.result()
-        self.chosen.start(self, received, receive)
-        if not receive:
-            self.ctx.pending, self.ctx.await_send = received, self.ctx.device.record_event()
-        return received
-
-    def check_pending(self) -> None:
-        """Raise if the context has a result of ``ep_send`` whose ``wait`` was not called."""
-        if self.ctx.pending is not None:
-            expected = "no other dispatch before wait() of the result of ep_send"
-            raise InvalidArgument(self.function, "ctx", "a context with a pending send", expected)
 
     def result(self) -> Received:
         """Return a result whose tensors the call will fill."""
@@ -269,15 +263,11 @@ class DispatchCall(OpCall):
         groups = -(-ctx.hidden // SCALE_ELEMENTS)
         if self.key.scales != "none":
             scales = ctx.buffer.memory["scales"].local[: rows * groups].view(rows, groups)
-        layout = EPLayout(
-            row_of_position, weights, position_of_route, local_ids, ends, counts, destinations,
-            ctx.control,
-        )  # fmt: skip
         return Received(
             ctx, self.row_buffer()[: rows * ctx.hidden].view(rows, ctx.hidden), scales,
             row_of_position, ends, counts.view(experts, num_ranks), weights,
             position_of_route.view(-1, topk), local_ids.view(-1, topk), destinations, self.tokens,
-            self.limit, layout, lambda: self.launch_kernel(layout, False, True), self.routing_skew,
+            self.limit, self.routing_skew,
         )  # fmt: skip
 
     def row_buffer(self) -> torch.Tensor:
@@ -285,35 +275,26 @@ class DispatchCall(OpCall):
         return self.ctx.buffer.memory["rows"].local.view(self.wire_dtype)
 
     def launch_kernel(
-        self, layout: EPLayout, send: bool, receive: bool, copies: int | None = None
+        self, layout: EPLayout, send: bool = True, receive: bool = True, copies: int | None = None
     ) -> None:
         """Launch the programs that send, the programs that receive, or both.
 
         ``copies`` replaces the number of copy programs. If it is 0, no rows are sent.
         """
         ctx = self.ctx
-        locations = None
-        if self.capacity < self.limit:
-            if send:
-                # The user's counter must not count tokens that calls of the tuner drop.
-                is_tuning = copies is not None or waits.are_limited()
-                self.locations = self.locate(ctx.dropped_in_tuning if is_tuning else ctx.dropped)
-            locations = self.locations
-        meta_programs, copies, _ = self.programs(self.plan(), copies)
-        launch = self.kernel(layout, locations, send, receive, copies)
+        if send and self.locations is not None:
+            # The user's counter must not count tokens that calls of the tuner drop.
+            is_tuning = copies is not None or waits.are_limited()
+            arguments = (
+                self.topk_ids, self.expert_map, self.locations,
+                ctx.dropped_in_tuning if is_tuning else ctx.dropped, self.tokens, self.limit,
+                self.capacity, self.logical_experts, ctx.rank,
+            )  # fmt: skip
+            options = {"ep_plan": self.plan(), "num_warps": self.params.num_warps}
+            ctx.buffer.launcher.repeat(Launch(kernel_locate, (ctx.num_ranks,), arguments, options))
+        meta_programs, copies, _ = self.programs(copies)
+        launch = self.kernel(layout, send, receive, copies)
         ctx.buffer.repeat(launch, meta_programs + copies, 2)
-
-    def locate(self, dropped: torch.Tensor) -> torch.Tensor:
-        """Return ``kernel_locate``'s locations for a limited capacity; count in ``dropped``."""
-        ctx = self.ctx
-        (locations,) = int32_vectors(ctx.device.torch_device, ctx.num_ranks * self.limit)
-        arguments = (
-            self.topk_ids, self.expert_map, locations, dropped, self.tokens, self.limit,
-            self.capacity, self.logical_experts, ctx.rank,
-        )  # fmt: skip
-        options = {"ep_plan": self.plan(), "num_warps": self.params.num_warps}
-        ctx.buffer.launcher.repeat(Launch(kernel_locate, (ctx.num_ranks,), arguments, options))
-        return locations
 
     def digest(self, plan: EPPlan, *programs: int) -> int:
         """Return the call tag, a digest of the arguments that must be equal on all ranks."""
@@ -321,11 +302,10 @@ class DispatchCall(OpCall):
         return digest_of(self.limit, plan.TOPK, plan.SCALES, self.wire_dtype, weighted, *programs)
 
     def kernel(
-        self, layout: EPLayout, locations: Any, send: bool, receive: bool, copies: int | None
+        self, layout: EPLayout, send: bool = True, receive: bool = True, copies: int | None = None
     ) -> Launch:
-        ctx, memory = self.ctx, self.ctx.buffer.memory
-        plan = self.plan()
-        meta_programs, copies, layouts = self.programs(plan, copies)
+        ctx, memory, plan = self.ctx, self.ctx.buffer.memory, self.plan()
+        meta_programs, copies, layouts = self.programs(copies)
         programs = (meta_programs + copies if send else 0) + (layouts + 1 if receive else 0)
         digest = self.digest(plan, meta_programs, copies)
         has_scales = plan.SCALES != "none"
@@ -336,9 +316,9 @@ class DispatchCall(OpCall):
         )  # fmt: skip
         _, peers = ctx.buffer.regions(torch.int32)
         arguments = (
-            self.x, self.x_scale, self.topk_ids, self.topk_weights, locations, self.expert_map,
-            regions, peers, layout, self.tokens, self.limit, self.capacity, ctx.hidden,
-            self.logical_experts, ctx.rank, meta_programs, copies, digest,
+            self.x, self.x_scale, self.topk_ids, self.topk_weights, self.locations,
+            self.expert_map, regions, peers, layout, self.tokens, self.limit, self.capacity,
+            ctx.hidden, self.logical_experts, ctx.rank, meta_programs, copies, digest,
         )  # fmt: skip
         options = {"receives_only": not send, "ep_plan": plan, **launch_options(self.params)}
         return Launch(kernel_dispatch, (programs,), arguments, options)
@@ -349,9 +329,10 @@ class Push(Algorithm[DispatchCall, Key]):
 
     name = "push"
     tunables: ClassVar[tuple[str, ...]] = ("num_ctas", "block_bytes")
+    params: ClassVar[tuple[LaunchParams, ...]] = _DISPATCH_PARAMS
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        candidates = dict.fromkeys((params_for_device(DEFAULT_PARAMS), *_DISPATCH_PARAMS))
+        candidates = dict.fromkeys(map(params_for_device, self.params))
         return ((params.num_ctas, params.block_bytes) for params in candidates)
 
     def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
@@ -359,28 +340,25 @@ class Push(Algorithm[DispatchCall, Key]):
         return bool(config["num_ctas"] <= max(limit, min(ctas for ctas, _ in self.candidates())))
 
     def compile(self, call: DispatchCall) -> None:
-        layout = call.result().layout
-        self.launch(call, layout, layout.ends if call.capacity < call.limit else None).compile()
+        self.launch(call, call.result().layout).compile()
 
     def run(self, call: DispatchCall) -> Any:
-        return call.start(receive=True)
+        received = call.result()
+        self.start(call, received)
+        return received
 
-    def launch(self, call: DispatchCall, layout: EPLayout, locations: Any) -> Launch:
-        return call.kernel(layout, locations, True, True, None)
+    def launch(self, call: DispatchCall, layout: EPLayout) -> Launch:
+        return call.kernel(layout)
 
-    def start(self, call: DispatchCall, received: Received, receive: bool) -> None:
-        """Launch the call. If ``receive`` is false, omit the second half; only ``Push`` can."""
-        call.launch_kernel(received.layout, True, receive)
+    def start(self, call: DispatchCall, received: Received) -> None:
+        """Launch a call that fills the tensors of ``received``."""
+        call.launch_kernel(received.layout)
 
 
 class Packets(Push):
     """One launch for few tokens. Receivers poll the words of ids and rows instead of flags."""
 
-    name = "packets"
-
-    def candidates(self) -> Iterable[tuple[Any, ...]]:
-        candidates = dict.fromkeys(map(params_for_device, _PACKET_PARAMS))
-        return ((params.num_ctas, params.block_bytes) for params in candidates)
+    name, params = "packets", _PACKET_PARAMS
 
     def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
         return fits_packets(sizes) and super().fits(config, sizes)
@@ -392,10 +370,10 @@ class Packets(Push):
             expected += f"that is a multiple of {_LINE_ELEMENTS}"
             raise InvalidArgument("ep_dispatch", "algorithm", "packets", expected)
 
-    def start(self, call: DispatchCall, received: Received, receive: bool) -> None:
-        call.ctx.buffer.repeat(self.launch(call, received.layout, None), call.params.num_ctas)
+    def start(self, call: DispatchCall, received: Received) -> None:
+        call.ctx.buffer.repeat(self.launch(call, received.layout), call.params.num_ctas)
 
-    def launch(self, call: DispatchCall, layout: EPLayout, locations: Any) -> Launch:
+    def launch(self, call: DispatchCall, layout: EPLayout) -> Launch:
         ctx, topk = call.ctx, call.topk_ids.shape[1]
         meta_tokens = block_tokens(topk, True)
         metas = -(-call.limit // meta_tokens)
@@ -418,8 +396,9 @@ class Packets(Push):
         arguments = (
             call.x, call.x_scale, call.topk_ids, call.topk_weights, call.expert_map,
             call.row_buffer(), ctx.buffer.memory["scales"].local if has_scales else None,
-            ctx.packets(), layout, call.tokens, call.limit, ctx.hidden, call.logical_experts,
-            ctx.rank, ctx.meta_lines, metas, copies, digest,
+            ctx.buffer.packet_regions()._replace(calls=ctx.epochs), layout, call.tokens,
+            call.limit, ctx.hidden, call.logical_experts, ctx.rank, ctx.meta_lines, metas, copies,
+            digest,
         )  # fmt: skip
         options = {"ep_plan": plan, **launch_options(call.params, per_sm, 1024)}
         return Launch(kernel_dispatch_packets, (programs,), arguments, options)
@@ -444,8 +423,8 @@ class Collective(Push):
             expected = f"another algorithm than {self.name!r} for a limited capacity"
             raise InvalidArgument("ep_dispatch", "algorithm", self.name, expected)
 
-    def start(self, call: DispatchCall, received: Received, receive: bool) -> None:
-        call.launch_kernel(received.layout, True, True, copies=0)
+    def start(self, call: DispatchCall, received: Received) -> None:
+        call.launch_kernel(received.layout, copies=0)
         x, scale = call.x.detach(), call.x_scale
         if call.quantise:
             groups = -(-x.shape[1] // SCALE_ELEMENTS)

@@ -48,6 +48,7 @@ from triton_dist.kernels.nvidia.expert_parallel.context import (
     EPContext,
     Received,
     matrix_checks,
+    pending_send_check,
 )
 from triton_dist.kernels.nvidia.expert_parallel.kernel import (
     FAULT_ROWS,
@@ -145,24 +146,6 @@ def first_line(packets, source, token, row_lines):
 
 
 @jit
-def add_received(own, lines, is_sent, packets, rank, ep_plan: tl.constexpr):
-    """Return the fp32 sum, 1-D, of ``own`` and of the sums that peers send.
-
-    ``lines`` and ``is_sent`` are the arguments of ``poll_unmarked``, a block for each peer.
-    """
-    NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
-    PER_LINE: tl.constexpr = LINE_BITS // own.dtype.primitive_bitwidth
-    payload, payloads = tl.reshape(payload_of(own), [own.numel // PER_LINE, 4]), tl.tuple([])
-    if NUM_RANKS > 1:
-        arrived = poll_unmarked(lines, is_sent, packets.timeout_words)
-        tl.debug_barrier()
-        for peer in tl.static_range(NUM_RANKS - 1):
-            words = tl.where(is_sent[peer][:, None], line_of(arrived, peer), 0)
-            payloads = payloads + (words,)  # noqa: RUF005
-    return add_lines(payload, payloads, rank, NUM_RANKS, own.dtype)
-
-
-@jit
 def add_sums(
     y_ptr, y_rows, out_ptr, packets, ep_layout, call, ranks, positions, item, first_token, hidden,
     ep_plan: tl.constexpr,
@@ -187,26 +170,20 @@ def add_sums(
         line = first_line(packets, peers[peer], first_token + token, row_lines) + index
         lines = lines + (words_ptr + line * 4,)  # noqa: RUF005
         is_sent = is_sent + ((index < row_lines) & ((ranks >> peers[peer]) & 1 != 0),)  # noqa: RUF005
-    sums = add_received(own.to(DTYPE), lines, is_sent, packets, call.rank, ep_plan)
+    payload, payloads = tl.reshape(payload_of(own.to(DTYPE)), [BLOCK // PER_LINE, 4]), tl.tuple([])
+    if NUM_RANKS > 1:
+        arrived = poll_unmarked(lines, is_sent, packets.timeout_words)
+        tl.debug_barrier()
+        for peer in tl.static_range(NUM_RANKS - 1):
+            words = tl.where(is_sent[peer][:, None], line_of(arrived, peer), 0)
+            payloads = payloads + (words,)  # noqa: RUF005
+    sums = add_lines(payload, payloads, call.rank, NUM_RANKS, DTYPE)
     out = out_ptr + (call.offset + token) * hidden + column
     with dl.mark("store"):
         tl.store(out, sums.to(out_ptr.dtype.element_ty), mask=column < hidden)
     for peer in tl.static_range(NUM_RANKS - 1):
         line = first_line(packets, peers[peer], first_token + token, row_lines) + index
         clear(packets.words, line, is_sent[peer])
-
-
-@jit
-def begin_combine(packets, peers, call_tag, rank, ep_plan: tl.constexpr):
-    """Begin a call, and notify all ranks. Each program calls this once.
-
-    Every call must also wait for the flags of all ranks (``await_begun``), because later calls of
-    few tokens rely on it.
-    """
-    call = begin_ep_call(peers, call_tag, rank, False, ep_plan)
-    if tl.program_id(0) == 0:
-        notify_ranks(call, 0, chunk_flag(call, 0), ep_plan)
-    return call
 
 
 @jit(
@@ -227,7 +204,10 @@ def kernel_combine(
     """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     program, programs = tl.program_id(0), tl.num_programs(0)
-    call = begin_combine(packets, peers, digest, rank, ep_plan)
+    call = begin_ep_call(peers, digest, rank, False, ep_plan)
+    # Every call waits for these flags of all ranks, because later calls of few tokens rely on it.
+    if program == 0:
+        notify_ranks(call, 0, chunk_flag(call, 0), ep_plan)
     first_token = tl.where(slot > 0, first_slot + (call.epoch % 2).to(tl.int32) * slot, 0)
     blocks = tl.cdiv(hidden, ep_plan.BLOCK)
     count = tl.cdiv(max_tokens * blocks, programs)
@@ -313,10 +293,10 @@ class CombineCall(OpCall):
             "ep_combine", self.num_ctas, self.block_bytes, self.num_chunks, DEFAULT_PARAMS,
             MAX_COMBINE_PROGRAMS,
         )  # fmt: skip
-        limit = max_programs(
-            self.num_sms,
-            packet_programs_per_sm(self.ctx.num_ranks, params.block_bytes, self.key.topk),
+        self.programs_per_sm = packet_programs_per_sm(
+            self.ctx.num_ranks, params.block_bytes, self.key.topk
         )
+        limit = max_programs(self.num_sms, self.programs_per_sm)
         self.params = replace(params, num_ctas=min(params.num_ctas, limit))
         self.chosen.check(self)
 
@@ -329,7 +309,7 @@ class CombineCall(OpCall):
             is_own = isinstance(received, Received) and received.ctx is ctx
             yield "received", type(received).__name__, is_own, "a result of ep_dispatch with ctx"
             yield "ctx", "can_combine=False", ctx.can_combine, "a context with can_combine=True"
-            yield "ctx", "a pending send", ctx.pending is None, "wait() of the result of ep_send"
+            yield pending_send_check(ctx)
             yield from matrix_checks(ctx, "y", self.y, ANY_SIZE, (ctx.hidden,), ctx.dtype)
             yield num_sms_check(self.num_sms)
 
@@ -345,7 +325,7 @@ class CombineCall(OpCall):
         return self.apply_weights and self.received.weights is not None
 
     def layout(self) -> EPLayout:
-        layout: EPLayout = self.received.layout
+        layout = self.received.layout
         return layout if self.has_weights else layout._replace(weights=None)
 
     def plan(self) -> EPPlan:
@@ -362,9 +342,6 @@ class CombineCall(OpCall):
         grid = (min(tokens, 8 * ctx.device.num_sms),)
         ctx.sums.launcher.repeat(Launch(kernel_partial_sums, grid, arguments, options))
         return out
-
-    def new_out(self) -> torch.Tensor:
-        return self.y.new_empty((self.received.tokens, self.ctx.hidden))
 
 
 class CombinePush(Algorithm[CombineCall, Key]):
@@ -388,17 +365,18 @@ class CombinePush(Algorithm[CombineCall, Key]):
         return bool(enough and config["num_ctas"] <= max(limit, smallest))
 
     def compile(self, call: CombineCall) -> None:
-        self.launch(call, call.new_out()).compile()
+        self.launch(call)[1].compile()
 
     def run(self, call: CombineCall) -> torch.Tensor:
-        out = call.new_out()
-        call.ctx.sums.repeat(self.launch(call, out))
+        out, launch = self.launch(call)
+        call.ctx.sums.repeat(launch)
         return out
 
-    def launch(self, call: CombineCall, out: torch.Tensor) -> Launch:
+    def launch(self, call: CombineCall) -> tuple[torch.Tensor, Launch]:
+        """Return the result, and the launch that computes it."""
         ctx, received, params = call.ctx, call.received, call.params
+        out = call.y.new_empty((received.tokens, ctx.hidden))
         _, peers = ctx.sums.regions(call.y.dtype)
-        per_sm = packet_programs_per_sm(ctx.num_ranks, params.block_bytes, call.key.topk)
         slot = ctx.slot_tokens if received.max_tokens <= ctx.slot_tokens else 0
         digest = digest_of(received.max_tokens, call.key.topk, call.has_weights, params)
         arguments = (
@@ -406,8 +384,8 @@ class CombinePush(Algorithm[CombineCall, Key]):
             received.tokens, received.max_tokens, ctx.first_slot, slot, ctx.hidden, ctx.rank,
             params.num_chunks, digest,
         )  # fmt: skip
-        options = {"ep_plan": call.plan(), **launch_options(params, per_sm, 1024)}
-        return Launch(kernel_combine, (params.num_ctas,), arguments, options)
+        options = {"ep_plan": call.plan(), **launch_options(params, call.programs_per_sm, 1024)}
+        return out, Launch(kernel_combine, (params.num_ctas,), arguments, options)
 
 
 class CombineCollective(Algorithm[CombineCall, Key]):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,11 +25,10 @@ from triton_dist.kernels.common.context import (
     tensor_checks,
 )
 from triton_dist.kernels.common.exchange.buffer import LINE_BYTES, MAX_CTAS, ExchangeBuffer
-from triton_dist.kernels.common.exchange.protocol import Packets
 from triton_dist.kernels.common.moe.positions import Positions
 from triton_dist.kernels.common.peers import Disagreements
 from triton_dist.kernels.nvidia.expert_parallel import kernel, packets
-from triton_dist.kernels.nvidia.expert_parallel.kernel import FAULT_OUT, report_fault
+from triton_dist.kernels.nvidia.expert_parallel.kernel import FAULT_OUT, EPLayout, report_fault
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch
 from triton_dist.runtime.ranks import Group, process_group_of
@@ -123,13 +121,9 @@ class EPContext(OpContext[ExchangeBuffer]):
         self.meta_elements = meta
         self.pending: Received | None = None
         """Result of an ``ep_send`` whose ``wait`` has not been called."""
-        self.await_send: Callable[..., None] = lambda *tensors: None
-        """Function that makes the current stream wait for the stream of the last ``ep_send``, and
-        records that the current stream uses the given tensors of the other stream."""
-
-    def packets(self) -> Packets:
-        """Return the packet memory of a dispatch."""
-        return self.buffer.packet_regions()._replace(calls=self.epochs)
+        self.receive_pending: Callable[..., None] | None = None
+        """Function that receives the rows of ``pending`` on the current stream. Its arguments are
+        tensors of the stream of ``ep_send`` that the current stream then also uses."""
 
     def check(self) -> None:
         """Wait for the device and raise the errors that kernels have recorded.
@@ -152,7 +146,7 @@ class EPContext(OpContext[ExchangeBuffer]):
         super().reset()
         self.epochs.zero_()
         self.faults[0] = 0
-        self.pending = None
+        self.pending = self.receive_pending = None
         self.device.synchronize()
 
 
@@ -178,6 +172,11 @@ def matrix_checks(
     yield f"{name}.device", matrix.device, matrix.device == device, f"{device}"
     yield f"{name}.stride()", matrix.stride(), matrix.is_contiguous(), "a contiguous tensor"
     yield gradient_check(name, matrix)
+
+
+def pending_send_check(ctx: EPContext) -> Check:
+    expected = "a context without a result of ep_send whose wait() was not called"
+    return "ctx", "a pending send", ctx.pending is None, expected
 
 
 def create_ep_context(
@@ -305,7 +304,6 @@ class Received:
         destinations: int32 [max_tokens]. Bit r is set if the token was sent to rank r.
         tokens: number of this rank's tokens.
         max_tokens: maximum number of tokens of a rank in this call.
-        layout: the tensors above as an argument of kernels.
     """
 
     ctx: EPContext
@@ -320,21 +318,26 @@ class Received:
     destinations: torch.Tensor
     tokens: int
     max_tokens: int
-    layout: Any = None
-    receive: Any = None
     routing_skew: str | None = None
+
+    @functools.cached_property
+    def layout(self) -> EPLayout:
+        """The tensors as an argument of kernels."""
+        return EPLayout(
+            self.row_of_position, self.weights, self.position_of_route, self.local_ids, self.ends,
+            self.counts, self.destinations, self.ctx.control,
+        )  # fmt: skip
 
     def wait(self) -> Received:
         """Receive the rows of ``ep_send``. Required before the next call with the context.
 
         The current stream may differ from the stream of ``ep_send``.
         """
-        if self.ctx.pending is self:
-            self.ctx.pending = None
+        ctx, receive = self.ctx, self.ctx.receive_pending
+        if ctx.pending is self and receive is not None:
+            ctx.pending = ctx.receive_pending = None
             # All int32 arrays are in the allocation of ``row_of_position``.
-            weights = () if self.weights is None else (self.weights,)
-            self.ctx.await_send(self.row_of_position, *weights)
-            self.receive()
+            receive(self.row_of_position, *(() if self.weights is None else (self.weights,)))
         return self
 
     @property

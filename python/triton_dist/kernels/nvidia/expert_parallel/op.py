@@ -72,7 +72,7 @@ def combine_variants(
         )
         variant_received = call.result()
         # Without copies, the rows that ``received`` refers to stay in the context.
-        call.launch_kernel(variant_received.layout, True, True, copies=0)
+        call.launch_kernel(variant_received.layout, copies=0)
         rows = variant_received.num_positions()
         yield {"y": y.new_zeros((rows, ctx.hidden)), "received": variant_received}
 
@@ -141,7 +141,7 @@ def ep_dispatch(
     return DispatchCall(
         x, topk_ids, ctx, topk_weights, x_scale, quantise, max_tokens, expert_map, alignment,
         num_sms, routing_skew, num_ctas, block_bytes, algorithm, validated_key,
-    ).start(receive=True)  # fmt: skip
+    ).run()  # type: ignore[return-value]  # fmt: skip
 
 
 def ep_send(x: torch.Tensor, topk_ids: torch.Tensor, ctx: EPContext, **options: Any) -> Received:
@@ -157,7 +157,16 @@ def ep_send(x: torch.Tensor, topk_ids: torch.Tensor, ctx: EPContext, **options: 
     call = DispatchCall(x, topk_ids, ctx, **options)
     if call.chosen.name != "push":
         raise InvalidArgument("ep_send", "algorithm", call.chosen.name, "'push'")
-    return call.start(receive=False)
+    received = call.result()
+    call.launch_kernel(received.layout, receive=False)
+    await_send = ctx.device.record_event()
+
+    def receive(*tensors: torch.Tensor) -> None:
+        await_send(*tensors)
+        call.launch_kernel(received.layout, send=False)
+
+    ctx.pending, ctx.receive_pending = received, receive
+    return received
 
 
 @op(
