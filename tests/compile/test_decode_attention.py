@@ -26,7 +26,7 @@ def decode_call(
     vars(ctx).update(
         rank=1, num_ranks=num_ranks, max_batch=batch, max_q_len=q_len, num_q_heads=heads,
         head_dim=dim, v_head_dim=v_dim, dtype=dtype, shard_queries=False,
-        words=words(512).view(2, -1),
+        epochs=words(256), barrier_counter=words(256),
         _buffer=SimpleNamespace(packet_regions=lambda: packets), resident=set(),
         device=SimpleNamespace(torch_device=torch.device("meta"), interprets=False),
     )  # fmt: skip
@@ -76,16 +76,13 @@ CASES = {
 @pytest.mark.parametrize("name", quick([(name,) for name in CASES], ("paged, masked",)))
 def test_programs_are_resident(gpu, name):
     call = decode_call(**CASES[name])
-    spec, per_sm = call.spec(), call.params()[0]
-    out, lse = call.outputs()
-    kernel = compile_launch(ALGORITHMS["packets"].launch(call, out, lse, call.queries(False)))
+    per_sm, q = call.params()[0], call.queries(False)
+    kernel = compile_launch(ALGORITHMS["packets"].launch(call, call.new_target(), q))
     sends = [SEND] if name == "paged, masked" else []  # rows of few lines are sent in single words
     assert_fits(kernel, stack_bytes=128, programs=per_sm, has=[RELEASE, POLL, *sends])
     if name == "paged, masked":
         return
-    for launch in (
-        call.attend(spec, call.new_parts(spec), call.queries(False)),
-        call.combine(spec, call.new_parts(spec), call.packed_target(call.new_packed()), False),
-    ):
+    target = call.packed_target(call.new_packed())
+    for launch in ALGORITHMS["all_to_all"].launches(call, q, target):
         kernel = compile_launch(launch)
         assert_fits(kernel, stack_bytes=64, programs=1)

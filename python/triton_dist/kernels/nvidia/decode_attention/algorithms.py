@@ -21,7 +21,7 @@ from triton_dist.kernels.common.exchange.buffer import (
 )
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
 from triton_dist.kernels.common.peers import digest_of
-from triton_dist.kernels.nvidia.decode_attention.backends import BACKENDS
+from triton_dist.kernels.nvidia.decode_attention.backends import BACKENDS, is_installed
 from triton_dist.kernels.nvidia.decode_attention.context import (
     FP8,
     MIN_COLUMNS,
@@ -168,30 +168,25 @@ class Call(OpCall):
             self.k_scale is not None and len(self.k_scale) > 1, self.lse_base == "2",
         )  # fmt: skip
 
-    def new_parts(self, spec: Spec) -> Parts:
-        """Return uninitialised memory for the parts of all tiles."""
-        rows = (self.batch * spec.TILES + self.programs()) * spec.BLOCK_M
-        memory = self.q.new_empty(rows * (spec.V + 1), dtype=torch.float32)
-        return Parts(*memory.split((rows * spec.V, rows)))
-
-    def outputs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return uninitialised memory for the output and the LSE."""
+    def new_target(self) -> Target:
+        """Return uninitialised memory for the output and the LSE, as an argument of kernels."""
         shape = (*self.q.shape[:-2], self.out_heads)
         out = self.q.new_empty((*shape, self.key.v_head_dim))
-        return out, self.q.new_empty(shape, dtype=torch.float32)
-
-    def target(self, out: torch.Tensor, lse: torch.Tensor) -> Target:
+        lse = self.q.new_empty(shape, dtype=torch.float32)
         return Target(out, lse, self.sinks, self.key.v_head_dim, 1)
 
     def scale_of(self) -> float:
         return float(self.key.head_dim**-0.5 if self.scale is None else self.scale)
 
-    def kv(self) -> KV:
-        k = self.k_cache
+    def operands(self, q: torch.Tensor, spec: Spec) -> tuple[Query, KV, Parts]:
+        """Return the first arguments of ``attend``: ``queries()``, the cache, and new parts."""
+        k, table = self.k_cache, self.block_table
         v = k if self.v_cache is None else self.v_cache
-        table = self.block_table
         strides = *k.stride()[:3], *v.stride()[:3], 0 if table is None else table.stride(0)
-        return KV._make((k, v, table, self.kv_lens, self.k_scale, self.v_scale, *strides))
+        kv = KV._make((k, v, table, self.kv_lens, self.k_scale, self.v_scale, *strides))
+        rows = (self.batch * spec.TILES + self.programs()) * spec.BLOCK_M
+        memory = self.q.new_empty(rows * (spec.V + 1), dtype=torch.float32)
+        return Query(q, *q.stride()[:4]), kv, Parts(*memory.split((rows * spec.V, rows)))
 
     def queries(self, gather: bool = True) -> torch.Tensor:
         """Return q as [shards, batch, new tokens, heads of a shard, head_dim].
@@ -215,27 +210,11 @@ class Call(OpCall):
             float(self.soft_cap), self.scale_of(), self.sinks is None, self.programs(),
         )  # fmt: skip
 
-    def attend(self, spec: Spec, parts: Parts, q: torch.Tensor) -> Launch:
-        """Return the launch that computes the parts of this rank."""
-        arguments = (
-            Query(q, *q.stride()[:4]), self.kv(), parts, self.scale_of(), float(self.soft_cap),
-            self.batch, self.ctx.rank,
-        )  # fmt: skip
-        options = {"spec": spec, **self.options()}
-        return Launch(kernel_attend, (self.programs(),), arguments, options)
-
-    def options(self) -> dict[str, int]:
-        """Return the compile options of the kernels that compute attention."""
+    def options(self, spec: Spec) -> dict[str, Any]:
+        """Return the options of the kernels that compute attention."""
         per_sm, _, stages, warps = self.params()
         maxnreg = min(255, 2048 // (per_sm * warps))
-        return {"num_stages": stages, "num_warps": warps, "maxnreg": maxnreg}
-
-    def combine(self, spec: Spec, parts: Parts, target: Target, is_final: bool) -> Launch:
-        """Return the launch that combines the parts of this rank (``kernel_combine``)."""
-        arguments = (self.kv_lens, parts, target, self.batch, self.ctx.rank, self.programs())
-        options = {"IS_FINAL": is_final, "spec": spec, "num_warps": 4}
-        items = self.batch * spec.TILES * spec.ITEMS * spec.CHUNKS
-        return Launch(kernel_combine, (items,), arguments, options)
+        return {"spec": spec, "num_stages": stages, "num_warps": warps, "maxnreg": maxnreg}
 
     def packed_target(self, packed: torch.Tensor) -> Target:
         """Return the kernel argument that stores outputs and LSEs in packed rows."""
@@ -245,14 +224,6 @@ class Call(OpCall):
     def packed_lse(self, packed: torch.Tensor) -> torch.Tensor:
         """Return the LSEs of packed rows, a view."""
         return packed.view(torch.float32)[:, self.key.v_head_dim * packed.element_size() // 4]
-
-    def own_lens(self) -> torch.Tensor:
-        """Return the number of keys of each sequence on this rank, int32 [batch]."""
-        if self.interleave is None:
-            return self.kv_lens[self.ctx.rank]
-        cycle = self.interleave * self.ctx.num_ranks
-        rest = (self.kv_lens % cycle - self.ctx.rank * self.interleave).clamp(0, self.interleave)
-        return (self.kv_lens // cycle * self.interleave + rest).int()
 
     def new_packed(self) -> torch.Tensor:
         """Return uninitialised packed rows, [shards * rows of a shard, v_head_dim + padding]."""
@@ -324,19 +295,17 @@ class Packets(_Algorithm):
 
     name, params = "packets", _PARAMS
 
-    def launch(self, call: Call, out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor) -> Launch:
+    def launch(self, call: Call, target: Target, q: torch.Tensor) -> Launch:
         ctx, spec = call.ctx, call.spec()
+        packets = ctx.buffer.packet_regions()._replace(calls=ctx.epochs)
         arguments = (
-            Query(q, *q.stride()[:4]), call.kv(), call.new_parts(spec), call.target(out, lse),
-            ctx.packets(),
-            ctx.words[1], call.scale_of(), float(call.soft_cap), call.batch, ctx.rank,
-            call.digest(),
+            *call.operands(q, spec), target, packets, ctx.barrier_counter, call.scale_of(),
+            float(call.soft_cap), call.batch, ctx.rank, call.digest(),
         )  # fmt: skip
-        options = {"spec": spec, **call.options()}
-        return Launch(kernel_decode_packets, (call.programs(),), arguments, options)
+        return Launch(kernel_decode_packets, (call.programs(),), arguments, call.options(spec))
 
     def compile(self, call: Call) -> None:
-        self.check_resident(call, self.launch(call, *call.outputs(), call.queries(False)))
+        self.check_resident(call, self.launch(call, call.new_target(), call.queries(False)))
 
     def check_resident(self, call: Call, launch: Launch) -> None:
         """Raise ``CandidateFailed`` if the programs do not fit on the device together."""
@@ -353,11 +322,11 @@ class Packets(_Algorithm):
         call.ctx.resident.add(checked)
 
     def run(self, call: Call) -> Any:
-        out, lse = call.outputs()
-        launch = self.launch(call, out, lse, call.queries())
+        target = call.new_target()
+        launch = self.launch(call, target, call.queries())
         self.check_resident(call, launch)
         call.ctx.buffer.repeat(launch)
-        return out, lse
+        return target.out, target.lse
 
 
 class AllToAll(_Algorithm):
@@ -368,27 +337,29 @@ class AllToAll(_Algorithm):
 
     name, min_ranks = "all_to_all", 1
 
-    def launches(
-        self, call: Call, q: torch.Tensor, target: Target, is_final: bool
-    ) -> tuple[Launch, Launch]:
+    def launches(self, call: Call, q: torch.Tensor, target: Target) -> tuple[Launch, Launch]:
         """Return the launches that compute the parts of this rank and combine them."""
-        spec = call.spec()
-        parts = call.new_parts(spec)
-        return call.attend(spec, parts, q), call.combine(spec, parts, target, is_final)
+        spec, ctx, programs = call.spec(), call.ctx, call.programs()
+        operands = call.operands(q, spec)
+        arguments = *operands, call.scale_of(), float(call.soft_cap), call.batch, ctx.rank
+        attend = Launch(kernel_attend, (programs,), arguments, call.options(spec))
+        arguments = call.kv_lens, operands[2], target, call.batch, ctx.rank, programs
+        options = {"IS_FINAL": ctx.num_ranks == 1, "spec": spec, "num_warps": 4}
+        items = call.batch * spec.TILES * spec.ITEMS * spec.CHUNKS
+        return attend, Launch(kernel_combine, (items,), arguments, options)
 
     def compile(self, call: Call) -> None:
         is_final = call.ctx.num_ranks == 1
-        target = call.target(*call.outputs()) if is_final else call.packed_target(call.new_packed())
-        for launch in self.launches(call, call.queries(False), target, is_final):
+        target = call.new_target() if is_final else call.packed_target(call.new_packed())
+        for launch in self.launches(call, call.queries(False), target):
             launch.compile()
 
     def run(self, call: Call) -> Any:
         if call.ctx.num_ranks == 1:
-            out, lse = call.outputs()
-            target = call.target(out, lse)
-            for launch in self.launches(call, call.queries(), target, True):
+            target = call.new_target()
+            for launch in self.launches(call, call.queries(), target):
                 call.ctx.buffer.launcher.repeat(launch)
-            return out, lse
+            return target.out, target.lse
         packed = self.partial(call)
         if not call.shard_output:
             return self.merge(call, libraries.all_gather_rows(packed, call.ctx.group))
@@ -399,23 +370,20 @@ class AllToAll(_Algorithm):
     def partial(self, call: Call) -> torch.Tensor:
         """Return the partial outputs of this rank in packed rows, sorted by output shard."""
         packed = call.new_packed()
-        for launch in self.launches(call, call.queries(), call.packed_target(packed), False):
+        for launch in self.launches(call, call.queries(), call.packed_target(packed)):
             call.ctx.buffer.launcher.repeat(launch)
         return packed
 
     def merge(self, call: Call, packed: torch.Tensor) -> Any:
         """Return the output and the LSE, merged from the packed rows of all ranks."""
-        (out, lse), rows = call.outputs(), len(packed) // call.ctx.num_ranks
-        partial, columns = call.packed_target(packed), triton.next_power_of_2(call.key.v_head_dim)
+        target, rows = call.new_target(), len(packed) // call.ctx.num_ranks
+        columns = triton.next_power_of_2(call.key.v_head_dim)
         block = max(1, min(16, 2048 // columns))
-        arguments = (
-            packed, partial.lse, partial.row, partial.lse_row, call.target(out, lse), rows,
-            call.ctx.rank,
-        )  # fmt: skip
+        arguments = call.packed_target(packed), target, rows, call.ctx.rank
         options = {"ROWS": block, "COLUMNS": columns, "spec": call.spec(), "num_warps": 4}
         launch = Launch(kernel_merge, (-(-rows // block),), arguments, options)
         call.ctx.buffer.launcher.repeat(launch)
-        return out, lse
+        return target.out, target.lse
 
 
 class ReduceScatter(AllToAll):
@@ -461,7 +429,7 @@ class Library(AllToAll):
     def check(self, call: Call) -> None:
         call.backend = call.backend or next(iter(BACKENDS))
         backend = BACKENDS.get(call.backend)
-        if backend is None or not backend.is_installed():
+        if backend is None or not is_installed(backend.module):
             expected = f"None, or an installed library of {', '.join(map(repr, BACKENDS))}"
             raise InvalidArgument("sp_decode_attn", "backend", call.backend, expected)
         if call.key.num_ranks < 2 or not backend.fits(call.key):
@@ -473,7 +441,13 @@ class Library(AllToAll):
         pass
 
     def partial(self, call: Call) -> torch.Tensor:
-        lens, packed, shards = call.own_lens(), call.new_packed(), call.shards
+        ctx, packed, shards, interleave = call.ctx, call.new_packed(), call.shards, call.interleave
+        if interleave is None:
+            lens = call.kv_lens[ctx.rank]
+        else:
+            full, rest = call.kv_lens // (cycle := interleave * ctx.num_ranks), call.kv_lens % cycle
+            rest = (rest - ctx.rank * interleave).clamp(0, interleave)
+            lens = (full * interleave + rest).int()
         q = call.queries()[:, :, 0].transpose(0, 1).flatten(1, 2)
         backend = BACKENDS[str(call.backend)]
         out, lse = backend.attend(

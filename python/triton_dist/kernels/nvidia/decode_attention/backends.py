@@ -51,12 +51,9 @@ class Backend(NamedTuple):
     of keys of each sequence and the scale. It returns the output [batch, heads, v_head_dim] and the
     base-2 LSE [batch, heads], which are arbitrary for sequences without keys."""
 
-    def is_installed(self) -> bool:
-        return is_installed(self.module)
-
     def is_candidate(self) -> bool:
         """Return whether the library is installed and supports this device."""
-        is_usable = current_device().has_nccl and self.is_installed()
+        is_usable = current_device().has_nccl and is_installed(self.module)
         if is_usable and self.capability > 0:
             is_usable = torch.cuda.get_device_capability()[0] == self.capability
         return is_usable

@@ -27,7 +27,6 @@ from triton_dist.kernels.common.exchange.buffer import (
     ExchangeBuffer,
     bytes_of_slot,
 )
-from triton_dist.kernels.common.exchange.protocol import Packets
 from triton_dist.kernels.common.peers import Disagreements
 from triton_dist.runtime.ranks import Group, process_group_of
 
@@ -68,18 +67,16 @@ class SpDecodeContext(OpContext[ExchangeBuffer]):
             )
             self.buffer = add(buffer)
         device = self.device.torch_device
-        # Row 0: the packet epoch of each program. Row 1: the grid barrier, which uses one word.
-        self.words = torch.zeros((2, MAX_CTAS), dtype=torch.int64, device=device)
+        words = torch.zeros(2 * MAX_CTAS, dtype=torch.int64, device=device)
+        self.epochs, self.barrier_counter = words.chunk(2)
+        """Epochs of packets, one word per program, and the counter of the grid barrier."""
         self.resident: set[object] = set()
         """Params and specs of the launches whose programs can all be resident at the same time."""
 
-    def packets(self) -> Packets:
-        """Return the packet memory, with the epochs of this op."""
-        return self.buffer.packet_regions()._replace(calls=self.words[0])
-
     def reset(self) -> None:
         super().reset()
-        self.words.zero_()
+        self.epochs.zero_()
+        self.barrier_counter.zero_()
         self.device.synchronize()
 
 

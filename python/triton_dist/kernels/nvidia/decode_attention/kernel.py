@@ -27,8 +27,8 @@ kv.lens                 int32       [NUM_RANKS, batch], or totals [batch] if cyc
 kv.k_scale, kv.v_scale  fp32        [1] or [KV_HEADS], or ``None``
 parts.out               fp32        [tiles + programs, BLOCK_M, V]
 parts.lse               fp32        [tiles + programs, BLOCK_M]
-target.out              of q        rows of DV elements, ``target.row`` elements apart
-target.lse              fp32        ``target.lse_row`` elements apart
+target.out              of q        rows of DV elements, ``target.row_stride`` elements apart
+target.lse              fp32        ``target.lse_stride`` elements apart
 ======================  ==========  ===================================================
 """
 
@@ -48,11 +48,10 @@ class Query(NamedTuple):
     """Queries and their strides."""
 
     q: Any
-    shard: Any
-    batch: Any
-    token: Any
-    head: Any
-    """``shard``, ``batch``, ``token`` and ``head`` are the strides of these dimensions of q."""
+    shard_stride: Any
+    batch_stride: Any
+    token_stride: Any
+    head_stride: Any
 
 
 class KV(NamedTuple):
@@ -64,13 +63,13 @@ class KV(NamedTuple):
     lens: Any
     k_scale: Any
     v_scale: Any
-    k_block: Any
-    k_token: Any
-    k_head: Any
-    v_block: Any
-    v_token: Any
-    v_head: Any
-    table_row: Any
+    k_block_stride: Any
+    k_token_stride: Any
+    k_head_stride: Any
+    v_block_stride: Any
+    v_token_stride: Any
+    v_head_stride: Any
+    table_stride: Any
 
 
 class Parts(NamedTuple):
@@ -81,13 +80,13 @@ class Parts(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Memory of the results. ``row`` and ``lse_row`` are strides of the rows."""
+    """Memory of the results."""
 
     out: Any
     lse: Any
     sinks: Any
-    row: Any
-    lse_row: Any
+    row_stride: Any
+    lse_stride: Any
 
 
 class Spec(NamedTuple):
@@ -255,9 +254,9 @@ def attend(query, kv, parts, scale, soft_cap, batch, rank, spec: tl.constexpr):
         sequence, kv_head, token, head, in_tile = rows_of(current, row, spec)
         first_key, end_key = element(begins, sequence, spec), element(ends, sequence, spec)
         before, length = element(befores, sequence, spec), element(lengths, sequence, spec)
-        q_row = head // spec.SHARD_HEADS * query.shard.to(tl.int64)
-        q_row += sequence.to(tl.int64) * query.batch + token * query.token
-        q_row += head % spec.SHARD_HEADS * query.head
+        q_row = head // spec.SHARD_HEADS * query.shard_stride.to(tl.int64)
+        q_row += sequence.to(tl.int64) * query.batch_stride + token * query.token_stride
+        q_row += head % spec.SHARD_HEADS * query.head_stride
         q0 = load_tile(query.q, 0, q_row, 0, in_tile, spec.D, spec.D0, DTYPE)
         if spec.D1 > 0:
             q1 = load_tile(query.q, 0, q_row, spec.D0, in_tile, spec.D, spec.D1, DTYPE)
@@ -271,7 +270,8 @@ def attend(query, kv, parts, scale, soft_cap, batch, rank, spec: tl.constexpr):
         max_score = tl.full([BLOCK_M], float("-inf"), tl.float32)
         denominator = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, V], tl.float32)
-        k_head, v_head = kv_head.to(tl.int64) * kv.k_head, kv_head.to(tl.int64) * kv.v_head
+        k_head = kv_head.to(tl.int64) * kv.k_head_stride
+        v_head = kv_head.to(tl.int64) * kv.v_head_stride
         blocks = tl.maximum(tl.cdiv(end_key - first_key, spec.BLOCK_N), 1)
         first_block = tl.maximum(begin - tile_begin, 0)
         for block in range(first_block, tl.minimum(end - tile_begin, blocks)):
@@ -279,10 +279,10 @@ def attend(query, kv, parts, scale, soft_cap, batch, rank, spec: tl.constexpr):
             in_keys = key < end_key
             page, within = sequence.to(tl.int64), key
             if spec.PAGE > 0:
-                page_ptr = kv.table + page * kv.table_row + key // spec.PAGE
+                page_ptr = kv.table + page * kv.table_stride + key // spec.PAGE
                 page = tl.load(page_ptr, mask=in_keys, other=0).to(tl.int64)
                 within = key % spec.PAGE
-            k_row = page * kv.k_block + within.to(tl.int64) * kv.k_token
+            k_row = page * kv.k_block_stride + within.to(tl.int64) * kv.k_token_stride
             k0 = load_tile(kv.k, k_head, k_row, 0, in_keys, spec.D, spec.D0, DTYPE)
             scores = tl.dot(q0, tl.trans(k0), input_precision=spec.PRECISION)
             if spec.D1 > 0:
@@ -307,7 +307,7 @@ def attend(query, kv, parts, scale, soft_cap, batch, rank, spec: tl.constexpr):
             max_score = new_max
             v = k0
             if not spec.SHARED_V:
-                v_row = page * kv.v_block + within.to(tl.int64) * kv.v_token
+                v_row = page * kv.v_block_stride + within.to(tl.int64) * kv.v_token_stride
                 v = load_tile(kv.v, v_head, v_row, 0, in_keys, spec.DV, V, DTYPE)
             acc = acc * decay[:, None]
             acc = tl.dot(weights.to(DTYPE), v, acc, input_precision=spec.PRECISION)
@@ -420,16 +420,15 @@ def kernel_combine(
     index = (index + head % spec.OUT_HEADS).to(tl.int64)
     column = chunk * spec.COLUMNS + tl.arange(0, spec.COLUMNS)
     mask = valid[:, None] & (column < spec.DV)[None, :]
-    out_ptr = target.out + index[:, None] * target.row + column[None, :]
+    out_ptr = target.out + index[:, None] * target.row_stride + column[None, :]
     tl.store(out_ptr, out.to(target.out.dtype.element_ty), mask=mask)
-    tl.store(target.lse + index * target.lse_row, lse, mask=valid & (chunk == 0))
+    tl.store(target.lse + index * target.lse_stride, lse, mask=valid & (chunk == 0))
 
 
 @jit(do_not_specialize=["rows", "rank"])
 def kernel_merge(
-    partial_ptr, partial_lse_ptr, partial_row, partial_lse_row, target, rows, rank,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr,
-):  # fmt: skip
+    partial, target, rows, rank, ROWS: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr
+):
     """Merge the partial outputs [NUM_RANKS, rows] of all ranks. Grid (blocks of ROWS rows,)."""
     NUM_RANKS: tl.constexpr = spec.NUM_RANKS
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -438,7 +437,7 @@ def kernel_merge(
     max_lse = tl.full([ROWS], float("-inf"), tl.float32)
     for source in tl.static_range(NUM_RANKS):
         source_row = (source * rows + row).to(tl.int64)
-        lse_ptr = partial_lse_ptr + source_row * partial_lse_row
+        lse_ptr = partial.lse + source_row * partial.lse_stride
         max_lse = tl.maximum(max_lse, tl.load(lse_ptr, mask=valid, other=float("-inf")))
     head = row % spec.OUT_HEADS
     if spec.OUT_HEADS < spec.HEADS:
@@ -447,12 +446,12 @@ def kernel_merge(
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     for source in tl.static_range(NUM_RANKS):
         source_row = (source * rows + row).to(tl.int64)
-        lse_ptr = partial_lse_ptr + source_row * partial_lse_row
+        lse_ptr = partial.lse + source_row * partial.lse_stride
         weight = tl.exp2(tl.load(lse_ptr, mask=valid, other=float("-inf")) - base)
-        part_ptr = partial_ptr + source_row[:, None] * partial_row + column[None, :]
-        sums += tl.load(part_ptr, mask=mask, other=0.0).to(tl.float32) * weight[:, None]
+        out_ptr = partial.out + source_row[:, None] * partial.row_stride + column[None, :]
+        sums += tl.load(out_ptr, mask=mask, other=0.0).to(tl.float32) * weight[:, None]
         total += weight
     out = sums / tl.where(total > 0, total, 1.0)[:, None]
-    out_ptr = target.out + row.to(tl.int64)[:, None] * target.row + column[None, :]
+    out_ptr = target.out + row.to(tl.int64)[:, None] * target.row_stride + column[None, :]
     tl.store(out_ptr, out.to(target.out.dtype.element_ty), mask=mask)
-    tl.store(target.lse + row * target.lse_row, lse_of(base, total, spec), mask=valid)
+    tl.store(target.lse + row * target.lse_stride, lse_of(base, total, spec), mask=valid)

@@ -149,10 +149,12 @@ def merge_item(
         total += weight
     out = sums / tl.where(total > 0, total, 1.0)[:, None]
     index = per_line(index, spec, PER_LINE).to(tl.int64)
-    out_ptr = target.out + (index * target.row + column)[:, None] + tl.arange(0, PER_LINE)[None, :]
+    out_ptr = (
+        target.out + (index * target.row_stride + column)[:, None] + tl.arange(0, PER_LINE)[None, :]
+    )
     tl.store(out_ptr, out.to(DTYPE), mask=in_row[:, None])
     lse = lse_of(base, total, spec)
-    tl.store(target.lse + index * target.lse_row, lse, mask=in_row & (column == 0))
+    tl.store(target.lse + index * target.lse_stride, lse, mask=in_row & (column == 0))
 
 
 @jit(do_not_specialize=["batch", "rank", "call_tag"])
