@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from tests.distributed.calls import some_configs
 from tests.distributed.gemm_calls import default_tiles
+from tests.error_inputs import error_inputs
 from triton_dist.errors import ContextFinalized, InvalidArgument, RankDisagreement, TritonDistError
 from triton_dist.kernels import nvidia
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
@@ -131,7 +132,7 @@ def refused_inputs(name: str) -> tuple[dict[str, tuple[str, str]], list[str], li
         args, kwargs = info.arguments(good, ctx)
         valid = signature(info.op.fn).bind(*args, **kwargs).arguments
         with launched() as of_bad:
-            for which, changes in info.error_inputs(good, calls.size).items():
+            for which, changes in error_inputs(info, good, calls.size).items():
                 arguments = {**valid, **changes}
                 error = refusal(lambda a=arguments: info.op.fn(**{**calls.tiles, **a}))
                 assert isinstance(error, InvalidArgument), which

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.distributed.gemm_calls import uniform
 from tests.distributed.group_gemm_calls import LAYOUTS
+from tests.error_inputs import error_inputs
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.moe import rows as moe_rows
 from triton_dist.kernels.common.moe import spaces
@@ -177,8 +178,8 @@ def test_the_case_describes_the_op():
     assert not torch.equal(before, data["topk_ids"])
 
 
-BAD = GROUPED_GEMM.error_inputs(
-    GROUPED_GEMM.operands(GroupedShape(6, 24, 16, 3, 2), torch.float16, 1), 1
+BAD = error_inputs(
+    GROUPED_GEMM, GROUPED_GEMM.operands(GroupedShape(6, 24, 16, 3, 2), torch.float16, 1), 1
 )  # names and arguments
 
 

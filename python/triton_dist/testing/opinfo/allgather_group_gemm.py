@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import triton
 from torch import Generator
 
 from triton_dist.kernels.common.gemm.scales import scaling_of
@@ -31,8 +30,6 @@ from triton_dist.testing.opinfo.base import (
     fill,
     meta,
     meta_with_layout,
-    operand_errors,
-    other_dtype,
 )
 from triton_dist.testing.opinfo.moe import (
     FIRST_GEMMS,
@@ -123,40 +120,6 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
 
             baselines[LIBRARIES] = self.checked_baseline(library, operands, group)
         return baselines
-
-    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        a, b, ids = good["a"], good["b"], good["full_topk_ids"]
-        (rows, K), (E, _, N), (M, topk) = a.shape, b.shape, ids.shape
-        return {
-            **operand_errors("a", a),
-            "full_topk_ids": {"full_topk_ids": ids.tolist()},
-            "straggler_option": {"straggler_option": "4"},
-            "num_groups (a text)": {"num_groups": "1"},
-            "gemm_config": {"gemm_config": triton.Config({})},
-            "b.dtype": {"b": b.to(other_dtype(a.dtype))},
-            "b.device": {"b": b.to("meta")},
-            "full_topk_ids.device": {"full_topk_ids": ids.to("meta")},
-            "a.shape": {"a": a.new_ones(rows, K + 1)},
-            "a.shape (vector)": {"a": a[0]},
-            "a.shape (no rows)": {"a": a[:0]},
-            "a.stride()": {"a": a.new_ones(2 * rows, K)[::2]},
-            "M": {
-                "a": a.new_ones(rows + 1, K), "full_topk_ids": ids.new_zeros(M + num_ranks, topk),
-            },
-            "b.shape": {"b": b.new_ones(E + 1, K, N)},
-            "b.shape (N)": {"b": b.new_ones(E, K, N + 1)},
-            "b.shape (matrix)": {"b": b[0]},
-            "full_topk_ids.dtype": {"full_topk_ids": ids.float()},
-            "full_topk_ids.shape (topk)": {"full_topk_ids": ids.new_zeros(M, topk + 1)},
-            "full_topk_ids.shape (own rows)": {"full_topk_ids": ids.new_zeros(M + 1, topk)},
-            "full_topk_ids.shape (flat)": {"full_topk_ids": ids.flatten()},
-            "full_topk_ids.stride()": {"full_topk_ids": ids.new_zeros(topk, M).T},
-            "num_groups": {"num_groups": 0},
-            "num_groups (many)": {"num_groups": 5},
-            "gather": {"gather": "collective"},
-            "gather (serial)": {"algorithm": "serial", "gather": "full_mesh_push"},
-            "routing_skew": {"routing_skew": "uniform"},
-        }  # fmt: skip
 
     def inputs_for(self, key: RoutedKey) -> Call:
         M, N, K, E, topk, dtype, layout, num_ranks = key

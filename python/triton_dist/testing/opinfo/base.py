@@ -277,15 +277,6 @@ class OpInfo(ABC, Generic[S]):
         """Return a config's values of ``algorithm`` and ``algorithm_tunables``."""
         return (config["algorithm"], *(config.get(name) for name in self.algorithm_tunables))
 
-    @abstractmethod
-    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        """Return invalid calls: by name, arguments that replace valid arguments.
-
-        The name is the argument that the ``InvalidArgument`` error reports. If several calls have
-        the same name, a text in parentheses follows it. ``good`` has the largest valid operands
-        for the context.
-        """
-
     def inputs_for(self, key: Any) -> Call:
         """Return the largest call with tuning key ``key``. For tests of shipped records, and for
         ``benchmarks/bench_prior.py``.
@@ -360,22 +351,6 @@ def symmetric_all_reduces(
         return two_shot_all_reduce(staged, members)
 
     return {ONE_SHOT: one_shot, TWO_SHOT: two_shot}
-
-
-def other_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return a 16-bit floating dtype different from ``dtype``."""
-    return torch.float16 if dtype is torch.bfloat16 else torch.bfloat16
-
-
-def operand_errors(name: str, x: torch.Tensor) -> dict[str, dict[str, Any]]:
-    """Return invalid values of an operand and of ``algorithm``, for ``error_inputs``."""
-    return {
-        name: {name: None},
-        f"{name}.dtype": {name: x.to(other_dtype(x.dtype))},
-        f"{name}.device": {name: x.to("meta")},
-        f"{name}.requires_grad": {name: x.clone().requires_grad_()},
-        "algorithm": {"algorithm": "ring"},
-    }
 
 
 def meta(dtype: torch.dtype, *sizes: int) -> torch.Tensor:

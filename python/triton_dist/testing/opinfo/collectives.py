@@ -32,8 +32,6 @@ from triton_dist.testing.opinfo.base import (
     Operands,
     OpInfo,
     meta,
-    operand_errors,
-    other_dtype,
     own_rows,
     symmetric_all_reduces,
     tolerance,
@@ -131,33 +129,6 @@ class CollectiveOpInfo(OpInfo[CollectiveSize]):
             link_bytes=nbytes * (num_ranks - 1) / num_ranks,
         )
 
-    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        x = good["x"]
-        columns = x.new_ones(x.numel(), 2)
-        algorithm = "two_shot" if self.name == "all_reduce" else "push"
-        return {
-            **operand_errors("x", x),
-            "x (of another library)": {"x": x.cpu().numpy()},
-            "x.dtype": {"x": x.int()},
-            "x.stride()": {"x": columns[:, 0]},
-            "x.shape": {"x": x[:0]},
-            "output.dtype": {"output": x.to(other_dtype(x.dtype))},
-            "output.device": {"output": x.to("meta")},
-            "output.shape": {"output": x[:3]},
-            "output.stride()": {"output": columns[:, 0]},
-            "output": {"output": "output"},
-            "straggler_option": {"straggler_option": {}},
-            "method": {"method": "one_shot"},
-            **{
-                f"{name} ({value!r})": {name: value, "algorithm": algorithm}
-                for name, value in (
-                    ("num_ctas", "2"), ("num_ctas", 1.5), ("num_ctas", 0),
-                    ("block_bytes", "2"), ("block_bytes", 1000),
-                    ("num_chunks", "2"), ("num_chunks", 17),
-                )
-            },
-        }  # fmt: skip
-
     def inputs_for(self, key: Any) -> Call:
         """Return a call of the largest size with tuning key ``key``, a multiple of 16 bytes."""
         elements, dtype, _, num_ranks, *_ = key
@@ -199,10 +170,6 @@ class AllReduceOpInfo(CollectiveOpInfo):
         cost = super().cost(shape, dtype, num_ranks)
         return dataclasses.replace(cost, link_bytes=2 * cost.link_bytes)
 
-    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        packets = {"packets": True, "algorithm": "two_shot"}
-        return {**super().error_inputs(good, num_ranks), "packets": packets}
-
     def inputs_for(self, key: Any) -> Call:
         *_, method, in_place = key
         (x, ctx), _ = super().inputs_for(key)
@@ -211,14 +178,6 @@ class AllReduceOpInfo(CollectiveOpInfo):
 
 class ShardOpInfo(CollectiveOpInfo):
     """A reduce-scatter or all-gather: x must not be larger than the context allows."""
-
-    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        x = good["x"]
-        return {
-            **super().error_inputs(good, num_ranks),
-            "x.nbytes": {"x": x.new_ones(x.numel() + num_ranks)},
-            "x.shape (no rows)": {"x": x[0]},
-        }
 
 
 class ReduceScatterOpInfo(ShardOpInfo):
@@ -229,10 +188,6 @@ class ReduceScatterOpInfo(ShardOpInfo):
 
     def library(self, x: torch.Tensor, group: Group) -> torch.Tensor:
         return libraries.reduce_scatter(x, group)
-
-    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        bad = super().error_inputs(good, num_ranks)
-        return {**bad, "x.shape (not a multiple)": {"x": good["x"][:-1]}}
 
 
 class AllGatherOpInfo(ShardOpInfo):

@@ -26,7 +26,6 @@ from triton_dist.testing.opinfo.base import (
     Group,
     Operands,
     meta,
-    operand_errors,
     tolerance,
     uniform,
 )
@@ -118,15 +117,6 @@ class EPOpInfo(ExchangeOpInfo[TokenShape]):
             reads, writes = tokens * shape.topk * row + link, tokens * row + link
         return Cost(dtype, flops=0, read_bytes=reads, written_bytes=writes, link_bytes=link)
 
-    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        name, rows = self.row_operand, good[self.row_operand]
-        return {
-            **operand_errors(name, rows),
-            f"{name}.shape": {name: rows.new_ones(len(rows), rows.shape[1] + 1)},
-            f"{name}.stride()": {name: rows.T.contiguous().T},
-            "num_sms": {"num_sms": 0},
-        }
-
     @staticmethod
     def meta_inputs(key: Any) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return context, rows, ids and weights of a call with tuning key ``key``."""
@@ -153,21 +143,6 @@ class DispatchOpInfo(EPOpInfo):
     def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
         """Return 0: rows are copied."""
         return 0.0
-
-    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        ids, weights = good["topk_ids"], good["topk_weights"]
-        return {
-            **super().error_inputs(good, num_ranks),
-            "topk_ids": {"topk_ids": [[0]]},
-            "topk_ids.dtype": {"topk_ids": ids.short()},
-            "topk_ids.device": {"topk_ids": ids.to("meta")},
-            "topk_ids.shape": {"topk_ids": ids[1:]},
-            "topk_weights.dtype": {"topk_weights": weights.double()},
-            "topk_weights.shape": {"topk_weights": weights[1:]},
-            "max_tokens": {"max_tokens": len(ids) + 1},
-            "alignment": {"alignment": 3},
-            "routing_skew": {"routing_skew": "uniform"},
-        }
 
     def inputs_for(self, key: Any) -> Call:
         ctx, x, ids, weights = self.meta_inputs(key)
@@ -202,9 +177,6 @@ class CombineOpInfo(EPOpInfo):
 
     def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
         return tolerance(dtype, num_ranks + 1)
-
-    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        return {**super().error_inputs(good, num_ranks), "received": {"received": None}}
 
     def inputs_for(self, key: Any) -> Call:
         ctx, x, _, weights = self.meta_inputs(key)
@@ -285,19 +257,6 @@ class DispatchGroupGemmOpInfo(DispatchOpInfo):
             read_bytes=dispatch_cost.memory_bytes + weights * dtype.itemsize,
             written_bytes=dispatch_cost.written_bytes + routes * shape.N * dtype.itemsize,
         )  # fmt: skip
-
-    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        B, dispatch_errors = good["B"], super().error_inputs(good, num_ranks)
-        del dispatch_errors["num_sms"], dispatch_errors["alignment"]
-        return {
-            **dispatch_errors,
-            "B": {"B": None},
-            "B.dtype": {"B": B.double()},
-            "B.device": {"B": B.to("meta")},
-            "B.shape": {"B": B[1:]},
-            "B.requires_grad": {"B": B.clone().requires_grad_()},
-            "activation": {"activation": "gelu"},
-        }
 
     def inputs_for(self, key: Any) -> Call:
         names = "M", "topk", "dtype", "num_experts", "num_ranks", "has_weights"

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-import triton
 from torch import Generator
 
 from triton_dist.kernels.common import libraries
@@ -35,8 +34,6 @@ from triton_dist.testing.opinfo.base import (
     fill,
     meta,
     meta_with_layout,
-    operand_errors,
-    other_dtype,
     own_rows,
     tolerance,
 )
@@ -202,57 +199,6 @@ class MoEReduceOpInfo(RoutedOpInfo):
             link_bytes=(1 if self.scatters_rows else 2) * rows * (num_ranks - 1) / num_ranks,
         )
 
-    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        """Return invalid arguments for a context with ``n_chunks_max`` = 8."""
-        x, weights, ids, expert_weight = (
-            good[name] for name in ("x", "weights", "chosen_experts", "expert_weight")
-        )
-        (E, K, N), (M, topk) = weights.shape, ids.shape
-        more = M + num_ranks
-        many = {
-            "x": x.new_ones(more * topk, K),
-            "chosen_experts": ids.new_zeros(more, topk),
-            "expert_weight": expert_weight.new_zeros(more, topk),
-        }
-        return {
-            **operand_errors("x", x),
-            "weights": {"weights": weights.cpu().numpy()},
-            "expert_weight": {"expert_weight": 1.0},
-            "num_chunks": {"num_chunks": 0},
-            "num_chunks (a text)": {"num_chunks": "2"},
-            "gemm_config (no tiles)": {"gemm_config": triton.Config({})},
-            "x.dtype (integers)": {"x": x.int()},
-            "x.device": {
-                "x": x.to("meta"), "chosen_experts": ids.to("meta"),
-                "expert_weight": expert_weight.to("meta"),
-            },
-            "x.shape": {"x": x.new_ones(len(x) + 1, K)},
-            "x.shape (K)": {"x": x.new_ones(len(x), K + 1)},
-            "x.shape (vector)": {"x": x[0]},
-            "x.stride()": {"x": x.new_ones(K, len(x)).T},
-            "weights.dtype": {"weights": weights.to(other_dtype(x.dtype))},
-            "weights.device": {"weights": weights.to("meta")},
-            "weights.shape (E)": {"weights": weights.new_ones(E + 1, K, N)},
-            "weights.shape (N)": {"weights": weights.new_ones(E, K, N + 1)},
-            "weights.shape (matrix)": {"weights": weights[0]},
-            "chosen_experts.dtype": {"chosen_experts": ids.short()},
-            "chosen_experts.device": {"chosen_experts": ids.to("meta")},
-            "chosen_experts.shape (vector)": {"chosen_experts": ids[0]},
-            "chosen_experts.shape (topk)": {"chosen_experts": ids.new_zeros(M, topk + 1)},
-            "chosen_experts.stride()": {"chosen_experts": ids.new_zeros(topk, M).T},
-            "expert_weight.dtype": {"expert_weight": expert_weight.double()},
-            "expert_weight.device": {"expert_weight": expert_weight.to("meta")},
-            "expert_weight.shape": {"expert_weight": expert_weight[:1]},
-            "expert_weight.stride()": {"expert_weight": expert_weight.new_zeros(topk, M).T},
-            "M (too many)": many,
-            "n_chunks": {"n_chunks": 9},
-            "n_chunks (none)": {"n_chunks": 0},
-            "config": {"config": "128x128"},
-            "routing_skew": {"routing_skew": "uniform"},
-            "gemm_config": {"gemm_config": None},
-            "reduction": {"algorithm": "serial", "reduction": "ring"},
-        }  # fmt: skip
-
     def inputs_for(self, key: Any) -> Call:
         fixed = {}
         if not isinstance(key, SumKey):
@@ -278,13 +224,6 @@ class MoEReduceRSOpInfo(MoEReduceOpInfo):
     collective_name, serial_name = "reduce-scatter", "our product + reduce-scatter"
     create = staticmethod(create_moe_rs_context)
     scatters_rows = True
-
-    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        bad = super().error_inputs(good, num_ranks)
-        if num_ranks > 1:
-            names, topk = ("chosen_experts", "expert_weight"), good["expert_weight"].shape[1]
-            bad["M"] = {name: good[name][:-1] for name in names} | {"x": good["x"][:-topk]}
-        return bad
 
 
 class MoEReduceAROpInfo(MoEReduceOpInfo):

@@ -30,8 +30,6 @@ from triton_dist.testing.opinfo.base import (
     fill,
     meta,
     meta_with_layout,
-    operand_errors,
-    other_dtype,
     tolerance,
     uniform,
 )
@@ -134,20 +132,6 @@ class UlyssesOpInfo(ExchangeOpInfo[HeadsShape]):
         head that several ranks have is counted for each of them."""
         return shape.q_heads
 
-    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        name, x = next(iter(good.items()))
-        batch, tokens, heads, dim = x.shape
-        return {
-            **operand_errors(name, x),
-            f"{name}.shape": {name: x.new_ones(batch, tokens, heads + 1, dim)},
-            f"{name}.shape (a vector)": {name: x.flatten()},
-            f"{name}.stride()": {name: x.mT.contiguous().mT},
-            "seq_lens": {"seq_lens": [tokens] * (num_ranks + 1)},
-            "seq_lens (negative)": {"seq_lens": [-1] * num_ranks},
-            f"{name}.shape (of seq_lens)": {"seq_lens": [tokens + 1] * num_ranks},
-            "num_ctas": {"num_ctas": 0, "algorithm": "push"},
-        }
-
     def meta_inputs(self, key: Any) -> tuple[Any, tuple[int, int], list[int], dict[str, Any]]:
         """Return arguments of a call with tuning key ``key``. They are: context, (batch, tokens
         over all ranks), numbers of heads of q, k and v of a rank, and keyword arguments."""
@@ -178,16 +162,6 @@ class PreAttnOpInfo(HeadsOpInfo, UlyssesOpInfo):
 
     def heads(self, shape: HeadsShape, num_ranks: int) -> int:
         return shape.q_heads + 2 * max(shape.kv_heads, num_ranks)
-
-    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        k, v = good["k"], good["v"]
-        return {
-            **super().error_inputs(good, num_ranks),
-            "q.shape (too many tokens)": {name: torch.cat([x, x], 1) for name, x in good.items()},
-            "k.dtype": {"k": k.to(other_dtype(k.dtype))},
-            "v.shape": {"v": v[:, 1:]},
-            "v": {"k": None},
-        }
 
     def inputs_for(self, key: Any) -> Call:
         ctx, (batch, tokens), _, options = self.meta_inputs(key)
@@ -264,22 +238,6 @@ class ProjectedOpInfo(UlyssesOpInfo):
     def columns(self, shape: ProjectedShape) -> int:
         """Return the number of elements of a token's heads that are multiplied."""
         return shape.q_heads * shape.dim
-
-    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        (rows, x), (_, B), *_ = good.items()
-        # The first operand's errors of ``ulysses_pre_attn`` that do not depend on its dimensions.
-        return {
-            **operand_errors(rows, x),
-            f"{rows}.shape": {rows: x[..., None]},
-            "seq_lens": {"seq_lens": [1] * (num_ranks + 1)},
-            f"{rows}.shape (of seq_lens)": {"seq_lens": [x.shape[1] + 1] * num_ranks},
-            **operand_errors("B", B),
-            "B.shape": {"B": B[1:]},
-            "bias.shape": {"bias": B.new_ones(1)},
-            "bias.dtype": {"bias": B.new_ones(B.shape[1], dtype=other_dtype(B.dtype))},
-            "gemm_config": {"gemm_config": None, "algorithm": "fused"},
-            "num_ctas": {"num_ctas": 0, "algorithm": "serial"},
-        }
 
     def inputs_for(self, key: Any) -> Call:
         ctx, (batch, tokens), heads, options = self.meta_inputs(key.exchange)
@@ -419,22 +377,6 @@ class SPAttentionOpInfo(HeadsOpInfo):
         flops = 2 * shape.M**2 * shape.q_heads * shape.dim / num_ranks
         rows = tokens * shape.q_heads * token
         return Cost(dtype, flops, rows + kv, rows, kv * (num_ranks - 1) / num_ranks)
-
-    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        q, k, v = good["q"], good["k"], good["v"]
-        batch, tokens, heads, dim = q.shape
-        return {
-            **operand_errors("q", q),
-            "q.shape": {"q": q.new_ones(batch, tokens, heads + 1, dim)},
-            "q.shape (a vector)": {"q": q.flatten()},
-            "q.shape (too many tokens)": {n: torch.cat([x, x], 1) for n, x in good.items()},
-            "q.shape (odd)": {n: x[:, 1:].contiguous() for n, x in good.items()},
-            "q.stride()": {"q": q.mT.contiguous().mT},
-            "k.shape": {"k": k[:, 1:]},
-            "v.dtype": {"v": v.to(other_dtype(v.dtype))},
-            "seq_lens": {"seq_lens": [tokens + 2]},
-            "backend": {"backend": "math"},
-        }
 
     def inputs_for(self, key: Any) -> Call:
         ctx = SimpleNamespace(

@@ -9,7 +9,6 @@ import torch
 from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.gemm.scales import Scaling
 from triton_dist.kernels.nvidia.gemm_allreduce import (
-    GEMMAllReduceMethod,
     create_gemm_ar_context,
     gemm_ar,
 )
@@ -52,17 +51,6 @@ class GEMMReduceScatterOpInfo(SummedGEMMOpInfo):
             baselines[ASYNC_TP] = self.checked_baseline(async_tp, operands, group)
         return baselines
 
-    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        """Return invalid arguments for a context created without ``reduce_st``."""
-        A = good["A"]
-        return {
-            **super().error_inputs(good, num_ranks),
-            "M": {"A": A.new_ones(A.shape[0] + 1, A.shape[1])},
-            "reduce_st": {"reduce_st": True},
-            "algorithm": {"algorithm": "ring"},
-            "method": {"method": "collective"},
-        }
-
 
 GEMM_RS = GEMMReduceScatterOpInfo(gemm_rs)
 
@@ -96,17 +84,6 @@ class GEMMAllReduceOpInfo(SummedGEMMOpInfo):
                 f"matmul + {name}": self.checked_baseline(call, operands, group)
                 for name, call in symmetric.items()
             },
-        }
-
-    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        return {
-            **super().error_inputs(good, num_ranks),
-            "algorithm": {"algorithm": "three_shot"},
-            "method": {"method": "two_shot"},
-            "gemm_config (none)": {"gemm_config": None, "method": GEMMAllReduceMethod.TWO_SHOT},
-            "num_ctas": {"algorithm": "serial", "num_ctas": "2"},
-            "block_bytes": {"algorithm": "serial", "block_bytes": 1000},
-            "reduction": {"algorithm": "serial", "reduction": "tree"},
         }
 
 
