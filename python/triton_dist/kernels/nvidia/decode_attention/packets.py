@@ -46,17 +46,6 @@ from triton_dist.language.signals import CALL_TAG_BITS
 
 
 @jit
-def arrive(counter_ptr):
-    """Count this program after its parts are stored. All programs together add MAX_CTAS per call.
-
-    The counter is a flag with the call tag 0.
-    """
-    programs = tl.num_programs(0)
-    added = tl.where(tl.program_id(0) == 0, MAX_CTAS - programs + 1, 1)
-    dl.notify(counter_ptr, added.to(tl.int64) << CALL_TAG_BITS, op="add")
-
-
-@jit
 def owners(head, rank, spec: tl.constexpr):
     """Return the rank that stores each head, or ``rank`` if all ranks store it."""
     return head // spec.OUT_HEADS if spec.OUT_HEADS < spec.HEADS else head * 0 + rank
@@ -81,25 +70,6 @@ def per_line(values, spec: tl.constexpr, PER_LINE: tl.constexpr):
     LINES: tl.constexpr = spec.COLUMNS // PER_LINE
     repeated = tl.broadcast_to(values[:, None], [values.shape[0], LINES])
     return tl.reshape(repeated, [values.shape[0] * LINES])
-
-
-@jit
-def send_item(
-    targets, offset, tag, payload, lse, line, lse_line, column, head, valid, rank,
-    spec: tl.constexpr, PER_LINE: tl.constexpr,
-):  # fmt: skip
-    """Send the rows of an item to all peers, or to the owners of their heads."""
-    NUM_RANKS: tl.constexpr = spec.NUM_RANKS
-    lse_payload = tl.join(lse.to(tl.int32, bitcast=True), tl.zeros(lse.shape, tl.int32))
-    owner = owners(head, rank, spec)
-    for step in tl.static_range(1, NUM_RANKS):
-        is_sent = valid
-        if spec.OUT_HEADS < spec.HEADS:
-            is_sent = valid & (owner == (rank + step) % spec.NUM_RANKS)
-        target = (targets[step - 1],)
-        in_row = per_line(is_sent.to(tl.int32), spec, PER_LINE) != 0
-        send_lines(target, offset, payload, line, in_row & (column < spec.DV), tag)
-        send_lines(target, offset, lse_payload, lse_line, is_sent, tag)
 
 
 @jit
@@ -149,10 +119,8 @@ def merge_item(
         total += weight
     out = sums / tl.where(total > 0, total, 1.0)[:, None]
     index = per_line(index, spec, PER_LINE).to(tl.int64)
-    out_ptr = (
-        target.out + (index * target.row_stride + column)[:, None] + tl.arange(0, PER_LINE)[None, :]
-    )
-    tl.store(out_ptr, out.to(DTYPE), mask=in_row[:, None])
+    element = (index * target.row_stride + column)[:, None] + tl.arange(0, PER_LINE)[None, :]
+    tl.store(target.out + element, out.to(DTYPE), mask=in_row[:, None])
     lse = lse_of(base, total, spec)
     tl.store(target.lse + index * target.lse_stride, lse, mask=in_row & (column == 0))
 
@@ -163,15 +131,19 @@ def kernel_decode_packets(
     spec: tl.constexpr,
 ):  # fmt: skip
     """Run a call over all ranks. Grid (programs,); all programs must be resident."""
+    NUM_RANKS: tl.constexpr = spec.NUM_RANKS
     DTYPE: tl.constexpr = target.out.dtype.element_ty
     PER_LINE: tl.constexpr = 64 // DTYPE.primitive_bitwidth
     epoch = next_epoch(packets.calls)
     units = attend(query, kv, parts, scale, soft_cap, batch, rank, spec)
-    arrive(counter_ptr)
+    # Count this program. All programs together add MAX_CTAS per call to the counter, which is a
+    # flag with the call tag 0.
+    added = tl.where(tl.program_id(0) == 0, MAX_CTAS - tl.num_programs(0) + 1, 1)
+    dl.notify(counter_ptr, added.to(tl.int64) << CALL_TAG_BITS, op="add")
     tag = tag_of(epoch, call_tag)
-    targets = peers_at(packets, rank, spec.NUM_RANKS)
-    offset = packet_offset(epoch, rank, packets.shard_words, spec.NUM_RANKS)
-    shards = shards_of(packets, epoch, peers_of(rank, spec.NUM_RANKS), spec.NUM_RANKS, 2)
+    targets = peers_at(packets, rank, NUM_RANKS)
+    offset = packet_offset(epoch, rank, packets.shard_words, NUM_RANKS)
+    shards = shards_of(packets, epoch, peers_of(rank, NUM_RANKS), NUM_RANKS, 2)
     program, programs = tl.program_id(0), tl.num_programs(0)
     items = batch * spec.TILES * spec.ITEMS * spec.CHUNKS
     rounds = tl.cdiv(items - program, programs)
@@ -184,11 +156,17 @@ def kernel_decode_packets(
         # Round this rank's rows like the rows of peers.
         payload = payload_of(tl.reshape(out.to(DTYPE), [out.numel]))
         line, lse_line, column = lines_of(row * spec.HEADS + head, chunk, spec, PER_LINE)
-        send_item(
-            targets, offset, tag, payload, lse, line, lse_line, column, head, valid, rank, spec,
-            PER_LINE,
-        )  # fmt: skip
-        valid = valid & (owners(head, rank, spec) == rank)
+        lse_payload = tl.join(lse.to(tl.int32, bitcast=True), tl.zeros(lse.shape, tl.int32))
+        owner = owners(head, rank, spec)
+        for step in tl.static_range(1, NUM_RANKS):
+            is_sent = valid
+            if spec.OUT_HEADS < spec.HEADS:
+                is_sent = valid & (owner == (rank + step) % NUM_RANKS)
+            peer = (targets[step - 1],)
+            in_row = per_line(is_sent.to(tl.int32), spec, PER_LINE) != 0
+            send_lines(peer, offset, payload, line, in_row & (column < spec.DV), tag)
+            send_lines(peer, offset, lse_payload, lse_line, is_sent, tag)
+        valid = valid & (owner == rank)
         merge_item(
             target, packets, shards, tag, payload, lse, line, lse_line, column,
             row * spec.OUT_HEADS + head % spec.OUT_HEADS, head, valid, rank, spec,
