@@ -341,6 +341,7 @@ class AllToAll(_Algorithm):
         """Return the launches that compute the parts of this rank and combine them."""
         spec, ctx, programs = call.spec(), call.ctx, call.programs()
         operands = call.operands(q, spec)
+        arguments: tuple[Any, ...]
         arguments = *operands, call.scale_of(), float(call.soft_cap), call.batch, ctx.rank
         attend = Launch(kernel_attend, (programs,), arguments, call.options(spec))
         arguments = call.kv_lens, operands[2], target, call.batch, ctx.rank, programs
