@@ -40,7 +40,7 @@ fresh:
 # to 8 ranks; print counts. Compile every tile of every kernel for sm_90. Train with DDP, and tune kernels
 # of a library. Resolve the versions of the constraints. Takes half an hour.
 stress:
-	bash scripts/test.sh tests/stress tests/distributed tests/layers tests/kernels tests/compile tests/architecture -m stress -rP
+	bash scripts/test.sh tests/stress tests/distributed tests/layers tests/kernels tests/compile tests/architecture tests/testing -m stress -rP
 
 # Test all failures of distributed tuning on 2 and 4 ranks. Takes some minutes.
 chaos:

@@ -112,11 +112,11 @@ class Collective(Calls):
 
     @classmethod
     def config_space(cls) -> list[Options]:
-        """Return the space, on CPU ranks without configs that differ only in more than 4 programs.
+        """Return the space, on CPU ranks without configs that differ only in more than 2 programs.
 
         Interpreting programs that have no work takes long.
         """
-        most = 4 if current_device().interprets else 1 << 10
+        most = 2 if current_device().interprets else 1 << 10
         space = [
             {**each, **({"num_ctas": min(each["num_ctas"], most)} if "num_ctas" in each else {})}
             for each in cls.op.config_space

@@ -18,6 +18,8 @@ def on_two(on_ranks):
     return on_ranks(2)
 
 
+on_all = on_two
+"""For what GPUs run on every number of ranks."""
 on_few = on_two
 """For what hardly depends on the number of ranks."""
 

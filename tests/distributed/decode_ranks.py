@@ -323,7 +323,7 @@ def layer() -> None:
         thrink_buffer_threshold=500, stages=20,
     )  # fmt: skip
     with some_configs(sp_decode_attn):
-        for batch in (1, 2, 1):
+        for batch in (1, 2):
             sizes = Sizes(size, batch, 1, 8, 2, 32, 32, FP16, False)
             options = {"interleave": None, "lse_base": "e", "scale": 0.2}
             rng = np.random.default_rng(batch)

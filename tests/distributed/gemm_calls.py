@@ -76,9 +76,11 @@ class GEMMCalls(Calls):
     """Operator of torch that fuses the op."""
     bias: ClassVar[bool] = True
     """Whether the op adds a bias."""
+    alone: ClassVar[Sequence[Options]]
+    """Algorithms that rank 0 calls alone, by default all ``algorithms``."""
 
     def __init_subclass__(cls) -> None:
-        algorithms = getattr(cls, "algorithms", ())
+        algorithms = getattr(cls, "alone", getattr(cls, "algorithms", ()))
         cls.gives_up = [{**each, "persistent": i % 2 == 0} for i, each in enumerate(algorithms)]
 
     def __init__(
@@ -116,7 +118,7 @@ class GEMMCalls(Calls):
 
     @classmethod
     def for_configs(cls) -> GEMMCalls:
-        return cls(cls.config_rows, 136, 96)
+        return cls(cls.config_rows, 72 if current_device().interprets else 136, 96)
 
     @classmethod
     def in_group(cls, number: int, group: dist.ProcessGroup) -> GEMMCalls:
@@ -322,11 +324,11 @@ class GEMMReduceScatter(SummedGEMM):
     # In trials an exchange checks its peers although it need not: those it competes with do.
     in_turn, in_trials = (FUSED, FUSED, EXCHANGED, ROW_BLOCKS), (EXCHANGED, FUSED)
     looks = (1, 0, 0, 0, 1, 1, 1, 0)
+    alone = (*algorithms[:2], *algorithms[3:5])
     overdue = (
-        *("gemm_rs.arrivals",) * 3,
+        *("gemm_rs.arrivals",) * 2,
         "the exchange of gemm_rs.arrivals",
         "gemm_rs.arrivals",
-        "the exchange of gemm_rs.arrivals",
     )
 
     fewest_configs = 21
@@ -392,11 +394,12 @@ class GEMMAllReduce(SummedGEMM):
     epoch_algorithms, layout_algorithms = tiled, tiled
     in_turn, in_trials = (*algorithms, COLLECTIVE), algorithms[:2]
     looks = (0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0)
+    alone = (*algorithms[:2], *algorithms[4:7])
     overdue = (
         "the exchange of gemm_ar.arrivals",
-        *("gemm_ar.arrivals",) * 4,
+        *("gemm_ar.arrivals",) * 2,
         "the exchange of gemm_ar.arrivals",
-        *("the exchange of gemm_ar.packets",) * 2,
+        "the exchange of gemm_ar.packets",
     )
 
     fewest_configs = 61

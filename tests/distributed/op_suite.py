@@ -1,7 +1,7 @@
 """Tests that all ops across ranks share, for CPU ranks and GPUs.
 
-The fixtures ``on_any``, ``on_two`` and ``on_few`` run a function on ranks; each of the folders
-tests/distributed and tests/gpu defines them.
+The fixtures ``on_any``, ``on_all``, ``on_two`` and ``on_few`` run a function on ranks; each of the
+folders tests/distributed and tests/gpu defines them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tests.distributed.calls import Calls
 class OpSuite:
     kind: ClassVar[type[Calls] | Any]
 
-    def test_calls_need_nothing_in_between(self, on_any, rounds):
+    def test_calls_need_nothing_in_between(self, on_all, rounds):
         number = rounds(60, cpu=9)
         calls = number - (-number // 3)
-        assert set(on_any(op_ranks.back_to_back, self.kind, number)) == {calls}
+        assert set(on_all(op_ranks.back_to_back, self.kind, number)) == {calls}
 
     def test_any_rank_may_be_late(self, on_any, rounds):
         counts = on_any(op_ranks.stragglers, self.kind)
@@ -45,7 +45,7 @@ class OpSuite:
 class SlotSuite(OpSuite):
     """Tests of ops with memory in slots, which flags with epochs protect."""
 
-    def test_epochs_may_wrap_around(self, on_any):
+    def test_epochs_may_wrap_around(self, on_all):
         rounds = max(2, 6 // len(self.kind.epoch_algorithms))
-        counts = on_any(op_ranks.epochs_wrap_around, self.kind, rounds)
+        counts = on_all(op_ranks.epochs_wrap_around, self.kind, rounds)
         assert set(counts) == {rounds * len(self.kind.epoch_algorithms)}

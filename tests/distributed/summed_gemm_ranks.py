@@ -155,7 +155,7 @@ def same_bits(kind: Kind, rounds: int) -> int:
     for turn in range(rounds):
         parts = [uniform(10 * turn + peer, shape, torch.float16) for peer in range(size)]
         bias = None
-        if turn % 2:
+        if turn % 2 == 0:
             bias = uniform(10 * turn + 9 + kind.bias_seed(rank), (1, 72), torch.float16)[0]
         # A @ 1 is A: what is added is known to the bit.
         total = torch.zeros(kind.many, 72, device=device.torch_device)

@@ -10,14 +10,16 @@ from triton_dist import knobs
 from triton_dist.debugging.modes import interpreter_checks
 
 
-@pytest.mark.parametrize(("world_size", "seed", "rounds"), [(3, 2, 2), (4, 3, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "seed", "rounds"),
+    [(3, 2, 2), pytest.param(4, 3, 1, marks=pytest.mark.stress)],
+)
 def test_random_routings(on_ranks, world_size, seed, rounds):
     assert on_ranks(world_size)(ep_ranks.random_calls, seed, rounds) == [3 * rounds] * world_size
 
 
 def test_any_rank_may_be_late(on_two):
     assert on_two(ep_ranks.stragglers, 4) == [4] * 2
-    assert on_two(ep_ranks.replayed, 1, True) == [3] * 2
 
 
 def test_every_candidate_gives_the_same(on_two):
@@ -52,8 +54,8 @@ def test_different_arguments_are_an_error_on_every_rank(on_two):
     on_two(ep_ranks.different_arguments)
 
 
-def test_no_race_and_no_access_out_of_bounds(on_any):
-    assert on_any(under_checks, ep_ranks.checked) == [6] * 3
+def test_no_race_and_no_access_out_of_bounds(on_two):
+    assert on_two(under_checks, ep_ranks.checked) == [6] * 2
 
 
 def test_fused_products_of_random_routings(on_any):
@@ -61,7 +63,7 @@ def test_fused_products_of_random_routings(on_any):
 
 
 def test_fused_products_without_race_and_access_out_of_bounds(on_two):
-    assert on_two(under_checks, ep_group_gemm_ranks.random_calls, 1, 3) == [9] * 2
+    assert on_two(under_checks, ep_group_gemm_ranks.random_calls, 1, 1) == [3] * 2
     assert on_two(ep_group_gemm_ranks.tiles_of_arbitrary_counts) == [[0, 0, 0]] * 2
 
 

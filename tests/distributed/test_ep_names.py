@@ -23,14 +23,14 @@ def test_rows_sorted_by_expert(on_two, dtype, has_scale):
     assert more[0] > 0, "rank 0 returns more than max_m rows"
 
 
-def test_layer_for_many_tokens(on_ranks):
-    on_ranks(3)(ep_names_ranks.layer, True, env=UNTUNED)
-    on_ranks(2)(ep_names_ranks.layer, False, env=UNTUNED)
+def test_layer_for_many_tokens(on_any, on_two):
+    on_any(ep_names_ranks.layer, True, env=UNTUNED)
+    on_two(ep_names_ranks.layer, False, env=UNTUNED)
 
 
-def test_layer_for_few_tokens_is_exact(on_ranks):
-    on_ranks(3)(ep_names_ranks.low_latency_layer, True, env=UNTUNED)
-    on_ranks(2)(ep_names_ranks.low_latency_layer, False, env=UNTUNED)
+def test_layer_for_few_tokens_is_exact(on_two):
+    for quantise in (True, False):
+        on_two(ep_names_ranks.low_latency_layer, quantise, env=UNTUNED)
 
 
 def test_splits_in_2d(on_two):
@@ -58,8 +58,8 @@ def test_more_splits_than_rows_and_a_short_output(monkeypatch):
     ctx.finalize()
 
 
-def test_autograd_function(on_ranks):
-    on_ranks(3)(ep_names_ranks.fused_function, env=UNTUNED)
+def test_autograd_function(on_two):
+    on_two(ep_names_ranks.fused_function, env=UNTUNED)
 
 
 def test_own_scripts(on_two):

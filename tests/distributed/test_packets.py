@@ -12,13 +12,12 @@ from tests.distributed import packet_ranks
 from tests.distributed.collective_calls import NO_TAG
 
 
-@pytest.mark.parametrize(("world_size", "rounds"), [(2, 36), (3, 12)])
-def test_no_word_is_left_behind(on_ranks, world_size, rounds):
-    (count,) = set(on_ranks(world_size)(packet_ranks.many_sizes, rounds))
-    assert count > rounds
+def test_no_word_is_left_behind(on_any):
+    (count,) = set(on_any(packet_ranks.many_sizes, 12))
+    assert count > 12
 
 
-@pytest.mark.parametrize("before", [2**11 - 3, 2**31 - 3, 2**38 - 3])
+@pytest.mark.parametrize("before", [2**11 - 3, 2**38 - 3])
 def test_tags_may_come_again(on_two, before):
     assert on_two(packet_ranks.tags_come_again, before) == [6] * 2
 
@@ -27,6 +26,7 @@ def test_odd_values_travel_as_they_are(on_any):
     assert set(on_any(packet_ranks.odd_values)) == {3}
 
 
+@pytest.mark.stress
 def test_what_one_launch_cannot_take_goes_in_several(on_few):
     assert set(on_few(packet_ranks.large, 150_000)) == {2}
 

@@ -8,11 +8,14 @@ import torch
 from tests.distributed import scaled_gemm_ranks
 from triton_dist.kernels.common.gemm.scales import FP8
 
-RECIPES = ("tensor", "row", "block")
 E4M3, E5M2 = FP8
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+def _rare(*values):
+    return pytest.param(*values, marks=pytest.mark.stress)
+
+
+@pytest.mark.parametrize("recipe", ["block", *(_rare(recipe) for recipe in ("tensor", "row"))])
 def test_ag_gemm_of_every_recipe(on_any, on_two, recipe):
     # Partial blocks of K, read by descriptors; then an odd K, read by pointers.
     for run, *size in (
@@ -40,8 +43,18 @@ def test_kernels_detect_scales_of_another_layout(on_any):
             assert set(by_rank.values()) == {"6 rows, scales of rows", "6 rows, scales of blocks"}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", ["gemm_rs", "gemm_ar"])
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("gemm_rs", "row"),
+        ("gemm_ar", "tensor"),
+        ("gemm_ar", "block"),
+        *(
+            _rare(*each)
+            for each in (("gemm_rs", "tensor"), ("gemm_rs", "block"), ("gemm_ar", "row"))
+        ),
+    ],
+)
 def test_sums_of_every_recipe(on_any, on_two, name, recipe):
     # An odd K is read by pointers. Blocks must be whole.
     odd = 256 if recipe == "block" else 145

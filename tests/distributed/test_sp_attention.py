@@ -8,13 +8,18 @@ from tests.distributed import sp_attention_ranks
 from tests.distributed.calls import under_checks
 
 
-@pytest.mark.parametrize(("world_size", "seed", "rounds"), [(2, 1, 1), (3, 2, 2), (4, 3, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "seed", "rounds"),
+    [(3, 2, 2), pytest.param(4, 3, 1, marks=pytest.mark.stress)],
+)
 def test_random_calls(on_ranks, world_size, seed, rounds):
     count = on_ranks(world_size)(sp_attention_ranks.random_calls, seed, rounds)
     assert count == [3 * rounds] * world_size
 
 
-@pytest.mark.parametrize(("world_size", "exchange_ranks"), [(4, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "exchange_ranks"), [(4, 2), pytest.param(2, 1, marks=pytest.mark.stress)]
+)
 def test_layer_on_a_mesh(on_ranks, world_size, exchange_ranks):
     on_ranks(world_size)(
         sp_attention_ranks.layer, exchange_ranks, env={"TRITON_DIST_AUTOTUNE": "0"}

@@ -3,6 +3,8 @@ in /dev/shm."""
 
 from __future__ import annotations
 
+import pytest
+
 from tests.distributed import op_ranks, summed_gemm_ranks
 from tests.distributed.gemm_calls import GEMMAllReduce, GEMMReduceScatter
 from tests.distributed.summed_gemm_suite import SummedGEMMSuite
@@ -13,20 +15,29 @@ class TestGEMMReduceScatter(SummedGEMMSuite):
 
 
 class TestGEMMAllReduce(SummedGEMMSuite):
+    """Without tests of code that the GEMM-ReduceScatter shares."""
+
     kind = GEMMAllReduce
+    test_any_rank_may_be_late = None
+    test_a_call_that_gave_up_leaves_nothing_behind = None
+    test_epochs_may_wrap_around = None
+    test_row_blocks_in_any_number_of_chunks = None
+    test_a_kernel_that_raises_leaves_nothing_queued = None
+    test_every_size_and_layout = None
+    test_only_calls_out_of_turn_check_their_peers = None
 
 
-def test_every_rank_has_the_same_bits(on_any):
-    calls = 2 * len(GEMMAllReduce.algorithms)
-    assert set(on_any(summed_gemm_ranks.same_bits_on_all_ranks)) == {calls}
+@pytest.mark.stress
+class TestAllOfGEMMAllReduce(SummedGEMMSuite):
+    kind = GEMMAllReduce
 
 
 def test_a_result_without_a_copy_outlives_the_next_call(on_any):
     assert set(on_any(summed_gemm_ranks.borrowed_results)) == {7}
 
 
-def test_whole_products_alternate_with_tiles(on_any):
-    assert set(on_any(summed_gemm_ranks.whole_alternating, 6)) == {18}
+def test_whole_products_alternate_with_tiles(on_two):
+    assert set(on_two(summed_gemm_ranks.whole_alternating, 3)) == {9}
 
 
 def test_too_many_rows_for_an_algorithm_are_an_error(on_two):
@@ -39,8 +50,8 @@ def test_too_many_rows_for_an_algorithm_are_an_error(on_two):
             assert limit in message
 
 
-def test_methods_of_libraries_alternate_with_ours(on_any):
-    assert set(on_any(op_ranks.library_alternating, GEMMReduceScatter, 4)) == {8}
+def test_methods_of_libraries_alternate_with_ours(on_two):
+    assert set(on_two(op_ranks.library_alternating, GEMMReduceScatter, 4)) == {8}
 
 
 def test_what_peers_wait_for_comes_before_another_launch(spawn_ranks):

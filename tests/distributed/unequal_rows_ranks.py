@@ -113,7 +113,7 @@ OPS = {
         lambda rank, size: create_gemm_rs_context(
             MOST_ROWS * size, N, rank, size, size, torch.float16, reduce_st=True
         ),
-        GEMMReduceScatter.algorithms,
+        (*GEMMReduceScatter.alone, GEMMReduceScatter.algorithms[5]),
         scatters=True,
     ),
     "gemm_ar": Op(
@@ -122,7 +122,7 @@ OPS = {
             MOST_ROWS * size, N, rank, size, size, torch.float16
         ),
         [
-            *GEMMAllReduce.algorithms,
+            *GEMMAllReduce.alone,
             *(
                 {"algorithm": "serial", "reduction": reduction, **SMALL}
                 for reduction in ("one_shot", "two_shot")

@@ -62,7 +62,7 @@ def on_any(on_gpus):
     return on_gpus
 
 
-on_two = on_few = on_any
+on_two = on_few = on_all = on_any
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from tests.distributed.collective_calls import (
     ReduceScatter,
 )
 from tests.distributed.test_collectives import (  # noqa: F401
-    EACH,
     test_in_place_and_in_several_launches,
     test_nothing_old_is_read,
 )
@@ -20,6 +19,7 @@ from tests.gpu.op_suite import GPUSlotSuite, GPUSuite
 from tests.gpu.ranks import few_ranks
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
+EACH = pytest.mark.parametrize("kind", COLLECTIVES.values(), ids=COLLECTIVES)
 
 
 class TestAllReduce(GPUSuite):

@@ -6,8 +6,8 @@ import pytest
 
 from tests.distributed import ag_gemm_ranks, ep_ranks, op_ranks
 from tests.distributed import summed_gemm_ranks as summed
+from tests.distributed.collective_calls import COLLECTIVES
 from tests.distributed.gemm_calls import AllGatherGEMM, GEMMAllReduce, GEMMReduceScatter
-from tests.distributed.test_collectives import EACH
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 
@@ -27,7 +27,7 @@ def test_every_algorithm_of_the_sums(on_eight, kind):
     assert on_eight(summed.every_algorithm, kind, 1) == [2 * len(kind.algorithms)] * 8
 
 
-@EACH
+@pytest.mark.parametrize("kind", COLLECTIVES.values(), ids=COLLECTIVES)
 def test_collectives_back_to_back_and_in_graphs(on_eight, kind):
     assert on_eight(op_ranks.back_to_back, kind, 30) == [30 + 10] * 8
     assert on_eight(op_ranks.replayed, kind, 3) == [3 * 4 * len(kind.algorithms)] * 8

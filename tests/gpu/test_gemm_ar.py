@@ -8,7 +8,6 @@ from tests.distributed import summed_gemm_ranks
 from tests.distributed.gemm_calls import GEMMAllReduce
 from tests.distributed.test_summed_gemm import (  # noqa: F401
     test_a_result_without_a_copy_outlives_the_next_call,
-    test_every_rank_has_the_same_bits,
 )
 from tests.gpu.op_suite import GPUSummedGEMMSuite
 from tests.gpu.ranks import few_ranks
@@ -18,6 +17,11 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 
 class TestGEMMAllReduce(GPUSummedGEMMSuite):
     kind = GEMMAllReduce
+
+
+def test_every_rank_has_the_same_bits(on_any):
+    calls = 2 * len(GEMMAllReduce.algorithms)
+    assert set(on_any(summed_gemm_ranks.same_bits_on_all_ranks)) == {calls}
 
 
 @few_ranks

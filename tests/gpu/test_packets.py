@@ -10,11 +10,14 @@ import pytest
 from tests.distributed import packet_ranks
 from tests.distributed.test_packets import (  # noqa: F401
     test_odd_values_travel_as_they_are,
-    test_what_one_launch_cannot_take_goes_in_several,
 )
 from tests.gpu.ranks import few_ranks
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
+
+
+def test_what_one_launch_cannot_take_goes_in_several(on_few):
+    assert set(on_few(packet_ranks.large, 150_000)) == {2}
 
 
 def test_no_word_is_left_behind(on_gpus, alternate):

@@ -37,8 +37,8 @@ SHORT = {"TRITON_DIST_AUTOTUNE_TIMEOUT": "1"}
 
 def say_every_word(members):
     """In the group of this rank, all groups at once: every word's result, twice over."""
-    groups = [dist.new_group(ranks) for ranks in members] if members else [None]
-    mine = 0 if not members else [dist.get_rank() in ranks for ranks in members].index(True)
+    groups = [dist.new_group(ranks) for ranks in members]
+    mine = [dist.get_rank() in ranks for ranks in members].index(True)
     ranks = group_for(groups[mine])
     said = []
     for number in range(2):
@@ -59,15 +59,13 @@ def say_every_word(members):
 @pytest.mark.parametrize(
     ("world_size", "members"),
     [
-        (2, None),
         (4, [[3, 0], [2, 1]]),
         (3, [[1], [0, 2]]),
     ],
 )
 def test_words(spawn_ranks, world_size, members):
     for rank, said in enumerate(spawn_ranks(world_size, say_every_word, members)):
-        group = range(world_size) if members is None else next(g for g in members if rank in g)
-        group = sorted(group)
+        group = sorted(next(g for g in members if rank in g))
         for number, words in enumerate(said):
             own, size, is_leader, gathered, decided, *nothing = words
             assert (own, size, is_leader) == (group.index(rank), len(group), own == 0)
@@ -277,8 +275,7 @@ def refuse(ranks, function="op", call=0, delay=0.0):
     ranks.channel(function, call=call).abort("KeyError: 'M'", refused=True)
 
 
-@pytest.mark.parametrize("late", [0.0, 0.4])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("late", "size"), [(0.0, 4), (0.4, 2)])
 def test_a_rank_that_raises_is_known_to_all_within_a_second_or_so(size, late):
     """Whether they wait for it already or come later; and they do not add up their patience."""
     ranks = ranks_of(size)

@@ -7,10 +7,6 @@ import pytest
 from tests.stress.ep_routings import random_routings
 
 
-def test_some_random_routings(on_ranks):
-    assert on_ranks(2)(random_routings, 12, 1) == [(12, [])] * 2
-
-
 @pytest.mark.stress
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("num_ranks", "calls"), [(2, 2000), (3, 1000), (4, 1000), (8, 200)])

@@ -204,7 +204,7 @@ def test_a_quarantine_in_a_followers_own_folder_counts(tmp_path):
 # line of the journal, between the record and the end of the journal.
 
 WORLD = 2
-SEARCHES = ("racing", "exhaustive")
+SEARCHES = ("racing", pytest.param("exhaustive", marks=pytest.mark.chaos))
 POINTS = 30
 IN_EVERY_RUN = 1
 SECONDS = 15.0
