@@ -53,7 +53,7 @@ from triton_dist._tuning.search import Racing, ShortRace, search_for
 from triton_dist._tuning.search.choose import BATCH_SIZE, ProposalSearch
 from triton_dist._tuning.search.surrogate import Surrogate
 from triton_dist._tuning.search.tpe import Tpe
-from triton_dist._tuning.sizes.neighbours import MAX_DISTANCE, Neighbours, nearest
+from triton_dist._tuning.sizes.neighbours import MAX_DISTANCE, Neighbours, nearest_neighbours
 from triton_dist._tuning.values import (
     Config,
     Failure,
@@ -389,7 +389,7 @@ class SizedSpace:
             milliseconds: device time of the search.
         """
         far = {size: distance((size,), (M,)) for size in tuned_records}
-        near = nearest(
+        near = nearest_neighbours(
             (far[size], (size,), tuned_records[size])
             for size in tuned_records
             if far[size] <= MAX_DISTANCE

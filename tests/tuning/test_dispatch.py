@@ -20,7 +20,7 @@ from benchmarks import bench_dispatch
 from triton_dist import errors
 from triton_dist._tuning.values import record
 from triton_dist.errors import TuningWarning
-from triton_dist.timelines.scopes import wrapped_calls
+from triton_dist.timelines.scopes import wrap_calls
 from triton_dist.tune import AutoTuner, autotune
 
 
@@ -212,7 +212,7 @@ def test_a_parameter_may_have_any_name(run, sized):
         [{"n": 1}, {"n": 2}], lambda **sizes: tuple(sizes.values()), sizes=names if sized else ()
     )(run)
     arguments = dict(zip(names, (600, 700), strict=True))
-    with wrapped_calls(lambda *_: nullcontext()):
+    with wrap_calls(lambda *_: nullcontext()):
         assert tuned(**arguments) == tuned(**arguments) == (600, 700)
     assert tuned.tune(**arguments).best.config == {"n": tuned.best_config(**arguments)["n"]}
     assert tuned.num_tunings == 1

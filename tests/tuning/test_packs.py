@@ -25,7 +25,7 @@ from tests.tuning.fakes import Rank, fingerprint, thread_ranks, together
 from tests.tuning.strategies import configs, edits, keys, measurements
 from triton_dist import _archive, packs
 from triton_dist._archive import (
-    FORMAT,
+    MANIFEST_FORMAT,
     PACKAGE_RECORDS,
     Pack,
     PackContents,
@@ -486,7 +486,7 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "without a manifest": (
         lambda: rezipped(lambda members: members.pop("manifest.json")), "", "no manifest.json"),
     "a later format": (
-        lambda: manifest(lambda tree: tree.update(pack=FORMAT + 1)), "", "a later version wrote"),
+        lambda: manifest(lambda tree: tree.update(pack=MANIFEST_FORMAT + 1)), "", "a later version wrote"),
     "an earlier format": (
         lambda: manifest(lambda tree: tree.update(pack=1)), "manifest.json", "its format is 1"),
     "a format that is true": (
