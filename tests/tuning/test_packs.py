@@ -486,7 +486,10 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "without a manifest": (
         lambda: rezipped(lambda members: members.pop("manifest.json")), "", "no manifest.json"),
     "a later format": (
-        lambda: manifest(lambda tree: tree.update(pack=MANIFEST_FORMAT + 1)), "", "a later version wrote"),
+        lambda: manifest(lambda tree: tree.update(pack=MANIFEST_FORMAT + 1)),
+        "",
+        "a later version wrote",
+    ),
     "an earlier format": (
         lambda: manifest(lambda tree: tree.update(pack=1)), "manifest.json", "its format is 1"),
     "a format that is true": (
