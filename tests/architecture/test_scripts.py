@@ -316,6 +316,7 @@ def test_where_a_bare_name_is_looked_for(
     assert "several files match, pass the path" in result.stderr
 
 
+@pytest.mark.stress  # tests/distributed/test_launch_check.py has a rank that raises
 def test_a_rank_that_ends_is_named_without_a_traceback_of_torchrun(launch: Launcher) -> None:
     (launch.folder / "ends.py").write_text(
         "import os, sys, time\n"

@@ -397,7 +397,6 @@ def recover_fn_hangs(me: Me) -> int:
     "TuningTimeout",
     says=("rank {victim}", "config {{'n': 1}}"),
     then=2,
-    quick=True,
 )
 def peer_of_a_collective_failed(me: Me) -> int:
     def run(n: int) -> None:
@@ -409,7 +408,7 @@ def peer_of_a_collective_failed(me: Me) -> int:
     return chosen(run)
 
 
-@scenario(1, quick=True)
+@scenario(1)
 def process_is_stopped(me: Me) -> int:
     """For longer than a step may take, in the user's code: no config is to blame. The others wait
     for as long as they would at a meeting."""

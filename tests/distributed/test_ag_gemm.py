@@ -25,7 +25,7 @@ def test_tiles_that_are_cut_along_k(on_any):
 
 
 def test_shards_that_the_consumer_sends_itself(on_any):
-    rounds = 2
+    rounds = 1
     calls = rounds * (2 * len(fused_tiles()) + 4)
     assert on_any(ag_gemm_ranks.fused_push, rounds) == [calls] * 3
 

@@ -40,7 +40,7 @@ def test_nothing_is_overwritten_before_it_is_read(on_ranks, kind):
 
 
 def test_nothing_old_is_read(on_two, rounds):
-    number = rounds(20, cpu=3)
+    number = rounds(20, cpu=2)
     algorithms = sum(len(kind.names) for kind in COLLECTIVES.values())
     assert set(on_two(collective_ranks.poisoned, number)) == {number * algorithms}
 

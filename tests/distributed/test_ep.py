@@ -59,12 +59,16 @@ def test_no_race_and_no_access_out_of_bounds(on_two):
 
 
 def test_fused_products_of_random_routings(on_any):
-    assert on_any(ep_group_gemm_ranks.random_calls, 2, 1) == [3] * 3
+    assert on_any(ep_group_gemm_ranks.random_calls, 2, 2) == [6] * 3
 
 
-def test_fused_products_without_race_and_access_out_of_bounds(on_two):
-    assert on_two(under_checks, ep_group_gemm_ranks.random_calls, 1, 1) == [3] * 2
+def test_fused_products_of_arbitrary_counts(on_two):
     assert on_two(ep_group_gemm_ranks.tiles_of_arbitrary_counts) == [[0, 0, 0]] * 2
+
+
+@pytest.mark.stress
+def test_fused_products_without_race_and_access_out_of_bounds(on_two):
+    assert on_two(under_checks, ep_group_gemm_ranks.random_calls, 1, 3) == [9] * 2
 
 
 def test_fused_products_tuned_over_the_ranks(on_two):

@@ -48,11 +48,8 @@ def test_kernels_detect_scales_of_another_layout(on_any):
     [
         ("gemm_rs", "row"),
         ("gemm_ar", "tensor"),
-        ("gemm_ar", "block"),
-        *(
-            _rare(*each)
-            for each in (("gemm_rs", "tensor"), ("gemm_rs", "block"), ("gemm_ar", "row"))
-        ),
+        *(_rare("gemm_rs", recipe) for recipe in ("tensor", "block")),
+        *(_rare("gemm_ar", recipe) for recipe in ("row", "block")),
     ],
 )
 def test_sums_of_every_recipe(on_any, on_two, name, recipe):
