@@ -20,6 +20,7 @@ def test_random_routings(on_ranks, world_size, seed, rounds):
 
 def test_any_rank_may_be_late(on_two):
     assert on_two(ep_ranks.stragglers, 4) == [4] * 2
+    assert on_two(ep_ranks.replayed, 1, True) == [3] * 2
 
 
 def test_every_candidate_gives_the_same(on_two):
