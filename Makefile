@@ -38,7 +38,8 @@ fresh:
 
 # Kill writers of tuning records thousands of times, and call expert parallelism with random routings on 2
 # to 8 ranks; print counts. Compile every tile of every kernel for sm_90. Train with DDP, and tune kernels
-# of a library. Resolve the versions of the constraints. Takes half an hour.
+# of a library. Resolve the versions of the constraints. Run the algorithms, recipes and numbers of ranks
+# that `test` leaves out. Takes more than half an hour.
 stress:
 	bash scripts/test.sh tests/stress tests/distributed tests/layers tests/kernels tests/compile tests/architecture tests/testing -m stress -rP
 
