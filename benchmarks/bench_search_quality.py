@@ -351,7 +351,7 @@ class SizedSpace:
 
     def __init__(self, path: Path) -> None:
         self.tree = tree = json.loads(gzip.decompress(path.read_bytes()))
-        self.configs = configs = [Config({"config": text}) for text in tree["configs"]]
+        self.configs = configs = [Config({"config": i}) for i in range(len(tree["configs"]))]
         self.name = f"{tree['op']} {tree['largest']}, {tree['ranks']} GPU"
         self.runs: dict[int, dict[Config, list[float]]] = {
             int(M): {configs[int(i)]: each for i, each in runs.items() if isinstance(each, list)}
