@@ -79,13 +79,13 @@ def parts(
         marks = [time.perf_counter()]
         call = algorithms.Call(**values)
         marks.append(time.perf_counter())
-        gathered = call.chosen.start(call)
+        gathered = call.chosen_algorithm.start(call)
         marks.append(time.perf_counter())
         C = algorithms._empty_product(call)
         marks.append(time.perf_counter())
-        call.chosen._consume(call, C, gathered)
+        call.chosen_algorithm._consume(call, C, gathered)
         marks.append(time.perf_counter())
-        ctx.buffer.finish(awaited=True)
+        ctx.buffer.finish(has_awaited_peers=True)
         marks.append(time.perf_counter())
         return [(last - first) * 1e6 for first, last in itertools.pairwise(marks)]
 

@@ -86,7 +86,7 @@ def on_gpu(gpu: str) -> Iterator[None]:
 def _clear_caches() -> None:
     """Drop cached values that depend on the device."""
     peaks.device_peak.cache_clear()
-    spaces.gemm_ms.cache_clear()
+    spaces.predict_gemm_ms.cache_clear()
     for info in OPINFOS.values():
         space = info.op.config_space
         for name in list(vars(space)):

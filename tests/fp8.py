@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS, Recipe, Scaling, scale_blocks
+from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS, Recipe, Scaling, num_scale_blocks
 
 # Unit roundoffs of an output, with a margin for the rounding of the reference.
 _ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-23}
@@ -12,7 +12,7 @@ _ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.
 
 def _block_maxima(x: torch.Tensor, rows: int) -> torch.Tensor:
     """Return the largest magnitude of each block of ``rows`` by 128 elements."""
-    down, along = -(-x.shape[0] // rows), scale_blocks(x.shape[1])
+    down, along = -(-x.shape[0] // rows), num_scale_blocks(x.shape[1])
     padded = x.new_zeros(down * rows, along * BLOCK_ELEMENTS)
     padded[: x.shape[0], : x.shape[1]] = x.abs()
     return padded.view(down, rows, along, BLOCK_ELEMENTS).amax((1, 3))

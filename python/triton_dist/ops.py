@@ -6,7 +6,7 @@ These names are public, and so are ``triton_dist.runtime.symmetric.allocate`` an
 
 from triton_dist.kernels.common.context import Buffer, Memory, OpContext
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall, op
-from triton_dist.kernels.common.peers import flag_of, timeout_word_of
+from triton_dist.kernels.common.peers import current_flag, timeout_words_at
 from triton_dist.kernels.common.slots.epochs import EpochSlots
 from triton_dist.runtime.launch import Launch
 
@@ -19,7 +19,7 @@ __all__ = [
     "Memory",
     "OpCall",
     "OpContext",
-    "flag_of",
+    "current_flag",
     "op",
-    "timeout_word_of",
+    "timeout_words_at",
 ]

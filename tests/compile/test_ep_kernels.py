@@ -56,14 +56,14 @@ def dispatch_call(ctx, topk, **options):
 def dispatch(ctx, topk, **options):
     """The launch of a dispatch."""
     call = dispatch_call(ctx, topk, **options)
-    return call.chosen.launch(call, call.result().layout)
+    return call.chosen_algorithm.launch(call, call.result().layout)
 
 
 def combine(ctx, topk, **options):
     """The launch of a combine."""
     received = dispatch_call(ctx, topk).result()
     call = CombineCall(matrix(64, ctx.hidden), received, ctx, **options)
-    return call.chosen.launch(call)[1]
+    return call.chosen_algorithm.launch(call)[1]
 
 
 EVERY = [

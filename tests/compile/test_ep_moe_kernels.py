@@ -32,7 +32,7 @@ def test_products_of_positions(sm90, index, is_sorted):
     rows = NUMBER if is_sorted else TOKENS * RANKS
     launch = grouped_product(
         matrix(rows, K), weights(COLUMN_MAJOR if is_sorted else ROW_MAJOR), matrix(NUMBER, N),
-        blocks, config, is_sorted=True, routes_of_row=0 if is_sorted else 1,
+        blocks, config, is_sorted=True, routes_per_row=0 if is_sorted else 1,
     )  # fmt: skip
     is_low = config.kwargs["BLOCK_SIZE_M"] < 64
     assert_fits(compile_launch(launch), has=[] if is_low else [WGMMA])

@@ -16,7 +16,7 @@ from triton_dist.kernels.common.exchange.buffer import (
     SMALL_PARAMS,
     LaunchParams,
     make_plan,
-    shard_elements,
+    padded_shard_numel,
 )
 from triton_dist.kernels.common.exchange.protocol import Lengths, Peers, Slots
 from triton_dist.runtime.launch import Launch
@@ -49,7 +49,7 @@ def prepared(name, shape, elements=1 << 22, num_ranks=4, dtype=torch.bfloat16, r
     """A launch for shards of ``elements``; without memory."""
     x, out, slots = (matrix(1, dtype=dtype) for _ in range(3))
     total = elements * (1 if name == "one shot" else num_ranks)
-    lengths = Lengths(elements, shard_elements(elements), total)
+    lengths = Lengths(elements, padded_shard_numel(elements), total)
     chunks = 1 if name == "one shot" else shape.num_chunks
     options = {"plan": make_plan(num_ranks, shape, x, chunks), "num_warps": shape.num_warps}
     if name in PUSHED:

@@ -29,7 +29,11 @@ from tests.compile.scattered import (
 )
 from triton_dist import language as dl
 from triton_dist.errors import CandidateFailed
-from triton_dist.kernels.common.gemm.launch import FUSED_TILES, SPLIT_K_TILES, sharded_gemm
+from triton_dist.kernels.common.gemm.launch import (
+    FUSED_PUSH_CANDIDATES,
+    SPLIT_K_TILES,
+    sharded_gemm,
+)
 from triton_dist.kernels.common.gemm.sharded import SplitWorkspace
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TILES
 from triton_dist.kernels.common.peers import GatheredShards, ShardPush
@@ -122,7 +126,7 @@ def assert_parts_are_stored_before_they_are_counted(kernel, tile, width=4, parts
 
 def pushing(persistent, number, layout="column-major", K=4096, num_ranks=4):
     """The launch of a fused candidate, for a shard of 128 rows."""
-    config, num_comm_sms, num_chunks = FUSED_TILES[number]
+    config, num_comm_sms, num_chunks = FUSED_PUSH_CANDIDATES[number]
     push = ShardPush(words(8), words(8), words(), num_comm_sms, num_chunks)
     config = config if persistent else POINTER_TILES[0]
     return prepared(

@@ -32,7 +32,7 @@ from triton_dist.kernels.common.gemm.spaces import (
 )
 from triton_dist.kernels.common.scatter.kernel import scattered_gemm
 from triton_dist.kernels.common.scatter.partials import Slot, TileMemory
-from triton_dist.kernels.common.scatter.tiles import add_deferred
+from triton_dist.kernels.common.scatter.tiles import add_deferred_tiles
 from triton_dist.kernels.common.scatter.to_owners import ReduceScatterLaunches, add_row_block
 from triton_dist.testing.compile_only import compile_only
 
@@ -162,7 +162,7 @@ def deferred(scatter, config, num_ranks):
     M = 1000 * num_ranks
     C = matrix(M if scatter == "all" else 1000, 8192)
     to = tile_memory(scatter, 1, num_ranks)
-    return add_deferred(C, matrix(8192), config, to, M=M, num_sms=132, num_chunks=2)
+    return add_deferred_tiles(C, matrix(8192), config, to, M=M, num_sms=132, num_chunks=2)
 
 
 DEFERRED = [("row_block", 8), ("add", 8), ("all", 8), ("tile", 8), ("all", 2)]

@@ -12,7 +12,7 @@ from triton_dist.kernels.common.exchange.buffer import LaunchParams, exchange_le
 from triton_dist.kernels.common.exchange.protocol import Packets
 from triton_dist.kernels.common.exchange.sums import one_shot_exchange, two_shot_exchange
 from triton_dist.kernels.common.gemm.spaces import (
-    LOWEST_TILE_ROWS,
+    MIN_TILE_ROWS,
     POINTER_TILES_TO_ALL,
     TILES_TO_ALL,
 )
@@ -30,7 +30,7 @@ FENCE = re.compile(r"\S*(?:fence|membar|release|acquire|\.volatile)\S*")
 BLOCKS_OF_2048 = LaunchParams(64, 2048)
 BLOCKS = [*{shape.block_bytes: shape for shape in PACKET_CANDIDATES}.values()]
 TILES = {
-    persistent: [config for config in tiles if config.kwargs["BLOCK_SIZE_M"] == LOWEST_TILE_ROWS]
+    persistent: [config for config in tiles if config.kwargs["BLOCK_SIZE_M"] == MIN_TILE_ROWS]
     for persistent, tiles in ((True, TILES_TO_ALL), (False, POINTER_TILES_TO_ALL))
 }
 

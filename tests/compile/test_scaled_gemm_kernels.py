@@ -19,7 +19,7 @@ from tests.compile.scattered import (
 )
 from triton_dist.kernels.common.exchange.protocol import Peers, Slots
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
-from triton_dist.kernels.common.gemm.scales import Recipe, Scaling, scale_blocks
+from triton_dist.kernels.common.gemm.scales import Recipe, Scaling, num_scale_blocks
 from triton_dist.kernels.common.gemm.spaces import (
     PERSISTENT_TILES,
     POINTER_TILES,
@@ -42,8 +42,8 @@ def scaling(recipe, use_fast_accum=False):
     shapes = {"row": ((M,), (N,)), "tensor": ((1,), (1,))}
     a, b = (matrix(*each, dtype=torch.float32) for each in shapes.get(recipe, ((1,), (1,))))
     if recipe == "block":
-        a = matrix(scale_blocks(K), M, dtype=torch.float32).t()
-        b = matrix(scale_blocks(N), scale_blocks(K), dtype=torch.float32)
+        a = matrix(num_scale_blocks(K), M, dtype=torch.float32).t()
+        b = matrix(num_scale_blocks(N), num_scale_blocks(K), dtype=torch.float32)
     return Scaling(a, b, use_fast_accum=use_fast_accum)
 
 
@@ -52,7 +52,7 @@ def compiled(recipe, tiles, use_fast_accum=False, persistent=True, num_ranks=1):
     shards = None
     if num_ranks > 1:
         rows, flags = matrix(num_ranks * M, K, dtype=A.dtype), words()
-        scales = matrix(num_ranks * M * scale_blocks(K), dtype=torch.float32)
+        scales = matrix(num_ranks * M * num_scale_blocks(K), dtype=torch.float32)
         shards = GatheredShards(rows, flags, flags[:32], M, 8, scales=scales)
     scales = scaling(recipe, use_fast_accum).kernel_argument(A, B, shards and shards.scales)
     C = matrix(num_ranks * M, N)

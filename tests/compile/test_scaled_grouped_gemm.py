@@ -19,7 +19,7 @@ from tests.compile.scattered import (
 )
 from tests.compile.test_scaled_gemm_kernels import FP8_WGMMA
 from triton_dist.kernels.common.gemm.quantise import quantisation
-from triton_dist.kernels.common.gemm.scales import ScaledKey, Scaling, scale_blocks
+from triton_dist.kernels.common.gemm.scales import ScaledKey, Scaling, num_scale_blocks
 from triton_dist.kernels.common.moe.product import grouped_product
 from triton_dist.kernels.common.moe.routing import block_map
 from triton_dist.kernels.common.moe.scales import OperandScales, packed_format, unpacked
@@ -48,8 +48,8 @@ def launched(recipe, config, fast=False, silu_mul=False, is_gathered=False, K=K)
     B = matrix(E, N, K, dtype=FP8).mT
     scaling = Scaling(matrix(TOKENS, dtype=FP32), matrix(E, N, dtype=FP32), use_fast_accum=fast)
     if recipe == "block":
-        a_scale = matrix(scale_blocks(K), TOKENS, dtype=FP32).t()
-        scaling = Scaling(a_scale, matrix(E, scale_blocks(N), scale_blocks(K), dtype=FP32))
+        a_scale = matrix(num_scale_blocks(K), TOKENS, dtype=FP32).t()
+        scaling = Scaling(a_scale, matrix(E, num_scale_blocks(N), num_scale_blocks(K), dtype=FP32))
     C = matrix(TOKENS * TOPK, N // 2 if silu_mul else N)
     A, options, sources = matrix(TOKENS, K, dtype=FP8), {}, {}
     scales = OperandScales.of(A, B, scaling)
@@ -162,7 +162,7 @@ def test_rows_are_quantised_by_hardware_conversion(sm90, K, kind):
     x, out = matrix(TOKENS, 2 * K), matrix(TOKENS, K, dtype=FP8)
     scale = matrix(TOKENS, dtype=FP32)
     if kind == "block":
-        scale = matrix(scale_blocks(K), TOKENS, dtype=FP32).t()
+        scale = matrix(num_scale_blocks(K), TOKENS, dtype=FP32).t()
     static_scale = matrix(3, dtype=FP32) if kind == "static" else None
     kernel = compile_launch(quantisation(x, out, scale, True, static_scale))
     assert_fits(kernel, has=["cvt.rn.satfinite.e4m3x2.f32", "ld.global.v4.b32"])

@@ -95,7 +95,7 @@ def test_heads_travel_in_vectors(sm90, num_ranks, q_heads, kv_heads, lengths, ba
     o = matrix(*whole, q_heads // num_ranks, 128)
     post = post_attn_call(o, ctx, local, local, **options)
     for call in (pre, post):
-        kernel = compile_launch(call.chosen.launch(call, call.outputs()))
+        kernel = compile_launch(call.chosen_algorithm.launch(call, call.outputs()))
         assert_fits(
             kernel, stack_bytes=16, has=[VECTOR_LOAD, VECTOR_STORE, RELEASE],
             lacks=["st.global.b16", "ld.global.b16"],
@@ -119,9 +119,9 @@ def test_projections_send_and_await_blocks(sm90, num_ranks, tokens, index):
     options = {"gemm_config": PERSISTENT_TILES[index], "num_chunks": 4}
     x, B = matrix(1, tokens, hidden), right(hidden, 48 * 128, "column-major")
     call = gemm_pre_attn_call(x, B, ctx, **options)
-    kernel = compile_launch(call.chosen.launch(call, call.left_operand(), call.outputs()))
+    kernel = compile_launch(call.chosen_algorithm.launch(call, call.left_operand(), call.outputs()))
     assert_fits(kernel, has=[TMA_LOAD, TMA_STORE, WGMMA, FULL_WAIT])
     o = matrix(1, num_ranks * tokens, 32 // num_ranks, 128)
     call = post_attn_gemm_call(o, right(4096, hidden, "column-major"), ctx, **options)
-    kernel = compile_launch(call.chosen.launch(call, call.left_operand(), call.outputs()))
+    kernel = compile_launch(call.chosen_algorithm.launch(call, call.left_operand(), call.outputs()))
     assert_fits(kernel, has=[TMA_LOAD, TMA_STORE, WGMMA, ACQUIRE])

@@ -19,7 +19,7 @@ from tests.distributed.compiled_ahead import compiled_ahead
 from tests.distributed.gemm_calls import LAYOUTS, AllGatherGEMM, default_tiles, uniform
 from tests.distributed.op_ranks import few_programs
 from triton_dist.errors import InvalidArgument, WaitTimeout
-from triton_dist.kernels.common.gemm.launch import fused_tiles, split_k_tiles
+from triton_dist.kernels.common.gemm.launch import fused_push_candidates, split_k_tiles
 from triton_dist.kernels.common.gemm.spaces import warp_specialized_tiles
 from triton_dist.kernels.common.slots.epochs import kernel_await_consumption
 from triton_dist.kernels.common.slots.gathered import AllGatherMethod
@@ -109,7 +109,7 @@ def fused_push(rounds: int) -> int:
     layouts = itertools.cycle(("row-major", "column-major", "misaligned slice"))
     late_ranks = itertools.cycle(range(size))
     for number in range(rounds):
-        for turn, (tiles, num_comm_sms, num_chunks) in enumerate(fused_tiles(), number):
+        for turn, (tiles, num_comm_sms, num_chunks) in enumerate(fused_push_candidates(), number):
             rows = (70, 1, 33)[turn % 3]
             calls(
                 rows,

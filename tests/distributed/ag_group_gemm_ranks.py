@@ -16,7 +16,7 @@ from tests.distributed.compiled_ahead import compiled_ahead, is_rehearsal
 from tests.distributed.group_gemm_calls import LAYOUTS, ROUTINGS, AllGatherGroupGEMM, some_tiles
 from triton_dist.debugging.checks import checking
 from triton_dist.errors import InvalidArgument, RankDisagreement
-from triton_dist.kernels.common.moe.rows import has_fast_library
+from triton_dist.kernels.common.moe.rows import has_library_kernel
 from triton_dist.kernels.nvidia import allgather_group_gemm, grouped_gemm
 from triton_dist.kernels.nvidia.allgather_group_gemm import (
     ag_group_gemm,
@@ -38,7 +38,7 @@ DEFAULTS = AllGatherGroupGEMM.algorithms
 def defaults() -> list[dict[str, Any]]:
     """``DEFAULTS``, and the library where it is tried."""
     library = {"algorithm": "library", "gather": "collective"}
-    return [*DEFAULTS, *([library] if has_fast_library() else [])]
+    return [*DEFAULTS, *([library] if has_library_kernel() else [])]
 
 
 @compiled_ahead

@@ -149,7 +149,7 @@ class Collective(Calls):
         self.ctx.buffer.memory["packets"].local.view(torch.uint8).fill_(NO_TAG)
         if self.epoch_algorithms:
             for slot in range(2):
-                self.slots.of_slot(slot, "shards").local.fill_(0xFF)
+                self.slots.region_of_slot(slot, "shards").local.fill_(0xFF)
 
     def arguments(
         self, rows: int, layout: str, options: dict[str, Any]

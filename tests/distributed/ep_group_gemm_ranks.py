@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.distributed.calls import some_configs
 from tests.distributed.ep_ranks import Routing, check_layout, draw
-from triton_dist.kernels.common.moe.routing import RECORD_WORDS
+from triton_dist.kernels.common.moe.routing import TILE_RECORD_WORDS
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
 from triton_dist.kernels.nvidia import (
     create_ep_context,
@@ -102,7 +102,7 @@ def tiles_of_arbitrary_counts() -> list[int]:
     """
     device = current_device().torch_device
     counts = torch.tensor([[100, -50], [-70, 90]], dtype=torch.int32, device=device)
-    ends, tiles = counts.new_zeros(2), counts.new_full((128, RECORD_WORDS.value), -1)
+    ends, tiles = counts.new_zeros(2), counts.new_full((128, TILE_RECORD_WORDS.value), -1)
     num_tiles = counts.new_full((2,), -1)
     arguments = ends, counts, tiles[64:], num_tiles, dist.get_rank(), 16, 2
     options = {"EXPERTS": 2, "EXPERT_LANES": 2, "NUM_RANKS": 2, "LANES": 2, "BLOCK": 16}

@@ -12,7 +12,7 @@ import triton
 
 from tests.distributed.calls import NAN, Calls, Options
 from triton_dist.kernels.common import libraries
-from triton_dist.kernels.common.slots.epochs import SLOTS
+from triton_dist.kernels.common.slots.epochs import NUM_SLOTS
 from triton_dist.kernels.nvidia import (
     AllGatherMethod,
     ag_gemm,
@@ -162,8 +162,8 @@ class AllGatherGEMM(GEMMCalls):
         return {**options, "num_streams": 1 + number % 2, "num_chunks": 1 + number % 4}
 
     def poison(self) -> None:
-        for slot in range(SLOTS):
-            self.slots.of_slot(slot, "shards").local.fill_(NAN)
+        for slot in range(NUM_SLOTS):
+            self.slots.region_of_slot(slot, "shards").local.fill_(NAN)
         self.ctx.symm_workspace.fill_(NAN)
 
     def arguments(
@@ -271,8 +271,8 @@ class SummedGEMM(GEMMCalls):
 
     def poison(self) -> None:
         for region in self.poisoned:
-            for slot in range(SLOTS):
-                self.slots.of_slot(slot, region).local.fill_(NAN)
+            for slot in range(NUM_SLOTS):
+                self.slots.region_of_slot(slot, region).local.fill_(NAN)
         # Bytes of ones are NaN in every dtype.
         self.ctx.exchange.memory["slots"].local.fill_(255)
 

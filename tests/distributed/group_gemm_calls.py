@@ -11,7 +11,7 @@ import triton
 
 from tests.distributed.calls import NAN, Calls, Options
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
-from triton_dist.kernels.common.slots.epochs import SLOTS
+from triton_dist.kernels.common.slots.epochs import NUM_SLOTS
 from triton_dist.kernels.nvidia.allgather_group_gemm import (
     ag_group_gemm,
     create_ag_group_gemm_context,
@@ -118,8 +118,8 @@ class AllGatherGroupGEMM(Calls):
         return [*ALGORITHMS.config_space(), {"gemm_config": None}, library]
 
     def poison(self) -> None:
-        for slot in range(SLOTS):
-            self.slots.of_slot(slot, "shards").local.fill_(NAN)
+        for slot in range(NUM_SLOTS):
+            self.slots.region_of_slot(slot, "shards").local.fill_(NAN)
 
     def set_defaults(self, options: dict[str, Any]) -> None:
         if options.get("algorithm") != "library":

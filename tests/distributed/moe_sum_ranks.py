@@ -101,7 +101,7 @@ def context(name: str, shape: GroupedShape, dtype: torch.dtype, **options: Any) 
     """A context whose memory holds NaN where peers write."""
     with INFOS[name].context(shape, dtype, **options) as ctx:
         for slot in range(2):
-            ctx.buffer.slots.of_slot(slot, "shards").local.fill_(NAN)
+            ctx.buffer.slots.region_of_slot(slot, "shards").local.fill_(NAN)
         current_device().synchronize()
         group_for(None).barrier("memory is poisoned")
         yield ctx

@@ -17,7 +17,7 @@ from tests.distributed.gemm_calls import GEMMCalls
 from triton_dist.errors import WaitTimeout
 from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.peers import flag_count, flag_value
-from triton_dist.kernels.common.slots.epochs import SLOTS
+from triton_dist.kernels.common.slots.epochs import NUM_SLOTS
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
 from triton_dist.testing.timing import capture_graph
@@ -107,8 +107,8 @@ def epochs_wrap_around(kind: Kind, rounds: int) -> int:
     calls, nearly = kind.first(), 2**31 - 3
     slots = calls.slots
     for region in kind.flags:
-        for slot in range(SLOTS):
-            words = slots.of_slot(slot, region).local
+        for slot in range(NUM_SLOTS):
+            words = slots.region_of_slot(slot, region).local
             words.fill_(nearly if region == "consumed" else flag_value(nearly, kind.few))
     # The present use, after `nearly`.
     counts = slots.memory["epoch"].local[:, 0].fill_(flag_value(nearly + 1, 0))

@@ -21,7 +21,7 @@ from triton_dist.kernels.common.gemm.scales import (
     Scaling,
     async_tp_supports,
     library_supports,
-    scale_blocks,
+    num_scale_blocks,
 )
 from triton_dist.kernels.common.gemm.spaces import fits_registers, warp_specialized_tiles
 from triton_dist.kernels.common.libraries import has_async_tp
@@ -122,13 +122,13 @@ def late_block_scales() -> list[bool]:
     rows, N, K = 128, 256, 256
     A, B = torch.ones(rows, K).to(FP8[0]), torch.ones(N, K).to(FP8[0])
     A, B = A.to(device.torch_device), B.to(device.torch_device).t()
-    B_scale = torch.ones(scale_blocks(N), scale_blocks(K), device=A.device)
+    B_scale = torch.ones(num_scale_blocks(N), num_scale_blocks(K), device=A.device)
     results = []
     with create_ag_gemm_context(rows * size, N * size, K, FP8[0], rank, size) as ctx:
         for number in range(4 * size * len(tiles)):
             # The slot had other scales two calls ago.
             scales = [2.0 ** ((number + each) % 5) for each in range(size)]
-            A_scale = torch.full((scale_blocks(K), rows), scales[rank], device=A.device).t()
+            A_scale = torch.full((num_scale_blocks(K), rows), scales[rank], device=A.device).t()
             if rank == number % size:
                 device.sleep(2_000_000)
             config = tiles[number // (4 * size)]
@@ -233,7 +233,7 @@ def error_of_sums(
         a, b = scaling.dequantised(A, B, torch.float64)
         expected += a[rows] @ b
         bound += error_of_sum(A.shape[1], C.is_cuda) * (a[rows].abs() @ b.abs())
-        steps = scale_blocks(A.shape[1])
+        steps = num_scale_blocks(A.shape[1])
         ends = [BLOCK_ELEMENTS * (steps * each // splits) for each in range(splits + 1)]
         for part in map(slice, ends, ends[1:]):
             bound += len(shards) * roundoff * (a[rows, part] @ b[part]).abs()

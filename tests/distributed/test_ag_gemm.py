@@ -6,7 +6,7 @@ Three ranks where their number could matter: a ring, two peers, and no power of 
 from __future__ import annotations
 
 from tests.distributed import ag_gemm_ranks
-from triton_dist.kernels.common.gemm.launch import fused_tiles, split_k_tiles
+from triton_dist.kernels.common.gemm.launch import fused_push_candidates, split_k_tiles
 
 
 def test_every_schedule_and_both_kernels(on_any):
@@ -26,7 +26,7 @@ def test_tiles_that_are_cut_along_k(on_any):
 
 def test_shards_that_the_consumer_sends_itself(on_any):
     rounds = 1
-    calls = rounds * (2 * len(fused_tiles()) + 4)
+    calls = rounds * (2 * len(fused_push_candidates()) + 4)
     assert on_any(ag_gemm_ranks.fused_push, rounds) == [calls] * 3
 
 

@@ -167,9 +167,9 @@ def at_a_threshold(mine: Sequence[int], options: Mapping[str, Any]) -> dict[int,
     between = sum(mine) * N * torch.float16.itemsize // 2
     with ExitStack() as patches, OPS["gemm_ar"].create(rank, size) as ctx:
         for module, name in (
-            (sums, "DEFAULT_PACKET_BYTES"),
-            (sums, "DEFAULT_TWO_SHOT_BYTES"),
-            (gemm_ar_algorithms, "_DEFAULT_TWO_SHOT_BYTES"),
+            (sums, "DEFAULT_MAX_PACKET_BYTES"),
+            (sums, "DEFAULT_MIN_TWO_SHOT_BYTES"),
+            (gemm_ar_algorithms, "_MIN_OVERLAPPED_BYTES"),
         ):
             patches.enter_context(mock.patch.object(module, name, between))
 

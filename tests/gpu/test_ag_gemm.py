@@ -26,7 +26,10 @@ from tests.distributed.test_ag_gemm import (  # noqa: F401
 )
 from tests.gpu.op_suite import GPUSlotSuite
 from tests.gpu.ranks import few_ranks
-from triton_dist.kernels.common.gemm.launch import FUSED_TILES, WARP_SPECIALIZED_SPLIT_K_TILES
+from triton_dist.kernels.common.gemm.launch import (
+    FUSED_PUSH_CANDIDATES,
+    WARP_SPECIALIZED_SPLIT_K_TILES,
+)
 from triton_dist.kernels.common.gemm.spaces import WARP_SPECIALIZED_TILES
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
@@ -45,7 +48,7 @@ def test_shapes_that_fill_the_gpu(on_gpus, rounds):
 @few_ranks
 def test_shards_that_the_consumer_sends_itself(on_gpus, rounds):
     number = rounds(8)
-    calls = 2 * len(FUSED_TILES) + 4
+    calls = 2 * len(FUSED_PUSH_CANDIDATES) + 4
     assert set(on_gpus(ag_gemm_ranks.fused_push, number)) == {number * calls}
 
 

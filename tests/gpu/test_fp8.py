@@ -15,7 +15,7 @@ from tests.gpu.ranks import few_ranks
 from tests.layers import fp8_ranks, test_symm_mem
 from triton_dist.kernels.common.gemm.scales import FP8, Scaling
 from triton_dist.kernels.common.moe.positions import Positions
-from triton_dist.kernels.common.moe.routing import RECORD_WORDS, max_tiles
+from triton_dist.kernels.common.moe.routing import TILE_RECORD_WORDS, max_tiles
 from triton_dist.kernels.common.moe.spaces import WARP_SPECIALIZED_GROUPED_TILES
 from triton_dist.kernels.nvidia import grouped_gemm, matmul
 from triton_dist.kernels.nvidia.gemm.op import fits_matmul, matmul_configs
@@ -163,7 +163,10 @@ def test_warp_specialized_grouped_products_without_routes(kind):
     tiles = WARP_SPECIALIZED_GROUPED_TILES[0]
     # The records take this memory again.
     torch.full(
-        (max_tiles(number, E, 128), RECORD_WORDS.value), 2**30, dtype=torch.int32, device="cuda"
+        (max_tiles(number, E, 128), TILE_RECORD_WORDS.value),
+        2**30,
+        dtype=torch.int32,
+        device="cuda",
     )
     grouped_gemm.fn(a, b, positions, gemm_config=tiles, **scales)
     torch.cuda.synchronize()

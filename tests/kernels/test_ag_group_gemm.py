@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from triton_dist.errors import ContextFinalized
-from triton_dist.kernels.common.agreement import as_text
+from triton_dist.kernels.common.agreement import digest_text
 from triton_dist.kernels.common.moe import rows as moe_rows
 from triton_dist.kernels.common.moe import spaces
 from triton_dist.kernels.nvidia import ag_group_gemm
@@ -143,10 +143,10 @@ def test_tiles_of_the_context_are_those_of_calls_that_name_none():
 
 def test_text_of_ids_differs_where_they_do():
     ids = torch.arange(6).reshape(3, 2)
-    assert as_text("ids", ids) == as_text("ids", ids.int())
+    assert digest_text("ids", ids) == digest_text("ids", ids.int())
     others = (ids, ids + 1, ids.reshape(2, 3), ids.flip(0))
-    assert len({as_text("ids", each) for each in others}) == 4
-    assert as_text("ids", ids.to("meta")) == "ids (3, 2)"
+    assert len({digest_text("ids", each) for each in others}) == 4
+    assert digest_text("ids", ids.to("meta")) == "ids (3, 2)"
 
 
 def test_costs_are_those_of_all_that_has_to_move():

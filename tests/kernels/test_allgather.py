@@ -85,7 +85,7 @@ def released_copies():
             with races.expected():  # of copies that continue without the awaited data
                 buffer.start(SHARD[:2] + buffer.rank, ring, 2, 2)
                 buffer.slots.epoch[GAVE_UP.value] = 1
-                buffer.finish(awaited=True)  # joins copies that wait for data from rank 1
+                buffer.finish(has_awaited_peers=True)  # joins copies that wait for data from rank 1
             with pytest.raises(WaitTimeout) as overdue:
                 run_checks()
             seconds = time.monotonic() - begin
@@ -97,7 +97,7 @@ def released_copies():
             for rank, received in enumerate(arrived(buffer, gathered, 2)):
                 if rank != buffer.rank:
                     assert torch.equal(received, SHARD[:2] + 10 * number + rank)
-            buffer.finish(awaited=True)
+            buffer.finish(has_awaited_peers=True)
             run_checks()
     buffer.slots.memory.barrier()
     buffer.free()

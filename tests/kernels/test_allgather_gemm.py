@@ -32,7 +32,7 @@ from triton_dist.kernels.nvidia.allgather_gemm.algorithms import (
     is_serial_worth_trying,
     serial_params,
 )
-from triton_dist.kernels.nvidia.allgather_gemm.context import MAX_GATHERED_BYTES, exchanged_rows
+from triton_dist.kernels.nvidia.allgather_gemm.context import MAX_GATHERED_BYTES, max_exchange_M
 from triton_dist.runtime.device import cpu
 
 config_space, prune_fn = ALGORITHMS.config_space, ag_gemm.prune_fn
@@ -156,7 +156,7 @@ def test_few_rows_alone_are_gathered_before_the_product(monkeypatch, rows, K, nu
 def test_what_the_key_keeps_the_context_has_room_for():
     """Of a bucket that is kept, every M."""
     for num_ranks, K, max_M in ((4, 8192, 1 << 20), (4, 8200, 1 << 20), (2, 515, 96), (3, 7, 9)):
-        most = exchanged_rows(max_M, K, torch.float16, num_ranks)
+        most = max_exchange_M(max_M, K, torch.float16, num_ranks)
         assert most % num_ranks == 0
         rows = range(1, max_M // num_ranks + 1)
         for bucket in sorted({max_rows_of_key(each, num_ranks) for each in rows}):
@@ -221,7 +221,7 @@ def test_attributes_of_a_context():
     assert ctx.symm_workspace.shape == (12, 72)
     assert ctx.symm_workspace.dtype == torch.bfloat16
     assert ctx.own_rows(5).data_ptr() == ctx.symm_workspace.data_ptr()
-    assert ctx.exchanged_rows == 12
+    assert ctx.max_exchange_M == 12
     ctx.finalize()
     ctx.finalize()
     with pytest.raises(ContextFinalized, match="AllGatherGEMMTensorParallelContext was finalized"):

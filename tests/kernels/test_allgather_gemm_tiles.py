@@ -9,7 +9,7 @@ import torch
 
 from triton_dist.kernels.common.gemm import launch as gemm_launch
 from triton_dist.kernels.common.gemm.launch import (
-    FUSED_TILES,
+    FUSED_PUSH_CANDIDATES,
     SPLIT_K_TILES,
     is_worth_trying,
     max_split_workspace_size,
@@ -62,8 +62,8 @@ def test_many_rows_do_without_tiles_of_64(rows):
 
 def test_shards_of_a_wave_or_more_are_not_visited_together():
     """Of 512 rows, a shard has 112 tiles of 128 x 256; of 1024, 224."""
-    together = [c for c, *_ in FUSED_TILES if c.kwargs["GROUP_SIZE_SHARDS"] > 1]
-    alone = [c for c, *_ in FUSED_TILES if c.kwargs["GROUP_SIZE_SHARDS"] == 1]
+    together = [c for c, *_ in FUSED_PUSH_CANDIDATES if c.kwargs["GROUP_SIZE_SHARDS"] > 1]
+    alone = [c for c, *_ in FUSED_PUSH_CANDIDATES if c.kwargs["GROUP_SIZE_SHARDS"] == 1]
     assert together[0] in kept(together, 512)
     assert kept(together, 1024) == []
     assert kept(alone, 1024) == alone

@@ -18,7 +18,7 @@ from triton_dist.kernels.common.exchange.buffer import (
     SMALL_PARAMS,
     LaunchParams,
     checked_params,
-    shard_elements,
+    padded_shard_numel,
 )
 from triton_dist.kernels.nvidia import (
     AllReduceContext,
@@ -150,7 +150,7 @@ def test_shapes_stay_within_what_a_launch_can_have():
         assert shape.num_warps * 32 * 16 <= shape.block_bytes
     assert LaunchParams(1, 512).num_warps == 1
     assert checked_params("all_reduce", None, None, None).num_chunks == 1
-    assert [shard_elements(n) for n in (1, 128, 129)] == [128, 128, 256]
+    assert [padded_shard_numel(n) for n in (1, 128, 129)] == [128, 128, 256]
 
 
 @pytest.mark.parametrize("num_ranks", range(1, 9))
@@ -160,9 +160,9 @@ def test_a_slot_holds_what_every_way_needs(num_ranks, workspace_nbytes):
     slot = AllReduceContext.slot_bytes(workspace_nbytes, num_ranks)
     for item in (2, 4):
         elements = -(-workspace_nbytes // item)
-        shards = 2 * num_ranks * shard_elements(-(-elements // num_ranks))
+        shards = 2 * num_ranks * padded_shard_numel(-(-elements // num_ranks))
         one_shot_exchange = sums.max_elements(workspace_nbytes, item, num_ranks, one_shot=True)
-        addends = num_ranks * shard_elements(one_shot_exchange)
+        addends = num_ranks * padded_shard_numel(one_shot_exchange)
         assert max(shards, addends) * item <= slot
         assert max(shards, addends) * item <= sums.slot_bytes(workspace_nbytes, num_ranks)
 

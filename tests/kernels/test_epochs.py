@@ -11,7 +11,7 @@ import triton_dist
 from triton_dist.errors import RankDisagreement, WaitTimeout
 from triton_dist.kernels.common.peers import Disagreements, flag_value
 from triton_dist.kernels.common.slots.epochs import (
-    EPOCH,
+    FLAG_WORD,
     GAVE_UP,
     EpochSlots,
     kernel_await_consumption,
@@ -48,9 +48,9 @@ def settled_by_the_caller():
         used.take()
         if gives_up:
             give_up(used)
-            used["flags"].local[:] = used.epoch[EPOCH]
+            used["flags"].local[:] = used.epoch[FLAG_WORD]
             used["flags"].local[2] -= flag_value(behind, 0)
-        used.finish(awaited=True, expected=lambda: {"flags": [0, 2, 3]})
+        used.finish(has_awaited_peers=True, awaited_flags=lambda: {"flags": [0, 2, 3]})
         steps.append(len(waits_seen))
 
     call()
@@ -127,9 +127,11 @@ def kernel_note(epoch_ptr, flag_ptr):
 def test_a_disagreement_ends_the_waits_of_all_memories_of_a_context():
     found = Disagreements("the rows of A", None)
     memories = [slots(name, found) for name in ("first", "second", "third")]
-    guards = [used.epoch_of(slot) for used in memories for slot in (0, 1)]
+    guards = [used.control_words_of_slot(slot) for used in memories for slot in (0, 1)]
     for number in (3, 0):
-        kernel_note[(1,)](guards[number], memories[number // 2].of_slot(number % 2, "flags").local)
+        kernel_note[(1,)](
+            guards[number], memories[number // 2].region_of_slot(number % 2, "flags").local
+        )
         expected = [1] * 6
         expected[number] = DISAGREED.value
         assert [int(timeout_words[GAVE_UP.value]) for timeout_words in guards] == expected
@@ -161,12 +163,12 @@ def test_one_rank_launches_nothing(monkeypatch):
 def test_a_slot_is_free_once_peers_have_consumed_its_last_use(monkeypatch, peer_is_done):
     monkeypatch.setenv("TRITON_DIST_WAIT_TIMEOUT", "0.05")
     line = torch.zeros(16, dtype=torch.int64)
-    line[EPOCH] = flag_value(5, 0)
+    line[FLAG_WORD] = flag_value(5, 0)
     # Of rank 0, who waits, no flag is looked at; rank 1 has consumed the fourth use, or the third.
     consumed = torch.tensor([0, 4 if peer_is_done else 3], dtype=torch.int32)
     if peer_is_done:
         kernel_await_consumption[(1,)](line, consumed, 7, 0, 2)
-        assert int(line[EPOCH]) == flag_value(5, 7)
+        assert int(line[FLAG_WORD]) == flag_value(5, 7)
     else:
         with pytest.raises(WaitTimeout):
             kernel_await_consumption[(1,)](line, consumed, 7, 0, 2)

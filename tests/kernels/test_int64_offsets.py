@@ -15,7 +15,7 @@ from triton_dist import jit
 from triton_dist.kernels.common.scatter.one_launch import _copy_sub_tiles
 from triton_dist.kernels.common.scatter.partials import SumOutput
 from triton_dist.kernels.common.scatter.tiles import (
-    add_deferred,
+    add_deferred_tiles,
     add_partials,
     store_tile_by_pointers,
     tile_constants,
@@ -105,7 +105,7 @@ def test_kernels_use_64_bits_only_where_they_must():
             regions=lambda C, bias: (None, None),
         )  # fmt: skip
         C = torch.empty(128, columns, dtype=torch.float16, device="meta")
-        deferred = add_deferred(C, None, config, to, M=128, num_sms=8)
+        deferred = add_deferred_tiles(C, None, config, to, M=128, num_sms=8)
         assert deferred.options["tile"].INT64_OFFSETS is (columns == far)
         copied = copy_sums(C, C, None, config, to, num_chunks=1, copy=True)
         assert copied.options["INT64_OFFSETS"] is (columns == far)

@@ -11,7 +11,7 @@ import triton.language as tl
 import triton_dist
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.exchange.buffer import LaunchParams
-from triton_dist.kernels.common.exchange.packets import payload_of, tag_of, values_of
+from triton_dist.kernels.common.exchange.packets import packet_tag, payload_of, values_of
 from triton_dist.kernels.common.exchange.sums import MAX_PACKET_BYTES
 from triton_dist.kernels.common.peers import flag_value
 from triton_dist.kernels.nvidia import AllReduceMethod, all_reduce, create_allreduce_ctx
@@ -41,7 +41,7 @@ def unmarked(x_ptr, out_ptr, N: tl.constexpr):
 
 @triton_dist.jit
 def tag_at(epoch_ptr, tag_ptr, size):
-    tl.store(tag_ptr, tag_of(tl.load(epoch_ptr), size))
+    tl.store(tag_ptr, packet_tag(tl.load(epoch_ptr), size))
 
 
 @pytest.mark.parametrize("dtype", list(WHOLE), ids=str)

@@ -15,7 +15,7 @@ from triton_dist.kernels.common.gemm.scales import (
     NO_SCALING,
     Recipe,
     library_matmul,
-    scale_blocks,
+    num_scale_blocks,
 )
 from triton_dist.kernels.nvidia import (
     ag_gemm,
@@ -101,7 +101,7 @@ def test_a_single_scale_beside_row_scales():
 def test_both_layouts_of_block_scales_of_b(n):
     A, B, scaling = operands("block", 4, n, 256)
     deepseek = scaling.B_scale
-    assert deepseek.shape == (scale_blocks(n), 2)
+    assert deepseek.shape == (num_scale_blocks(n), 2)
     transposed = scaling._replace(B_scale=deepseek.t())
     expected = matmul(A, B, autotune=False, **scaling._asdict())
     check(expected, A, B, scaling)

@@ -39,7 +39,7 @@ from triton_dist.kernels.common.moe.summing import SumKey
 from triton_dist.kernels.nvidia import ag_gemm
 from triton_dist.kernels.nvidia.allgather_group_gemm.context import RoutedKey
 from triton_dist.kernels.nvidia.decode_attention.algorithms import DecodeKey
-from triton_dist.kernels.nvidia.ep_group_gemm.algorithms import EPProductKey
+from triton_dist.kernels.nvidia.ep_group_gemm.algorithms import EPGroupGEMMKey
 from triton_dist.kernels.nvidia.expert_parallel.algorithms import Key as EPKey
 from triton_dist.kernels.nvidia.grouped_gemm.algorithms import GroupedKey
 from triton_dist.kernels.nvidia.sp_ag_attention.algorithms import AttentionKey
@@ -58,7 +58,7 @@ KEYS: dict[str, Any] = {
         AttentionKey,
         DecodeKey,
         EPKey,
-        EPProductKey,
+        EPGroupGEMMKey,
         GroupedKey,
         UlyssesKey,
         UlyssesGEMMKey,

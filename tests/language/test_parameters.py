@@ -15,7 +15,7 @@ from triton_dist import runner
 PARAMETERS = {
     "breakpoint": "condition",
     "consume_token": "value token",
-    "give_turn": "",
+    "yield_to_others": "",
     "mark": "name pipelined",
     "notify": "ptr value op mask",
     "only_rows": "desc begin end",

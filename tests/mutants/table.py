@@ -106,7 +106,7 @@ MUTANTS = (
     Mutant(
         "attention: a part is read after it has arrived",
         "kernels/nvidia/sp_ag_attention/kernel.py",
-        "    dl.wait(pushed.arrivals + source, 1, value, timeout_word_of(pushed.epoch), True)\n",
+        "    dl.wait(pushed.arrivals + source, 1, value, timeout_words_at(pushed.epoch), True)\n",
         "",
         SP_ATTENTION,
     ),
@@ -344,7 +344,7 @@ MUTANTS = (
     Mutant(
         "wait: another size ends the waits of all memories of the context",
         _SIGNALS,
-        "other = tl.load(words + _NEXT)",
+        "other = tl.load(words + _NEXT_WORDS)",
         "other = guard.to(tl.int64)",
         ("tests/kernels/test_epochs.py",),
     ),
@@ -414,8 +414,8 @@ MUTANTS = (
     Mutant(
         "reset: flags are what they were at first",
         _EPOCHS,
-        "self.of_slot(slot, region).local.zero_()",
-        "self.of_slot(slot, region)",
+        "self.region_of_slot(slot, region).local.zero_()",
+        "self.region_of_slot(slot, region)",
         ("tests/kernels/test_epochs.py", "tests/kernels/test_contexts.py", *GEMM_RS),
     ),
     Mutant(
@@ -449,8 +449,8 @@ MUTANTS = (
     Mutant(
         "row mask: the last row is stored",
         _TILES,
-        "mask = (first_row + tl.arange(0, REDUCE_ROWS) < rows)",
-        "mask = (first_row + tl.arange(0, REDUCE_ROWS) < rows - 1)",
+        "mask = (first_row + tl.arange(0, ROWS_PER_STEP) < rows)",
+        "mask = (first_row + tl.arange(0, ROWS_PER_STEP) < rows - 1)",
         GEMM_RS,
     ),
     Mutant(

@@ -30,9 +30,9 @@ from triton_dist.ops import (
     Launch,
     OpCall,
     OpContext,
-    flag_of,
+    current_flag,
     op,
-    timeout_word_of,
+    timeout_words_at,
 )
 from triton_dist.utils import is_cuda
 
@@ -62,7 +62,7 @@ def kernel_rms_norm(
         index = row[:, None].to(tl.int64) * COLUMNS + column[None, :]
         mask = (row[:, None] < rows) & (column[None, :] < COLUMNS)
         x = tl.load(x_ptr + index, mask=mask, other=0.0).to(tl.float32)
-        flag = flag_of(slot.epoch, rows)
+        flag = current_flag(slot.epoch, rows)
         if SEND:
             for step in tl.static_range(NUM_RANKS):
                 peer = (rank + step) % NUM_RANKS
@@ -73,7 +73,7 @@ def kernel_rms_norm(
         if NORMALISE:
             # Acquire: before the loads of sums, which depend on the token.
             flags = slot.flags + block * NUM_RANKS
-            token = dl.wait(flags, NUM_RANKS, flag, timeout_word_of(slot.epoch), True)
+            token = dl.wait(flags, NUM_RANKS, flag, timeout_words_at(slot.epoch), True)
             total = tl.zeros((BLOCK_M,), tl.float32)
             for source in tl.static_range(NUM_RANKS):
                 sums = slot.sums + dl.consume_token(row * NUM_RANKS + source, token)
@@ -118,7 +118,7 @@ class Call(OpCall):
 
     def __post_init__(self) -> None:
         key_fn(self.x, self.weight, self.ctx)
-        self.chosen = ALGORITHMS[self.algorithm or OneLaunch.name]
+        self.chosen_algorithm = ALGORITHMS[self.algorithm or OneLaunch.name]
 
 
 class KernelAlgorithm(Algorithm[Call, int]):
@@ -146,7 +146,7 @@ class KernelAlgorithm(Algorithm[Call, int]):
             launch.run()
         # The next call needs no wait for peers, because this call waits for all of them.
         awaited = [flag for flag in range(flags) if flag % num_ranks != call.ctx.rank]
-        slots.finish(awaited=True, expected=lambda: {"flags": awaited})
+        slots.finish(has_awaited_peers=True, awaited_flags=lambda: {"flags": awaited})
         return out
 
     def prepared(self, call: Call, out: torch.Tensor) -> Iterator[Launch]:

@@ -111,7 +111,7 @@ def _has_given_up(timeout_words: Any) -> bool:
     return bool(word.from_address(address).value)
 
 
-def _give_turn_interpreted() -> None:
+def _yield_interpreted() -> None:
     pause()
 
 
@@ -126,7 +126,7 @@ def _reject_str_compiled(value):
 
 
 @jit
-def _give_turn_compiled():
+def _yield_compiled():
     pass
 
 
@@ -163,6 +163,6 @@ def _spin_compiled(ptr, seen, value, deadline, polls, timeout_words, TAGGED: tl.
 
 
 wait_deadline = _deadline_interpreted if INTERPRETED.value else _deadline_compiled
-give_turn_to_others = _give_turn_interpreted if INTERPRETED.value else _give_turn_compiled
+yield_to_other_programs = _yield_interpreted if INTERPRETED.value else _yield_compiled
 reject_str = _reject_str_interpreted if INTERPRETED.value else _reject_str_compiled
 spin = _spin_interpreted if INTERPRETED.value else _spin_compiled

@@ -13,10 +13,10 @@ from triton_dist.language._checked import only_rows_of
 from triton_dist.language._marks import FLAG_AWAITED, FLAG_SET, flag_clock, mark, note_flags
 from triton_dist.language._spin import (
     INTERPRETED,
-    give_turn_to_others,
     reject_str,
     spin,
     wait_deadline,
+    yield_to_other_programs,
 )
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _CALL_TAG_MASK = tl.constexpr(2**20 - 1)  # mask of the lowest 20 bits of a tagg
 # Result of comparing a flag with the awaited value. For several flags, the minimum counts.
 _DIFFERS, _LATE, _REACHED = tl.constexpr(-2), tl.constexpr(-1), tl.constexpr(0)
 # Indices of the timeout words 2 to 6, which ``wait`` describes.
-_SEEN, _AWAITED, _FLAG, _REPORT, _NEXT = (
+_SEEN, _AWAITED, _FLAG, _HOST_WORD, _NEXT_WORDS = (
     tl.constexpr(2), tl.constexpr(3), tl.constexpr(4), tl.constexpr(5), tl.constexpr(6),
 )  # fmt: skip
 DISAGREED = tl.constexpr(2)
@@ -112,12 +112,12 @@ def note_disagreement(timeout_words, flag, seen, value):
         tl.store(timeout_words + _SEEN, seen)
         tl.store(timeout_words + _AWAITED, value)
         tl.store(timeout_words + _FLAG, flag)
-        other = tl.load(timeout_words + _NEXT)
+        other = tl.load(timeout_words + _NEXT_WORDS)
         while (other != 0) & (other != timeout_words.to(tl.int64)):
             words = other.to(tl.pointer_type(tl.int64))
             tl.atomic_max(words + 1, 1, sem="relaxed", scope="gpu")
-            other = tl.load(words + _NEXT)
-        tl.store(tl.load(timeout_words + _REPORT).to(tl.pointer_type(tl.int64)), 1)
+            other = tl.load(words + _NEXT_WORDS)
+        tl.store(tl.load(timeout_words + _HOST_WORD).to(tl.pointer_type(tl.int64)), 1)
 
 
 @jit
@@ -223,13 +223,13 @@ def _token():
 
 
 @jit
-def give_turn():
+def yield_to_others():
     """Yield to other programs of the grid before polling their results.
 
     The interpreter runs one program at a time until it ends or waits. In compiled kernels, this is
     a no-op.
     """
-    give_turn_to_others()
+    yield_to_other_programs()
 
 
 @jit

@@ -13,12 +13,12 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import Group, group_for
 
 
-def every_call_compares() -> bool:
+def must_compare_calls() -> bool:
     """Return whether contexts and layers created now must compare the arguments of every call."""
     return "agree" in knobs.debug.get()
 
 
-def as_text(name: str, tensor: torch.Tensor) -> str:
+def digest_text(name: str, tensor: torch.Tensor) -> str:
     """Return the shape and a digest of a tensor as text, for comparison between ranks.
 
     Computing the digest waits for the device. Meta tensors, and tensors in a graph capture, get no
@@ -33,7 +33,7 @@ def as_text(name: str, tensor: torch.Tensor) -> str:
     return f"{size}, digest {hashlib.sha256(data).hexdigest()[:16]}"
 
 
-def compare_over_ranks(function: str, name: str, tensor: torch.Tensor, group: Group) -> None:
+def check_equal_on_ranks(function: str, name: str, tensor: torch.Tensor, group: Group) -> None:
     """Raise unless all ranks call ``function`` with equal values of ``tensor``. Collective.
 
     The comparison is skipped during a graph capture, where tensors have no values, and while the
@@ -45,7 +45,7 @@ def compare_over_ranks(function: str, name: str, tensor: torch.Tensor, group: Gr
     if waits.are_limited() or current_device().is_capturing():
         return
     ranks = group_for(group)
-    answers = ranks.all_gather(f"{name} of {function}", as_text(name, tensor))
+    answers = ranks.all_gather(f"{name} of {function}", digest_text(name, tensor))
     if len(set(answers)) > 1:
         by_rank = {ranks.global_rank(rank): answer for rank, answer in enumerate(answers)}
         raise RankDisagreement(f"the {name} of a call of {function}", by_rank)

@@ -45,11 +45,11 @@ class Buffer(Memory, Protocol):
     disagreements: Disagreements
 
 
-B = TypeVar("B", bound=Buffer)
+BufferT = TypeVar("B", bound=Buffer)
 MemoryT = TypeVar("MemoryT", bound=Memory)
 
 
-class OpContext(Generic[B]):
+class OpContext(Generic[BufferT]):
     """Context manager that owns the memories of an op.
 
     The constructor of a subclass sets ``buffer`` and allocates further memories inside
@@ -62,7 +62,7 @@ class OpContext(Generic[B]):
         ranks = group_for(group)
         self.rank, self.num_ranks = ranks.rank, ranks.size
         self.device = current_device()
-        self._buffer: B | None = None
+        self._buffer: BufferT | None = None
         self._memories: tuple[Memory, ...] = ()
 
     @contextmanager
@@ -83,14 +83,14 @@ class OpContext(Generic[B]):
             raise
 
     @property
-    def buffer(self) -> B:
+    def buffer(self) -> BufferT:
         """The main memory. Raises ``ContextFinalized`` after ``finalize`` or ``free``."""
         if self._buffer is None:
             raise ContextFinalized(type(self).__name__)
         return self._buffer
 
     @buffer.setter
-    def buffer(self, buffer: B) -> None:
+    def buffer(self, buffer: BufferT) -> None:
         self._buffer = buffer
 
     def check(self) -> None:
@@ -240,7 +240,9 @@ def range_check(maximum: int, name: str, value: int) -> Check:
     return name, value, 1 <= value <= maximum, f"1 to {maximum}"
 
 
-def checked_buffer(ctx: Any, ctx_type: type[OpContext[B]], function: str, creator: str) -> B:
+def checked_buffer(
+    ctx: Any, ctx_type: type[OpContext[BufferT]], function: str, creator: str
+) -> BufferT:
     """Return ``ctx.buffer``. Raise unless ctx is a ``ctx_type`` or a substitute with a ``buffer``.
 
     ``creator`` is the public function that creates contexts, for errors.
@@ -252,7 +254,7 @@ def checked_buffer(ctx: Any, ctx_type: type[OpContext[B]], function: str, creato
     if isinstance(ctx, OpContext | type) or not hasattr(ctx, "buffer"):
         expected = f"a context that {creator}(…) made on all ranks"
         raise InvalidArgument(function, "ctx", ctx, expected)
-    buffer: B = ctx.buffer
+    buffer: BufferT = ctx.buffer
     return buffer
 
 
@@ -267,14 +269,14 @@ def gradient_check(name: str, tensor: torch.Tensor) -> Check:
     return f"{name}.requires_grad", True, not is_differentiated(tensor), expected
 
 
-class GEMMContext(OpContext[B]):
+class GEMMContext(OpContext[BufferT]):
     """Context of a GEMM op."""
 
-    title: ClassVar[str]
+    op_name: ClassVar[str]
     """Name of the op in errors."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        super().__init__(self.title, group)
+        super().__init__(self.op_name, group)
         # Tuning keys by ``operand_signature``: checking takes several us, a lookup < 1 us.
         self.checked_keys: BoundedDict[Any, Any] = BoundedDict()
 
@@ -357,8 +359,8 @@ def operand_checks(
             yield f"{name}.device", tensor.device, tensor.device == device, expected
 
 
-def layout_of(B: torch.Tensor) -> str:
+def layout_of(BufferT: torch.Tensor) -> str:
     """Return "row-major" or "column-major" if TMA can read B, else "strided" (read by pointers)."""
-    if not fits_descriptor(B):
+    if not fits_descriptor(BufferT):
         return "strided"
-    return "column-major" if B.stride(0) == 1 else "row-major"
+    return "column-major" if BufferT.stride(0) == 1 else "row-major"

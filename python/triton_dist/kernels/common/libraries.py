@@ -151,13 +151,15 @@ def async_tp_matmul(
         gathered: receives all_gather(A).
         scales: scales of this rank's A and B, which are then e4m3; the result is then bf16.
     """
-    name, keeps = group_name(group), gathered is not None
+    name, returns_gathered = group_name(group), gathered is not None
     if scales is None:
-        rows, products = torch.ops.symm_mem.fused_all_gather_matmul(A, [B], 0, name, return_A=keeps)
+        rows, products = torch.ops.symm_mem.fused_all_gather_matmul(
+            A, [B], 0, name, return_A=returns_gathered
+        )
     else:
-        A_scale, B_scale, fast = scales
+        A_scale, B_scale, use_fast_accum = scales
         rows, products = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
-            A, [B], A_scale, [B_scale], 0, name, [None], [None], [torch.bfloat16], [fast]
+            A, [B], A_scale, [B_scale], 0, name, [None], [None], [torch.bfloat16], [use_fast_accum]
         )
     if gathered is not None:
         gathered.copy_(rows)
@@ -179,9 +181,9 @@ def async_tp_matmul_scatter(
     if scales is None:
         rows = operators.fused_matmul_reduce_scatter(A, B, "sum", 0, name)
         return rows
-    A_scale, B_scale, fast = scales
+    A_scale, B_scale, use_fast_accum = scales
     shape = [A.shape[0], B.shape[1]]
     rows = operators.fused_scaled_matmul_reduce_scatter(
-        A, B, A_scale, B_scale, "sum", 0, 0, name, shape, None, None, torch.bfloat16, fast
+        A, B, A_scale, B_scale, "sum", 0, 0, name, shape, None, None, torch.bfloat16, use_fast_accum
     )
     return rows

@@ -66,11 +66,12 @@ class Algorithm(ABC, Generic[CallT, SizesT]):
 class SelectableAlgorithm(Algorithm[CallT, SizesT]):
     """An algorithm that a deprecated keyword can select. Only the selected algorithm is then tried.
 
-    Sizes have the attribute ``requested``: the name of the selected algorithm, or ``None``.
+    Sizes have the attribute ``requested_algorithm``: the name of the selected algorithm, or
+    ``None``.
     """
 
     def fits(self, config: Mapping[str, Any], sizes: Any) -> bool:
-        return sizes.requested in (None, self.name) and self.fits_sizes(config, sizes)
+        return sizes.requested_algorithm in (None, self.name) and self.fits_sizes(config, sizes)
 
     @abstractmethod
     def fits_sizes(self, config: Mapping[str, Any], sizes: SizesT) -> bool:
@@ -94,7 +95,7 @@ class Algorithms(dict[str, Algorithm[CallT, SizesT]]):
         expected = f"None or one of {', '.join(map(repr, self))}"
         raise InvalidArgument(self.function, "algorithm", name, expected)
 
-    def requested(self, method: object) -> str | None:
+    def requested_algorithm(self, method: object) -> str | None:
         """Return the algorithm that the deprecated keyword ``method`` selects, or ``None``.
 
         ``method`` is an enumeration member whose value is the name of an algorithm.
@@ -144,14 +145,16 @@ class OpCall:
     ``key_fn`` has then already checked the operands, and the call need not check them again.
     """
 
-    chosen: Algorithm[Any, Any]  # object of the algorithm that the argument ``algorithm`` names
+    chosen_algorithm: Algorithm[
+        Any, Any
+    ]  # object of the algorithm that the argument ``algorithm`` names
 
     def run(self) -> torch.Tensor:
-        return self.chosen.run(self)
+        return self.chosen_algorithm.run(self)
 
     def compile(self) -> None:
         """Compile and load what ``run`` launches."""
-        self.chosen.compile(self)
+        self.chosen_algorithm.compile(self)
 
 
 @dataclass(eq=False, repr=False)  # not frozen, because that would take 1 us more per call
@@ -219,7 +222,7 @@ def op(
             if arguments.get("straggler_option") is not None:
                 check_straggler(algorithms.function, arguments["straggler_option"])
             op_sizes = sizes_of(*args, **kwargs)
-            requested = getattr(op_sizes, "requested", None)
+            requested = getattr(op_sizes, "requested_algorithm", None)
             if requested is not None and not any(
                 algorithms[requested].fits(config, op_sizes)
                 for config in algorithms.config_space()

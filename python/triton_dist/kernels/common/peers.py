@@ -42,7 +42,7 @@ from triton_dist.runtime.ranks import ProcessGroupRanks, SoloRank
 # an address that it loaded from a table.
 TARGET_ALIGNMENT = tl.constexpr(16)
 # The control words of a slot are one 128-byte line: the epoch, then the timeout words from here.
-TIMEOUT_WORD = tl.constexpr(1)
+FIRST_TIMEOUT_WORD = tl.constexpr(1)
 _PRIME = 2**20 - 3
 
 
@@ -62,13 +62,13 @@ def epoch_at(epoch_ptr):
 
 
 @jit
-def timeout_word_of(epoch_ptr):
+def timeout_words_at(epoch_ptr):
     """Return the timeout words of the slot whose control words begin at ``epoch_ptr``."""
-    return epoch_ptr + TIMEOUT_WORD
+    return epoch_ptr + FIRST_TIMEOUT_WORD
 
 
 @jit
-def flag_of(epoch_ptr, call_tag):
+def current_flag(epoch_ptr, call_tag):
     """Return the flag that a call with ``call_tag`` sets and awaits in the slot's current use."""
     return tagged(epoch_at(epoch_ptr), call_tag)
 
@@ -147,8 +147,8 @@ class GatheredShards:
     scales: torch.Tensor | None = None
 
 
-# Indices of the timeout words, int64 (``language.wait``).
-MAX_POLLS, GAVE_UP, SEEN, AWAITED, FLAG, REPORT, NEXT, TIMEOUT_WORDS = range(8)
+# Indices of the timeout words, int64 (``language.wait``). The last two hold addresses.
+MAX_POLLS, GAVE_UP, SEEN, AWAITED, FLAG, HOST_WORD, NEXT_WORDS, TIMEOUT_WORDS = range(8)
 DISAGREED = 2
 
 Flags: TypeAlias = tuple[torch.Tensor, Callable[[int], int]]
@@ -162,17 +162,20 @@ class Disagreements:
 
     Args:
         value: description of the value that must be equal on all ranks, for errors.
-        describe: converts a call tag to the text in errors.
+        describe_tag: converts a call tag to the text in errors.
     """
 
     def __init__(
-        self, value: str, group: dist.ProcessGroup | None, describe: Callable[[int], object] = int
+        self,
+        value: str,
+        group: dist.ProcessGroup | None,
+        describe_tag: Callable[[int], object] = int,
     ) -> None:
-        self._value, self._group, self._describe = value, group, describe
+        self._value, self._group, self._describe_tag = value, group, describe_tag
         self._device = current_device()
         memory = self._device.host_word()
-        self.address = memory.data_ptr()
-        self.word = memoryview(memory.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
+        self.host_word_address = memory.data_ptr()
+        self.host_word = memoryview(memory.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
         # Weak references, because each TimeoutWords refers to this object: a cycle would delay the
         # release of the memory.
         self._members: WeakValueDictionary[int, TimeoutWords] = WeakValueDictionary()
@@ -190,9 +193,9 @@ class Disagreements:
             for words in timeout_words.slot_words()
         ]
         for words, following in zip(all_words, all_words[1:] + all_words[:1], strict=True):
-            words[REPORT], words[NEXT] = self.address, following.data_ptr()
+            words[HOST_WORD], words[NEXT_WORDS] = self.host_word_address, following.data_ptr()
 
-    def find(self) -> RankDisagreement | None:
+    def find_error(self) -> RankDisagreement | None:
         """Return the disagreement that a kernel has recorded, if any. Kernels must have ended."""
         errors = (timeout_words.disagreement() for timeout_words in self._members.values())
         return next(filter(None, errors), None)
@@ -203,12 +206,12 @@ class Disagreements:
         Raises:
             RankDisagreement: raised by every call until the context is reset.
         """
-        if self.word[0]:
+        if self.host_word[0]:
             # The error is of a call before the graph capture. Raise it after the capture.
             if self._device.is_capturing():
                 return
             self._device.synchronize(knobs.wait_timeout.get())
-            found = self.find()
+            found = self.find_error()
             if found is not None:
                 raise found
 
@@ -217,7 +220,7 @@ class Disagreements:
         self.check()
 
     def clear(self) -> None:
-        self.word[0] = 0
+        self.host_word[0] = 0
 
     def build_error(
         self, rank: int, timeout_words: Sequence[int], flags: Iterable[Flags]
@@ -227,12 +230,12 @@ class Disagreements:
         ``flags`` are searched for the flag with another call tag, to name the rank that set it.
         """
         own_tag, other_tag = flag_tag(timeout_words[AWAITED]), flag_tag(timeout_words[SEEN])
-        by_rank: dict[int, object] = {self._global_rank(rank): self._describe(own_tag)}
+        by_rank: dict[int, object] = {self._global_rank(rank): self._describe_tag(own_tag)}
         for words, source_of in flags:
             # Find the flag by the address that the kernel has recorded.
             index, rest = divmod(timeout_words[FLAG] - words.data_ptr(), words.element_size())
             if rest == 0 and 0 <= index < words.numel():
-                by_rank[self._global_rank(source_of(index))] = self._describe(other_tag)
+                by_rank[self._global_rank(source_of(index))] = self._describe_tag(other_tag)
         remedy = (
             "All ranks must call with the same value. The result of this call is invalid. Call "
             "the context's reset() on all ranks before the next call."
@@ -255,8 +258,9 @@ class TimeoutWords:
     """Host view of the timeout words of a memory's slots.
 
     Attributes:
-        name, kernels: names of the memory and of the kernels that wait for its flags, for errors.
-        lines: int64 [slots, control words]; the timeout words begin at word ``first``.
+        name, waiting_kernels: names of the memory and of the kernels that wait for its flags, for
+            errors.
+        control_lines: int64 [slots, control words]; the timeout words begin at ``first_word``.
         consecutive_waits: number of waits in one call that can each last until the limit.
         find_late_flag: finds the flag that a wait gave up on, for errors.
         flags: returns the flags of a slot that carry call tags.
@@ -265,9 +269,9 @@ class TimeoutWords:
     """
 
     name: str
-    kernels: str
-    lines: torch.Tensor
-    first: int
+    waiting_kernels: str
+    control_lines: torch.Tensor
+    first_word: int
     consecutive_waits: int
     find_late_flag: FindLateFlag
     flags: Callable[[int], Iterable[Flags]]
@@ -276,26 +280,26 @@ class TimeoutWords:
     max_polls: int = 0
 
     def __post_init__(self) -> None:
-        self._device, self._word = current_device(), self.disagreements.word
+        self._device, self._host_word = current_device(), self.disagreements.host_word
         self.disagreements.add(self)
 
-    def begin(self) -> int:
+    def begin_call(self) -> int:
         """Set the limit of waits of the next call and return it in polls; 0 means no limit.
 
         Raises:
             RankDisagreement: ranks made an earlier call with different sizes.
         """
-        if self._word[0]:
+        if self._host_word[0]:
             self.disagreements.check()
         max_polls = waits.limit_polls()
         if max_polls != self.max_polls:
             if not self.max_polls:
                 self._clear()  # Candidates tried earlier may have left values.
-            self.lines[:, self.first + MAX_POLLS] = max_polls
+            self.control_lines[:, self.first_word + MAX_POLLS] = max_polls
             self.max_polls = max_polls
         return max_polls
 
-    def end(self) -> None:
+    def end_call(self) -> None:
         """Check the waits of a call whose kernels have been queued.
 
         Raises:
@@ -305,7 +309,7 @@ class TimeoutWords:
         """
         if self.max_polls:
             self.check_waits()
-        if self._word[0]:
+        if self._host_word[0]:
             self.disagreements.check()
 
     def check_waits(self) -> None:
@@ -314,28 +318,28 @@ class TimeoutWords:
             return
         limit = waits.limit_seconds() or 0.0
         self._device.synchronize(self.consecutive_waits * limit + _LAUNCH_SECONDS)
-        overdue = self.timeout_error()
-        if overdue is not None:
-            raise overdue
+        error = self.timeout_error()
+        if error is not None:
+            raise error
 
     def timeout_error(self) -> WaitTimeout | RankDisagreement | None:
         """Return the error of the first wait that gave up, if any. All kernels must have ended."""
-        late = {
+        late_slots = {
             slot: timeout_words
             for slot, timeout_words in enumerate(self._words_per_slot())
             if timeout_words[GAVE_UP]
         }
-        if not late:
+        if not late_slots:
             return None
         # A disagreement also ends waits. If there is one, it is the cause.
-        disagreed = self.disagreements.find()
+        disagreed = self.disagreements.find_error()
         if disagreed is not None:
             return disagreed
-        flag, expected, seen = self.find_late_flag(late)
+        flag, expected, seen = self.find_late_flag(late_slots)
         self._clear()
         return WaitTimeout(
             rank=self.ranks.rank,
-            program=self.kernels,
+            program=self.waiting_kernels,
             flag=flag,
             expected=expected,
             seen=seen,
@@ -357,11 +361,11 @@ class TimeoutWords:
 
     def free(self) -> None:
         """Release the memory; afterwards ``timeout_error`` returns ``None``."""
-        self.lines = torch.empty(0, self.lines.shape[1])
+        self.control_lines = torch.empty(0, self.control_lines.shape[1])
 
     def slot_words(self) -> Iterable[torch.Tensor]:
         """Return the timeout words of all slots, int64 [slots, words]."""
-        return self.lines[:, self.first :]
+        return self.control_lines[:, self.first_word :]
 
     def disagreement(self) -> RankDisagreement | None:
         """Return the error if a peer has another call tag, else ``None``. All kernels must have
@@ -374,7 +378,7 @@ class TimeoutWords:
         return None
 
     def _words_per_slot(self) -> list[list[int]]:
-        return [line[self.first :] for line in self.lines.tolist()]
+        return [control_line[self.first_word :] for control_line in self.control_lines.tolist()]
 
     def _clear(self) -> None:
-        self.lines[:, self.first + GAVE_UP : self.first + REPORT] = 0
+        self.control_lines[:, self.first_word + GAVE_UP : self.first_word + HOST_WORD] = 0

@@ -19,14 +19,14 @@ from triton_dist.layers.nvidia.training import clip_grad_norm_, sum_gradients
 from triton_dist.layers.nvidia.ulysses_sp_a2a_layer import UlyssesSPAllToAllLayer
 
 __all__ = [
+    "TP_MLP",
     "Collectives",
     "EPAll2AllLayer",
     "EPLowLatencyAllToAllLayer",
     "EP_MoE",
     "GemmARLayer",
-    "SpGQAFlashDecodeAttention",
     "SP_Attn",
-    "TP_MLP",
+    "SpGQAFlashDecodeAttention",
     "TP_Attn",
     "TP_MoE",
     "TensorParallel",

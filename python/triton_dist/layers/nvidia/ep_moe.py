@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS, scale_blocks
+from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS, num_scale_blocks
 from triton_dist.layers.nvidia.expert_parallel import ep_experts, ep_experts_fp8
 from triton_dist.layers.nvidia.fp8 import INPUT_SCALES, SCALES, is_silu, with_fp8_linears
 from triton_dist.layers.nvidia.stock_weights import StockWeight
@@ -97,7 +97,7 @@ class EP_MoE(TP_MoE):
                 multiple *= BLOCK_ELEMENTS
             elif columns % BLOCK_ELEMENTS:
                 self.stock_columns = columns
-                columns = scale_blocks(columns) * BLOCK_ELEMENTS
+                columns = num_scale_blocks(columns) * BLOCK_ELEMENTS
         if columns % multiple:
             raise self._invalid("columns of an expert", columns, f"a multiple of {multiple}")
         return num_experts // num_expert_sets, columns // shards

@@ -24,7 +24,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.gemm.scales import scale_blocks
+from triton_dist.kernels.common.gemm.scales import num_scale_blocks
 from triton_dist.kernels.common.moe.activation import silu_mul, silu_mul_backward
 from triton_dist.kernels.common.moe.positions import Positions
 from triton_dist.kernels.nvidia import grouped_gemm
@@ -272,7 +272,7 @@ def ep_experts_fp8(
     if not is_block:
         rows, scale = quantise(x, False, False, static)
         scale = scale if static is None else static.max()  # quantise writes none for 0 tokens
-        x_scale = scale.view(-1, 1).expand(len(x), scale_blocks(x.shape[1])).contiguous()
+        x_scale = scale.view(-1, 1).expand(len(x), num_scale_blocks(x.shape[1])).contiguous()
     received = group.ep_dispatch(
         rows, ids, scales, experts, x.dtype, x_scale=x_scale, quantise=is_block, **options
     )

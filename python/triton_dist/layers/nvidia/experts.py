@@ -23,7 +23,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.moe.rows import grouped_mm, has_fast_library
+from triton_dist.kernels.common.moe.rows import grouped_mm, has_library_kernel
 from triton_dist.layers.nvidia.functional import call_method_or_custom_op, cast_for_autocast
 from triton_dist.layers.nvidia.tensor_parallel import Collectives, check_operand, ranks_by_name
 
@@ -154,7 +154,7 @@ def weight_gradients_of_sorted_rows(
 
     ``ends``: int32 [E]; rows ``ends[e - 1]`` to ``ends[e] - 1`` belong to expert e.
     """
-    is_fast = has_fast_library() and left.dtype is torch.bfloat16
+    is_fast = has_library_kernel() and left.dtype is torch.bfloat16
     if is_fast and left.shape[1] % 8 == 0 and right.shape[1] % 8 == 0:
         return grouped_mm(left.T, right, ends)
     sums = left.new_zeros(len(ends), left.shape[1], right.shape[1])

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from triton_dist.kernels.common.gemm.quantise import quantisation
-from triton_dist.kernels.common.gemm.scales import scale_blocks
+from triton_dist.kernels.common.gemm.scales import num_scale_blocks
 from triton_dist.kernels.nvidia import matmul
 from triton_dist.layers.nvidia.stock_weights import E4M3
 from triton_dist.layers.nvidia.tensor_parallel import ranks_by_name
@@ -100,7 +100,7 @@ def _quantised(
     """Allocate the results of ``quantise``."""
     rows, K = len(x), x.shape[1] // (2 if silu_mul else 1)
     if is_block:
-        scale = x.new_empty(scale_blocks(K), rows, dtype=torch.float32).t()
+        scale = x.new_empty(num_scale_blocks(K), rows, dtype=torch.float32).t()
     else:
         scale = x.new_empty(rows if static_scale is None else 1, dtype=torch.float32)
     return x.new_empty(rows, K, dtype=E4M3), scale

@@ -166,7 +166,7 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
         if self._tiles is None:
             total = gemm_ar(rows, weight.T, self.ctx, autotune_pg=self.ctx.group, **options)
         else:
-            one_shot = self.use_ll_kernel and rows.shape[0] <= self.ctx.one_shot_rows
+            one_shot = self.use_ll_kernel and rows.shape[0] <= self.ctx.max_one_shot_M
             method = GEMMAllReduceMethod.ONE_SHOT if one_shot else GEMMAllReduceMethod.TWO_SHOT
             total = gemm_ar.fn(
                 rows, weight.T, self.ctx, self._tiles, self.persistent, method, **options

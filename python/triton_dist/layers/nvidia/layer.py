@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.agreement import compare_over_ranks, every_call_compares
+from triton_dist.kernels.common.agreement import check_equal_on_ranks, must_compare_calls
 from triton_dist.kernels.common.context import is_differentiated
-from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS, scale_blocks
+from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS, num_scale_blocks
 from triton_dist.layers.nvidia import experts, functional
 from triton_dist.layers.nvidia.fp8 import INPUT_SCALES, SCALES, WeightScales, fp8_product, quantise
 from triton_dist.layers.nvidia.stock_weights import (
@@ -97,7 +97,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         self.ranks, self._owns_ranks = ranks, False
         self.rank, self.world_size = self.torch_ranks.rank, self.torch_ranks.num_ranks
         self.sequence_parallel, self.keep_gathered = sequence_parallel, keep_gathered
-        self._compares_inputs = every_call_compares()
+        self._compares_inputs = must_compare_calls()
         if rank not in (None, self.rank):
             raise self._invalid("rank", rank, f"{self.rank}, this process's rank in the group")
         if world_size not in (None, self.world_size):
@@ -143,7 +143,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
                 replace(
                     weight, name=prefix + scales.name, dim=weight.dim if is_sharded else None,
                     column_dim=weight.column_dim if is_sharded else None,
-                    unpadded_size=weight.unpadded_size and scale_blocks(weight.unpadded_size),
+                    unpadded_size=weight.unpadded_size and num_scale_blocks(weight.unpadded_size),
                     scalar_shape=scales.scalar_shape,
                 )
             )  # fmt: skip
@@ -319,7 +319,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         """
         if self._compares_inputs and not torch.compiler.is_compiling():
             own = x.new_empty(x.shape, device="meta") if self.sequence_parallel else x
-            compare_over_ranks(type(self).__name__, "input", own, self.group)
+            check_equal_on_ranks(type(self).__name__, "input", own, self.group)
 
     def _required_ranks(self) -> Collectives:
         if self.ranks is None:
@@ -389,7 +389,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         if self.scales is None or not self.scales.is_block:
             self._check_split(name, columns)
             return columns // self.world_size
-        own = -(-scale_blocks(columns) // self.world_size) * BLOCK_ELEMENTS
+        own = -(-num_scale_blocks(columns) // self.world_size) * BLOCK_ELEMENTS
         self.stock_columns = None if own * self.world_size == columns else columns
         return own
 
@@ -401,7 +401,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
             parameter: torch.Tensor = getattr(self, name)
             *num_experts, rows, columns = parameter.shape
             if self.scales.is_block:
-                rows, columns = scale_blocks(rows), scale_blocks(columns)
+                rows, columns = num_scale_blocks(rows), num_scale_blocks(columns)
             elif num_experts:  # [E, K, N]
                 rows = 1
             else:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Generator
 
 from triton_dist.kernels.common.gemm.scales import scaling_of
-from triton_dist.kernels.common.moe.rows import has_fast_library, is_library_candidate
+from triton_dist.kernels.common.moe.rows import has_library_kernel, is_library_candidate
 from triton_dist.kernels.nvidia.allgather_group_gemm import (
     MoEAllGatherGroupGEMMTensorParallelContext,
     ag_group_gemm,
@@ -111,7 +111,7 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
             self.serial_name: self.checked_baseline(serial, operands, group),
         }
         key = check_operands(a, b, ctx, ids, scaling_of(**scales))
-        if has_fast_library() and is_library_candidate(key):
+        if has_library_kernel() and is_library_candidate(key):
 
             def library() -> torch.Tensor:
                 return ag_group_gemm.fn(

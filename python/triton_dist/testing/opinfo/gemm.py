@@ -14,7 +14,7 @@ from torch import Generator
 
 from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.context import ProductKey
-from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS, Recipe, scale_blocks
+from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS, Recipe, num_scale_blocks
 from triton_dist.kernels.nvidia.gemm import matmul
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
@@ -166,7 +166,7 @@ class SummedGEMMOpInfo(GEMMOpInfo):
     ) -> tuple[tuple[int, int], tuple[int, int]]:
         K = max(1, shape.K // num_ranks)
         if self.recipe is Recipe.BLOCK:  # a rank's operands are padded to whole blocks
-            K = scale_blocks(K) * BLOCK_ELEMENTS
+            K = num_scale_blocks(K) * BLOCK_ELEMENTS
         return (shape.M, K), (K, shape.N)
 
     def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> Shape:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Generator
 
 from triton_dist.kernels.common import libraries
-from triton_dist.kernels.common.moe.rows import has_fast_library
+from triton_dist.kernels.common.moe.rows import has_library_kernel
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
 from triton_dist.kernels.common.moe.summing import SumKey, sum_routes
 from triton_dist.kernels.common.moe.topk_sum import topk_sum
@@ -162,7 +162,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
                 lambda: self.reduce(product(), group), operands, group
             ),
         }
-        if has_fast_library() and x.dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        if has_library_kernel() and x.dtype in (torch.bfloat16, torch.float8_e4m3fn):
             flat = ids.flatten().long()
             order = flat.argsort(stable=True)
             rows = torch.empty_like(order).scatter_(

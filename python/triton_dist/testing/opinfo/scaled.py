@@ -13,7 +13,7 @@ from triton_dist.kernels.common.gemm.scales import (
     Recipe,
     Scaling,
     library_matmul,
-    scale_blocks,
+    num_scale_blocks,
 )
 from triton_dist.kernels.common.libraries import all_gather_rows
 from triton_dist.kernels.common.moe.rows import grouped_mm, scaled_grouped_mm
@@ -37,7 +37,10 @@ def new_scales(
     shapes: dict[Recipe | None, tuple[Sequence[int], Sequence[int]]] = {
         Recipe.TENSOR: ((1,), experts or (1,)),
         Recipe.ROW: ((M,), (*experts, N)),
-        Recipe.BLOCK: ((scale_blocks(K), M), (*experts, scale_blocks(N), scale_blocks(K))),
+        Recipe.BLOCK: (
+            (num_scale_blocks(K), M),
+            (*experts, num_scale_blocks(N), num_scale_blocks(K)),
+        ),
     }
     if recipe is None:
         return {}

@@ -19,7 +19,7 @@ from triton_dist.kernels.common.exchange.buffer import (
     Exchange,
     exchange_lengths,
     make_plan,
-    shard_elements,
+    padded_shard_numel,
 )
 from triton_dist.kernels.common.exchange.pushed import Pushed, kernel_add_pushed
 from triton_dist.kernels.common.peers import Disagreements
@@ -59,7 +59,7 @@ class PushedShards(PushedSlots):
         tensors: Any,
         receive: Callable[[], T],
         num_chunks: Callable[[], int],
-        before: Callable[[], object] = lambda: None,
+        queue_first: Callable[[], object] = lambda: None,
     ) -> T:
         """Push ``tensors`` and return ``receive()``, which queues kernels that wait for the peers.
 
@@ -68,22 +68,22 @@ class PushedShards(PushedSlots):
             key, steps: see ``transfer``. This function adds the slot to the key.
             num_chunks: function that returns the number of flags of each peer, called only for
                 errors.
-            before: queues kernels whose end precedes the push. They may write to the slots of the
-                peers.
+            queue_first: queues kernels whose end precedes the push. They may write to the slots of
+                the peers.
         """
-        slots, awaited, transfer = self.slots, False, None
-        slots.take(call_tag, copied=True)
+        slots, has_awaited_peers, transfer = self.slots, False, None
+        slots.take(call_tag, copies_flag_word=True)
         stream = self._device.current_stream()
         try:
-            before()
+            queue_first()
             transfer = self.transfer((slots.index, key), steps)
             transfer.start(tensors, stream)
             result = receive()
-            awaited = True
+            has_awaited_peers = True
         finally:
             if transfer is not None:
                 transfer.join(stream)
-            slots.finish(awaited, lambda: {"arrivals": self.flags_of_peers(num_chunks())})
+            slots.finish(has_awaited_peers, lambda: {"arrivals": self.flags_of_peers(num_chunks())})
         return result
 
     def launch(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> Launch:
@@ -113,16 +113,20 @@ class PushedShards(PushedSlots):
         )  # fmt: skip
 
     def _push(self, exchange: Exchange, dtype: torch.dtype) -> Iterable[Step]:
-        own = self.rank * shard_elements(exchange.elements)
+        own_begin = self.rank * padded_shard_numel(exchange.shard_numel)
         scatters = exchange.kernel is kernel_add_pushed
-        for number, (first, end) in enumerate(_chunks(exchange, dtype.itemsize)):
+        for chunk, (first, end) in enumerate(_chunks(exchange, dtype.itemsize)):
             for step in range(1, self.num_ranks):
-                stream = (number * (self.num_ranks - 1) + step) % PUSH_STREAMS
+                stream = (chunk * (self.num_ranks - 1) + step) % PUSH_STREAMS
                 peer = (self.rank + step) % self.num_ranks
-                target = self.slots["shards"].peers[peer].view(dtype)[own + first : own + end]
-                begin = peer * exchange.elements if scatters else 0
+                target = (
+                    self.slots["shards"]
+                    .peers[peer]
+                    .view(dtype)[own_begin + first : own_begin + end]
+                )
+                begin = peer * exchange.shard_numel if scatters else 0
                 yield Copy(stream, target.view(-1, 1), InputRows(begin + first, begin + end))
-                flag = number * self.num_ranks + self.rank
+                flag = chunk * self.num_ranks + self.rank
                 arrivals = self.slots["arrivals"].peers[peer]
                 yield Copy(stream, arrivals[flag : flag + 1], self.slots.epoch[:1])
 
@@ -131,10 +135,10 @@ def _chunks(exchange: Exchange, item_bytes: int) -> Iterable[tuple[int, int]]:
     """Yield (first element, end) of each chunk of a shard. The kernels use the same chunks."""
     params = exchange.params
     round_elements = params.num_ctas * params.block_bytes // item_bytes
-    rounds = -(-exchange.elements // round_elements)
+    rounds = -(-exchange.shard_numel // round_elements)
     step = -(-rounds // params.num_chunks) * round_elements
-    for first in range(0, exchange.elements, step):
-        yield first, min(first + step, exchange.elements)
+    for first in range(0, exchange.shard_numel, step):
+        yield first, min(first + step, exchange.shard_numel)
 
 
 def heads_check(name: str, x: torch.Tensor) -> Iterator[Check]:

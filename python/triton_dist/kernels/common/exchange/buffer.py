@@ -39,8 +39,8 @@ TUNABLES = ("num_ctas", "block_bytes", "num_chunks")
 _SHARD_ALIGNMENT: int = protocol.SHARD_ALIGNMENT.value
 _PACKET_ALIGNMENT: int = protocol.PACKET_ALIGNMENT.value
 _LINE_WORDS: int = protocol.LINE_WORDS.value
-_SLOTS, _PHASES = 2, protocol.PHASES.value
-_LINE = 16  # int64 words in a 128-byte line
+_NUM_SLOTS, _MAX_PHASES = 2, protocol.MAX_PHASES.value
+_WORDS_PER_LINE = 16  # int64 words in a 128-byte line
 VECTOR_ELEMENTS = 16  # Triton compiles vector accesses for sizes that are multiples of 16.
 
 
@@ -60,7 +60,7 @@ class LaunchParams:
     num_chunks: int = 1
 
     @property
-    def values(self) -> tuple[int, int, int]:
+    def tunable_values(self) -> tuple[int, int, int]:
         """Values of the parameters in the order of ``TUNABLES``."""
         return self.num_ctas, self.block_bytes, self.num_chunks
 
@@ -147,40 +147,41 @@ class Exchange:
     """Description of one launch of an exchange kernel.
 
     Attributes:
-        elements, total: number of elements of a shard and of the full tensor.
+        shard_numel, numel: number of elements of a shard and of the full tensor.
         call_tag: number computed from the sizes of the call. Flags contain the call tag. Ranks
             raise if their call tags differ.
-        phases: how often a program waits for flags of every peer, per chunk.
+        num_phases: how often a program waits for flags of every peer, per chunk.
         in_packets: whether the kernel sends packets (``exchange/packets.py``) instead of flags.
     """
 
     kernel: Any
-    elements: int
-    total: int
+    shard_numel: int
+    numel: int
     params: LaunchParams
     call_tag: int
-    phases: int = 1
+    num_phases: int = 1
     in_packets: bool = False
 
 
-def shard_elements(elements: int) -> int:
-    """Return the number of elements that a shard of ``elements`` elements occupies in a slot."""
-    return -(-elements // _SHARD_ALIGNMENT) * _SHARD_ALIGNMENT
+def padded_shard_numel(numel: int) -> int:
+    """Return the number of elements that a shard of ``numel`` elements occupies in a slot."""
+    return -(-numel // _SHARD_ALIGNMENT) * _SHARD_ALIGNMENT
 
 
-def shard_bytes(nbytes: int, num_ranks: int) -> int:
+def padded_shard_bytes(nbytes: int, num_ranks: int) -> int:
     """Return the bytes that a shard of ``nbytes / num_ranks`` bytes occupies, for any dtype."""
-    return max(shard_elements(-(-nbytes // (item * num_ranks))) * item for item in (2, 4))
+    return max(padded_shard_numel(-(-nbytes // (item * num_ranks))) * item for item in (2, 4))
 
 
-def bytes_of_slot(elements: int, dtype: torch.dtype, num_ranks: int) -> int:
-    """Return the bytes of a slot with a shard of ``elements`` elements per rank; at least 1."""
-    nbytes = num_ranks * shard_elements(elements) * dtype.itemsize
+def slot_bytes_for_shards(shard_numel: int, dtype: torch.dtype, num_ranks: int) -> int:
+    """Return the bytes of a slot for a shard of each rank; at least 1."""
+    nbytes = num_ranks * padded_shard_numel(shard_numel) * dtype.itemsize
     return max(1, nbytes) if num_ranks > 1 else 1
 
 
 def exchange_lengths(exchange: Exchange) -> Lengths:
-    return Lengths(exchange.elements, shard_elements(exchange.elements), exchange.total)
+    stride = padded_shard_numel(exchange.shard_numel)
+    return Lengths(exchange.shard_numel, stride, exchange.numel)
 
 
 def make_plan(num_ranks: int, params: LaunchParams, x: torch.Tensor, num_chunks: int = 1) -> Plan:
@@ -226,7 +227,7 @@ class ExchangeBuffer:
         arrivals int64 [slot, phase, program, source rank]: flags, written by kernels of the source.
         packets int64 [packet_slots, source rank, shard_words]: written by kernels of the source.
         calls int64 [16]: word 0 is the call counter. Expert parallelism also uses words 1 to 3.
-        guard int64 [16]: timeout words.
+        timeout_words int64 [16]: see ``language.wait``.
 
     Args:
         slot_bytes: bytes of one slot.
@@ -259,9 +260,9 @@ class ExchangeBuffer:
             name,
             {
                 "slots": ((2 * self.slot_bytes,), torch.uint8),
-                "arrivals": ((_SLOTS * _PHASES * MAX_CTAS * self.num_ranks,), torch.int64),
-                "calls": ((_LINE,), torch.int64),
-                "guard": ((_LINE,), torch.int64),
+                "arrivals": ((_NUM_SLOTS * _MAX_PHASES * MAX_CTAS * self.num_ranks,), torch.int64),
+                "calls": ((_WORDS_PER_LINE,), torch.int64),
+                "timeout_words": ((_WORDS_PER_LINE,), torch.int64),
                 "packets": ((packet_slots, self.num_ranks, self.shard_words), torch.int64),
                 **(regions or {}),
             },
@@ -273,8 +274,9 @@ class ExchangeBuffer:
         ).split(self.num_ranks)
         self.launcher = Launcher()
         self.disagreements = disagreements or Disagreements(f"the elements of x in {name}", group)
+        timeout_words = self.memory["timeout_words"].local.view(1, _WORDS_PER_LINE)
         self.timeout_words = TimeoutWords(
-            name, "a kernel of a collective", self.memory["guard"].local.view(1, _LINE), 0, _PHASES,
+            name, "a kernel of a collective", timeout_words, 0, _MAX_PHASES,
             weak_method(self._find_late_flag), weak_method(self._flags), self.disagreements, ranks,
         )  # fmt: skip
         self._last_call: tuple[int, int, int] | None = None
@@ -283,7 +285,7 @@ class ExchangeBuffer:
         """Return the kernel arguments ``slots``, viewed as ``dtype``, and ``peers``."""
         slots, arrivals = self.memory["slots"], self.memory["arrivals"]
         slots_table, arrivals_table = self._tables
-        calls, timeout_words = self.memory["calls"].local, self.memory["guard"].local
+        calls, timeout_words = self.memory["calls"].local, self.memory["timeout_words"].local
         return (
             Slots(slots.local.view(dtype), slots_table, self.slot_bytes // dtype.itemsize),
             Peers(arrivals.local, arrivals_table, calls, timeout_words),
@@ -291,7 +293,7 @@ class ExchangeBuffer:
 
     def packet_regions(self) -> Packets:
         words = self.memory["packets"]
-        calls, timeout_words = self.memory["calls"].local, self.memory["guard"].local
+        calls, timeout_words = self.memory["calls"].local, self.memory["timeout_words"].local
         return Packets(words.local, words.pointers, calls, timeout_words, self.shard_words)
 
     def launch(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> Launch:
@@ -313,30 +315,30 @@ class ExchangeBuffer:
         """Launch an exchange. Every rank must launch an equal exchange.
 
         Raises:
-            RankDisagreement, WaitTimeout: see ``TimeoutWords.end``.
+            RankDisagreement, WaitTimeout: see ``TimeoutWords.end_call``.
         """
         params = exchange.params
-        self.begin(exchange.phases, params.num_ctas, params.num_chunks)
+        self.begin(exchange.num_phases, params.num_ctas, params.num_chunks)
         tensors = {"x_ptr": x, "out_ptr": out}
         self.launcher.run((exchange, x.dtype), lambda: self.launch(exchange, x, out), tensors)
-        self.timeout_words.end()
+        self.timeout_words.end_call()
 
-    def begin(self, phases: int, num_ctas: int, num_chunks: int) -> None:
+    def begin(self, num_phases: int, num_ctas: int, num_chunks: int) -> None:
         """Prepare a launch in which ``num_ctas`` programs wait in each phase for ``num_chunks``
         chunks of every peer."""
-        self.timeout_words.begin()
-        self._last_call = phases, num_ctas, num_chunks
+        self.timeout_words.begin_call()
+        self._last_call = num_phases, num_ctas, num_chunks
 
     def repeat(self, launch: Launch, num_ctas: int = 1, num_chunks: int = 1) -> None:
         """Launch a kernel in which ``num_ctas`` programs wait for ``num_chunks`` chunks of every
         peer."""
         self.begin(1, num_ctas, num_chunks)
         self.launcher.repeat(launch)
-        self.timeout_words.end()
+        self.timeout_words.end_call()
 
     def reset(self) -> None:
         with self.timeout_words.resetting():
-            for region in ("arrivals", "calls", "guard", "packets"):
+            for region in ("arrivals", "calls", "timeout_words", "packets"):
                 self.memory[region].local.zero_()
 
     def free(self) -> None:
@@ -365,14 +367,16 @@ class ExchangeBuffer:
         word = int(words.view(-1)[(address - words.data_ptr()) // words.element_size()])
         return describe_address(address), timeout_words[AWAITED], (word >> 32) & 0xFFFFFFFF
 
-    def _late_flag(self, phases: int, num_ctas: int, num_chunks: int) -> tuple[str, int, int]:
+    def _late_flag(self, num_phases: int, num_ctas: int, num_chunks: int) -> tuple[str, int, int]:
         """Return (name, expected count, seen count) of the first late flag of the last call."""
         epoch = int(self.memory["calls"].local[0]) // MAX_CTAS
         expected = epoch * MAX_CHUNKS + num_chunks - 1
-        flags = self.memory["arrivals"].local.view(_SLOTS, _PHASES, MAX_CTAS, self.num_ranks)
-        flags = flags[epoch % _SLOTS]
+        flags = self.memory["arrivals"].local.view(
+            _NUM_SLOTS, _MAX_PHASES, MAX_CTAS, self.num_ranks
+        )
+        flags = flags[epoch % _NUM_SLOTS]
         # The low bits of a flag are the call tag.
-        seen = flags[:phases, :num_ctas] >> CALL_TAG_BITS.value
+        seen = flags[:num_phases, :num_ctas] >> CALL_TAG_BITS.value
         late = seen < expected
         late[..., self.rank] = False
         positions = late.nonzero()

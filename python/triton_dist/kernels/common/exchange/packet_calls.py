@@ -35,7 +35,7 @@ def end_call(epochs_ptr, epoch):
 
 
 @jit
-def peers_of(rank, NUM_RANKS: tl.constexpr):
+def peer_ranks(rank, NUM_RANKS: tl.constexpr):
     """Return the NUM_RANKS - 1 other ranks in increasing order."""
     peers = tl.tuple([])
     for peer in tl.static_range(NUM_RANKS - 1):
@@ -44,7 +44,7 @@ def peers_of(rank, NUM_RANKS: tl.constexpr):
 
 
 @jit
-def shards_of(packets, epoch, peers, NUM_RANKS: tl.constexpr, SLOTS: tl.constexpr):
+def received_shards(packets, epoch, peers, NUM_RANKS: tl.constexpr, SLOTS: tl.constexpr):
     """Return pointers to the packets that each peer sends to this rank in call ``epoch``."""
     shards = tl.tuple([])
     for peer in tl.static_range(NUM_RANKS - 1):
@@ -54,7 +54,7 @@ def shards_of(packets, epoch, peers, NUM_RANKS: tl.constexpr, SLOTS: tl.constexp
 
 
 @jit
-def clear(shard_ptr, line, mask):
+def clear_packets(shard_ptr, line, mask):
     """Set packet lines to 0. Other threads may still read them, so call a barrier before."""
     word = line[:, None] * LINE_WORDS + tl.arange(0, LINE_WORDS)[None, :]
     tl.store(shard_ptr + word, tl.zeros(word.shape, tl.int64), mask=mask[:, None])

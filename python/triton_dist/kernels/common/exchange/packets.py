@@ -66,11 +66,11 @@ from triton_dist.language.signals import DISAGREED, note_disagreement, tagged
 
 _NEVER_ZERO = tl.constexpr(-(2**31))
 # Indices of the timeout words (``language.wait``).
-_GAVE_UP, _SEEN, _AWAITED, _FLAG, _REPORT, _NEXT = 1, 2, 3, 4, 5, 6
+_GAVE_UP, _SEEN, _AWAITED, _FLAG, _HOST_WORD, _NEXT_WORDS = 1, 2, 3, 4, 5, 6
 
 
 @jit
-def tag_of(epoch, call_tag):
+def packet_tag(epoch, call_tag):
     """Return the int32 tag of packets of call number ``epoch``."""
     return tagged(epoch, call_tag).to(tl.int32) | _NEVER_ZERO
 
@@ -119,7 +119,7 @@ def values_of(payload, DTYPE: tl.constexpr):
 
 
 @jit
-def peers_at(packets, rank, NUM_RANKS: tl.constexpr):
+def packet_targets(packets, rank, NUM_RANKS: tl.constexpr):
     """Return pointers to the packet memory on each of the NUM_RANKS - 1 peers.
 
     Call this function before the data to send is ready, to overlap its loads with loads of data.
@@ -136,7 +136,7 @@ def send_lines(targets, offset, payload, line, mask, tag):
     """Send ``payload``, int32 [lines, 2], to every peer.
 
     Args:
-        targets: result of ``peers_at``.
+        targets: result of ``packet_targets``.
         offset: index of the first word of this rank's packets (``packet_offset``).
         line: [lines], index of the target line of each row of ``payload``. The receiver must await
             the same indices.
@@ -146,12 +146,12 @@ def send_lines(targets, offset, payload, line, mask, tag):
     words = low | (tag.to(tl.int64) << 32)
     word = line[:, None] * LINE_WORDS + tl.arange(0, LINE_WORDS)[None, :]
     with dl.mark("push"):
-        at = flag_clock()
+        flag_time = flag_clock()
         for peer in tl.static_range(len(targets)):
             tl.store(targets[peer] + offset + word, words, mask=mask[:, None])
-            if at is not None:  # record only the first line
+            if flag_time is not None:  # record only the first line
                 first_ptr = targets[peer] + offset + tl.min(line) * LINE_WORDS
-                note_flags(FLAG_SET, at, first_ptr, tag, None)
+                note_flags(FLAG_SET, flag_time, first_ptr, tag, None)
 
 
 @jit
@@ -181,11 +181,11 @@ def poll_lines(lines, tag, mask, timeout_ptr):
             payloads = _poll_interpreted(lines, tag, mask, timeout_ptr)
         else:
             payloads = _poll_together(lines, tag, mask, timeout_ptr)
-        at = flag_clock()
-        if at is not None:
+        flag_time = flag_clock()
+        if flag_time is not None:
             for peer in tl.static_range(len(lines)):
                 first_ptr = tl.min(lines[peer].to(tl.int64)).to(tl.pointer_type(tl.int64))
-                note_flags(FLAG_AWAITED, at, first_ptr, tag, None)
+                note_flags(FLAG_AWAITED, flag_time, first_ptr, tag, None)
     return payloads
 
 
@@ -225,10 +225,10 @@ def _poll_interpreted(lines, tag, mask, timeout_ptr):
         words = tl.load(word_ptr, mask=valid, other=expected_tag << 32, volatile=True)
         seen = (words >> 32) & 0xFFFFFFFF
         while (tl.max(tl.where(seen == expected_tag, 0, 1)) != 0) & (polls >= 0):
-            foreign = (seen != expected_tag) & (seen > 0x7FFFFFFF)
-            if tl.max(foreign.to(tl.int32)) != 0:
+            mismatching = (seen != expected_tag) & (seen > 0x7FFFFFFF)
+            if tl.max(mismatching.to(tl.int32)) != 0:
                 words_at = word_ptr.to(tl.int64)
-                flag = tl.max(tl.where(foreign, words_at, 0))
+                flag = tl.max(tl.where(mismatching, words_at, 0))
                 other = tl.max(tl.where(words_at == flag, seen, 0))
                 note_disagreement(timeout_ptr, flag, other, expected_tag)
             polls = spin(word_ptr, seen, expected_tag, deadline, 0, timeout_ptr, False)
@@ -290,9 +290,9 @@ def _polling_ptx(peers: int) -> str:
     tag: 0 if the word has arrived, negative if it is missing, positive if it has another tag.
     """
     lines = [f"${2 * peers + peer}" for peer in range(peers)]
-    tag, mask, max_polls, timeout_words = (f"${3 * peers + place}" for place in range(4))
-    out = [f"${place}" for place in range(2 * peers)]
-    poll, compare, foreign = [], [], []
+    tag, mask, max_polls, timeout_words = (f"${3 * peers + operand}" for operand in range(4))
+    out = [f"${operand}" for operand in range(2 * peers)]
+    poll, compare, mismatching = [], [], []
     for peer, line in enumerate(lines):
         first, second = 2 * peer, 2 * peer + 1
         poll += [f"ld.relaxed.sys.global.v2.b64 {{w{first}, w{second}}}, [{line}];"]
@@ -305,7 +305,7 @@ def _polling_ptx(peers: int) -> str:
             f"or.b32 missing, missing, missing{peer};",
         ]
         for word in (first, second):
-            foreign += [
+            mismatching += [
                 f"setp.gt.s32 some, t{word}, 0;",
                 f"@some mov.b64 late, {line};",
                 f"@some xor.b32 others, t{word}, {tag};",
@@ -337,7 +337,7 @@ def _polling_ptx(peers: int) -> str:
         "setp.ne.b32 some, others, 0;",
         "@some bra done;",
         "setp.ne.b32 differs, 0, 0;",
-        *foreign,
+        *mismatching,
         "@differs bra disagree;",
         f"setp.eq.b32 some, {max_polls}, 0;",
         "@some bra poll;",
@@ -357,17 +357,17 @@ def _polling_ptx(peers: int) -> str:
         f"cvt.u64.u32 value, {tag};",
         f"st.relaxed.gpu.global.b64 [{timeout_words} + {8 * _AWAITED}], value;",
         f"st.relaxed.gpu.global.b64 [{timeout_words} + {8 * _GAVE_UP}], {DISAGREED.value};",
-        f"ld.relaxed.gpu.global.b64 late, [{timeout_words} + {8 * _NEXT}];",
+        f"ld.relaxed.gpu.global.b64 late, [{timeout_words} + {8 * _NEXT_WORDS}];",
         "notify:",  # same as ``note_disagreement``
         "setp.eq.b64 some, late, 0;",
         "@some bra notified;",
         f"setp.eq.b64 some, late, {timeout_words};",
         "@some bra notified;",
         f"red.relaxed.gpu.global.max.s64 [late + {8 * _GAVE_UP}], 1;",
-        f"ld.relaxed.gpu.global.b64 late, [late + {8 * _NEXT}];",
+        f"ld.relaxed.gpu.global.b64 late, [late + {8 * _NEXT_WORDS}];",
         "bra notify;",
         "notified:",
-        f"ld.relaxed.gpu.global.b64 late, [{timeout_words} + {8 * _REPORT}];",
+        f"ld.relaxed.gpu.global.b64 late, [{timeout_words} + {8 * _HOST_WORD}];",
         "st.relaxed.sys.global.b64 [late], 1;",
         "done:",
     ]
@@ -385,14 +385,14 @@ def kernel_all_reduce_packets(
     elements = lengths.total
     BLOCK: tl.constexpr = plan.BLOCK
     LINES: tl.constexpr = BLOCK * x_ptr.dtype.element_ty.primitive_bitwidth // 8 // LINE_BYTES
-    PER_LINE: tl.constexpr = BLOCK // LINES
+    ELEMENTS_PER_LINE: tl.constexpr = BLOCK // LINES
     # Operations that do not need the epoch come first, to overlap with the atomic of
     # ``begin_call``.
-    targets = peers_at(packets, rank, plan.NUM_RANKS)
+    targets = packet_targets(packets, rank, plan.NUM_RANKS)
     index = block_begin(0, BLOCK) + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + index, mask=index < elements, other=0.0)
     epoch = begin_call(packets.calls)
-    tag = tag_of(epoch, call_tag)
+    tag = packet_tag(epoch, call_tag)
     offset = packet_offset(epoch, rank, packets.shard_words, plan.NUM_RANKS)
     # Loop only over blocks that exist. With flags, a program would also announce empty blocks.
     blocks = tl.cdiv(tl.cdiv(elements, BLOCK) - tl.program_id(0), tl.num_programs(0))
@@ -401,10 +401,10 @@ def kernel_all_reduce_packets(
             index = block_begin(block, BLOCK) + tl.arange(0, BLOCK)
             x = tl.load(x_ptr + index, mask=index < elements, other=0.0)
         line = block_begin(block, LINES) + tl.arange(0, LINES)
-        send_lines(targets, offset, payload_of(x), line, line * PER_LINE < elements, tag)
+        send_lines(targets, offset, payload_of(x), line, line * ELEMENTS_PER_LINE < elements, tag)
     for block in range(blocks):
         line = block_begin(block, LINES) + tl.arange(0, LINES)
-        valid = line * PER_LINE < elements
+        valid = line * ELEMENTS_PER_LINE < elements
         index = block_begin(block, BLOCK) + tl.arange(0, BLOCK)
         mask = index < elements
         own = payload_of(tl.load(x_ptr + index, mask=mask, other=0.0))
@@ -429,13 +429,13 @@ def kernel_all_reduce_two_shot_packets(
     BLOCK: tl.constexpr = plan.BLOCK
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     LINES: tl.constexpr = BLOCK * DTYPE.primitive_bitwidth // 8 // LINE_BYTES
-    PER_LINE: tl.constexpr = BLOCK // LINES
-    targets = peers_at(packets, rank, NUM_RANKS)
+    ELEMENTS_PER_LINE: tl.constexpr = BLOCK // LINES
+    targets = packet_targets(packets, rank, NUM_RANKS)
     epoch = begin_call(packets.calls)
-    tag = tag_of(epoch, call_tag)
+    tag = packet_tag(epoch, call_tag)
     offset = packet_offset(epoch, rank, packets.shard_words, NUM_RANKS)
     stride, total = lengths.stride, lengths.total
-    shard_lines = stride // PER_LINE
+    shard_lines = stride // ELEMENTS_PER_LINE
     blocks = tl.cdiv(tl.cdiv(stride, BLOCK) - tl.program_id(0), tl.num_programs(0))
     for block in range(blocks):
         line = block_begin(block, LINES) + tl.arange(0, LINES)
@@ -449,13 +449,13 @@ def kernel_all_reduce_two_shot_packets(
         line = block_begin(block, LINES) + tl.arange(0, LINES)
         valid = line < shard_lines
         index = block_begin(block, BLOCK) + tl.arange(0, BLOCK)
-        place = rank.to(tl.int64) * stride + index
-        mask = (index < stride) & (place < total)
-        own = payload_of(tl.load(x_ptr + place, mask=mask, other=0.0))
+        full_index = rank.to(tl.int64) * stride + index
+        mask = (index < stride) & (full_index < total)
+        own = payload_of(tl.load(x_ptr + full_index, mask=mask, other=0.0))
         payloads = await_lines(packets, epoch, tag, line, valid, rank, NUM_RANKS)
         sums = add_lines(own, payloads, rank, NUM_RANKS, DTYPE).to(DTYPE)
         send_lines(targets, offset, payload_of(sums), shard_lines + line, valid, tag)
-        tl.store(out_ptr + place, sums, mask=mask)
+        tl.store(out_ptr + full_index, sums, mask=mask)
         clear_lines(packets, epoch, line, valid, rank, NUM_RANKS)
     for block in range(blocks):
         line = block_begin(block, LINES) + tl.arange(0, LINES)
@@ -465,7 +465,7 @@ def kernel_all_reduce_two_shot_packets(
         payloads = await_lines(packets, epoch, tag, sums_line, valid, rank, NUM_RANKS)
         for peer in tl.static_range(NUM_RANKS - 1):
             owner = peer + (peer >= rank).to(tl.int64)
-            place = owner * stride + index
-            mask = (index < stride) & (place < total)
-            tl.store(out_ptr + place, values_of(payloads[peer], DTYPE), mask=mask)
+            full_index = owner * stride + index
+            mask = (index < stride) & (full_index < total)
+            tl.store(out_ptr + full_index, values_of(payloads[peer], DTYPE), mask=mask)
         clear_lines(packets, epoch, sums_line, valid, rank, NUM_RANKS)

@@ -40,7 +40,7 @@ argument              dtype      shape                                   written
 ====================  =========  ======================================  ======================
 slots.data            of x       [2, slots.elements]                     kernels of peers
 slots.table           int64      [NUM_RANKS], addresses of ``data``      host, once
-peers.arrivals        int64      [2, PHASES, MAX_CTAS, NUM_RANKS]        kernels of the sources
+peers.arrivals        int64      [2, MAX_PHASES, MAX_CTAS, NUM_RANKS]        kernels of the sources
 peers.table           int64      [NUM_RANKS], addresses of ``arrivals``  host, once
 peers.calls           int64      one word                                kernels of this rank
 peers.timeout_words   int64      see ``language.wait``                   this rank and its host
@@ -64,7 +64,7 @@ from triton_dist.language.signals import CALL_TAG_BITS, tagged
 
 MAX_CTAS = tl.constexpr(256)
 MAX_CHUNKS = tl.constexpr(16)
-PHASES = tl.constexpr(2)
+MAX_PHASES = tl.constexpr(2)
 _EPOCH_BIT = tl.constexpr(CALL_TAG_BITS.value + 4)  # lowest bit of the epoch in a flag
 # Shards in a slot are padded to multiples of this number of elements, which aligns each shard to at
 # least 16 bytes.
@@ -144,7 +144,7 @@ class Call(NamedTuple):
 
 
 @jit
-def begin(slots, peers, call_tag, rank, plan: tl.constexpr):
+def begin_exchange(slots, peers, call_tag, rank, plan: tl.constexpr):
     """Begin a call, and return its ``Call``. Each program calls this function once.
 
     The addresses of the flags are loaded here, before they are needed. If they were loaded after
@@ -161,8 +161,8 @@ def begin(slots, peers, call_tag, rank, plan: tl.constexpr):
 @jit
 def begin_call(calls_ptr):
     """Return the number of this call, from 1. Each program must call this function once."""
-    ctas = tl.num_programs(0)
-    increment = tl.where(tl.program_id(0) == 0, MAX_CTAS - ctas + 1, 1).to(tl.int64)
+    num_programs = tl.num_programs(0)
+    increment = tl.where(tl.program_id(0) == 0, MAX_CTAS - num_programs + 1, 1).to(tl.int64)
     return tl.atomic_add(calls_ptr, increment, sem="relaxed", scope="gpu") // MAX_CTAS + 1
 
 
@@ -184,7 +184,7 @@ def flag_offset(phase, value, NUM_RANKS: tl.constexpr):
     The epoch in ``value`` selects the slot.
     """
     parity = (value >> _EPOCH_BIT).to(tl.int32) & 1
-    return (parity * PHASES + phase) * MAX_CTAS * NUM_RANKS
+    return (parity * MAX_PHASES + phase) * MAX_CTAS * NUM_RANKS
 
 
 @jit
@@ -367,7 +367,7 @@ def kernel_reduce_scatter(
     x_ptr, out_ptr, slots, peers, lengths, call_tag, rank, plan: tl.constexpr
 ):  # fmt: skip
     """Add this rank's shard of x over all ranks into out."""
-    call = begin(slots, peers, call_tag, rank, plan)
+    call = begin_exchange(slots, peers, call_tag, rank, plan)
     blocks = blocks_per_chunk(lengths.shard, plan)
     shard_begin = rank.to(tl.int64) * lengths.shard
     for chunk in range(plan.NUM_CHUNKS + 1):
@@ -386,7 +386,7 @@ def kernel_reduce_scatter(
 @jit(do_not_specialize=["call_tag", "rank"])
 def kernel_all_gather(x_ptr, out_ptr, slots, peers, lengths, call_tag, rank, plan: tl.constexpr):
     """Send x to all ranks and copy the received shards into out."""
-    call = begin(slots, peers, call_tag, rank, plan)
+    call = begin_exchange(slots, peers, call_tag, rank, plan)
     blocks = blocks_per_chunk(lengths.shard, plan)
     for chunk in range(plan.NUM_CHUNKS + 1):
         first = chunk * blocks

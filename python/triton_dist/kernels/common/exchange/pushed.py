@@ -27,7 +27,7 @@ from triton_dist.kernels.common.exchange.protocol import (
     blocks_per_chunk,
     copy_shards,
 )
-from triton_dist.kernels.common.peers import flag_of, timeout_word_of
+from triton_dist.kernels.common.peers import current_flag, timeout_words_at
 
 
 class Pushed(NamedTuple):
@@ -45,7 +45,7 @@ def await_pushed(pushed, value, chunk, rank, NUM_RANKS: tl.constexpr):
     for step in range(1, NUM_RANKS):
         source = (rank + step) % NUM_RANKS
         flag = pushed.arrivals + chunk * NUM_RANKS + source
-        token += dl.wait(flag, 1, value, timeout_word_of(pushed.epoch), True)
+        token += dl.wait(flag, 1, value, timeout_words_at(pushed.epoch), True)
     return token
 
 
@@ -55,7 +55,7 @@ def kernel_add_pushed(x_ptr, out_ptr, pushed, lengths, call_tag, rank, plan: tl.
 
     Each chunk is added as soon as it has arrived from all peers.
     """
-    value = flag_of(pushed.epoch, call_tag)
+    value = current_flag(pushed.epoch, call_tag)
     begin_of_shards = tl.zeros((), tl.int64)
     shard_begin = rank.to(tl.int64) * lengths.shard
     blocks = blocks_per_chunk(lengths.shard, plan)
@@ -73,7 +73,7 @@ def kernel_add_pushed(x_ptr, out_ptr, pushed, lengths, call_tag, rank, plan: tl.
 @jit(do_not_specialize=["call_tag", "rank"])
 def kernel_copy_pushed(x_ptr, out_ptr, pushed, lengths, call_tag, rank, plan: tl.constexpr):
     """Copy x and the pushed shards into out. Each chunk is copied as soon as it has arrived."""
-    value = flag_of(pushed.epoch, call_tag)
+    value = current_flag(pushed.epoch, call_tag)
     begin_of_shards = tl.zeros((), tl.int64)
     blocks = blocks_per_chunk(lengths.shard, plan)
     out_shard_ptr = out_ptr + rank.to(tl.int64) * lengths.shard

@@ -23,8 +23,8 @@ from triton_dist.kernels.common.exchange.buffer import (
     ExchangeBuffer,
     LaunchParams,
     checked_params,
-    shard_bytes,
-    shard_elements,
+    padded_shard_bytes,
+    padded_shard_numel,
 )
 from triton_dist.kernels.common.exchange.packets import (
     kernel_all_reduce_packets,
@@ -33,7 +33,7 @@ from triton_dist.kernels.common.exchange.packets import (
 from triton_dist.kernels.common.exchange.protocol import (
     add_shards,
     await_peers,
-    begin,
+    begin_exchange,
     block_begin,
     blocks_per_chunk,
     chunk_flag,
@@ -56,13 +56,13 @@ MAX_PACKET_BYTES = 256 << 10
 # Maximum bytes of a tensor sent in packets in two shots, for more than two ranks.
 MAX_TWO_SHOT_PACKET_BYTES = 2 << 20
 # Bytes of a tensor up to which one shot uses packets by default, and the parameters of the launch.
-DEFAULT_PACKET_BYTES = 64 << 10
+DEFAULT_MAX_PACKET_BYTES = 64 << 10
 PACKET_PARAMS = LaunchParams(32, 2048)
 TWO_SHOT_PACKET_CANDIDATES = tuple(
     LaunchParams(*each) for each in ((32, 2048), (64, 2048), (128, 1024), (128, 2048), (128, 4096))
 )
 # Bytes of a tensor from which two shots are the default. Tuning finds the faster algorithm.
-DEFAULT_TWO_SHOT_BYTES = 256 << 10
+DEFAULT_MIN_TWO_SHOT_BYTES = 256 << 10
 
 
 @jit(do_not_specialize=["call_tag", "rank"])
@@ -78,7 +78,7 @@ def kernel_all_reduce_one_shot(
     index = block_begin(0, plan.BLOCK) + tl.arange(0, plan.BLOCK)
     mask = index < lengths.shard
     x = tl.load(x_ptr + index, mask=mask)
-    call = begin(slots, peers, call_tag, rank, plan)
+    call = begin_exchange(slots, peers, call_tag, rank, plan)
     blocks = blocks_per_chunk(lengths.shard, plan)
     send_block(x, index, mask, slots, call.offset, lengths.stride, rank, plan)
     send_to_all(x_ptr, None, slots, call, 1, blocks, lengths, plan)
@@ -100,7 +100,7 @@ def kernel_all_reduce_two_shot(
     [NUM_RANKS, stride]. Each step processes three chunks: it sends chunk n, adds chunk n - 1 and
     sends its sums, and copies the received sums of chunk n - 2 to out.
     """
-    call = begin(slots, peers, call_tag, rank, plan)
+    call = begin_exchange(slots, peers, call_tag, rank, plan)
     blocks = blocks_per_chunk(lengths.shard, plan)
     sums = call.offset + plan.NUM_RANKS * lengths.stride.to(tl.int64)
     shard_begin = rank.to(tl.int64) * lengths.shard
@@ -133,8 +133,8 @@ def slot_bytes(nbytes: int, num_ranks: int) -> int:
 
     A slot holds one full tensor per rank in one shot, or shards and sums in two shots.
     """
-    one_shot = shard_bytes(min(nbytes, max_one_shot_bytes(num_ranks)), 1)
-    return num_ranks * max(one_shot, 2 * shard_bytes(nbytes, num_ranks))
+    one_shot = padded_shard_bytes(min(nbytes, max_one_shot_bytes(num_ranks)), 1)
+    return num_ranks * max(one_shot, 2 * padded_shard_bytes(nbytes, num_ranks))
 
 
 def packet_bytes(nbytes: int, num_ranks: int) -> int:
@@ -145,7 +145,7 @@ def packet_bytes(nbytes: int, num_ranks: int) -> int:
     """
     if num_ranks == 1:
         return 0
-    two_shot = shard_bytes(min(nbytes, max_two_shot_packet_bytes(num_ranks)), num_ranks)
+    two_shot = padded_shard_bytes(min(nbytes, max_two_shot_packet_bytes(num_ranks)), num_ranks)
     return max(min(nbytes, MAX_PACKET_BYTES), 2 * two_shot)
 
 
@@ -188,11 +188,11 @@ def two_shot_exchange(
     total: int, num_ranks: int, params: LaunchParams, call_tag: int, in_packets: bool = False
 ) -> Exchange:
     """Describe a two-shot launch for ``total`` elements. See ``one_shot_exchange``."""
-    shard = shard_elements(-(-total // num_ranks))
+    shard = padded_shard_numel(-(-total // num_ranks))
     if in_packets:
         kernel = kernel_all_reduce_two_shot_packets
-        return Exchange(kernel, shard, total, params, call_tag, phases=2, in_packets=True)
-    return Exchange(kernel_all_reduce_two_shot, shard, total, params, call_tag, phases=2)
+        return Exchange(kernel, shard, total, params, call_tag, num_phases=2, in_packets=True)
+    return Exchange(kernel_all_reduce_two_shot, shard, total, params, call_tag, num_phases=2)
 
 
 class SumBuffer(ExchangeBuffer):
@@ -212,26 +212,26 @@ class SumBuffer(ExchangeBuffer):
         self.sum_nbytes = sum_nbytes
 
     def sum(
-        self, product: torch.Tensor, reduction: str | None, *layout: int | None
+        self, product: torch.Tensor, reduction: str | None, *launch_params: int | None
     ) -> torch.Tensor:
         """Return the sum of ``product`` [M, N], contiguous, over ranks.
 
         Args:
             reduction: ``ONE_SHOT``, ``TWO_SHOT``, ``TWO_SHOT_IN_PACKETS``, or ``None`` to choose by
                 size.
-            layout: num_ctas, block_bytes and num_chunks; missing values are chosen by size.
+            launch_params: num_ctas, block_bytes and num_chunks; missing values are chosen by size.
         """
         total = torch.empty_like(product)
         x, out = product.view(-1), total.view(-1)
-        for chunk, exchange in self._exchanges(product, reduction, *layout):
+        for chunk, exchange in self._exchanges(product, reduction, *launch_params):
             self.run(exchange, x[chunk], out[chunk])
         return total
 
     def compile_sum(
-        self, product: torch.Tensor, reduction: str | None, *layout: int | None
+        self, product: torch.Tensor, reduction: str | None, *launch_params: int | None
     ) -> None:
         """Compile and load the kernel that ``sum`` launches first."""
-        chunk, exchange = next(self._exchanges(product, reduction, *layout))
+        chunk, exchange = next(self._exchanges(product, reduction, *launch_params))
         x = product.view(-1)[chunk]
         self.launch(exchange, x, x.new_empty(x.shape)).compile()
 
@@ -248,9 +248,11 @@ class SumBuffer(ExchangeBuffer):
         # Round up the number of rows. Ranks with different numbers then usually launch the same
         # kernel, which detects the difference.
         nbytes = triton.next_power_of_2(product.shape[0]) * product.shape[1] * item_bytes
-        one_shot = nbytes < DEFAULT_TWO_SHOT_BYTES if reduction is None else reduction == ONE_SHOT
+        one_shot = (
+            nbytes < DEFAULT_MIN_TWO_SHOT_BYTES if reduction is None else reduction == ONE_SHOT
+        )
         in_packets = (
-            nbytes <= DEFAULT_PACKET_BYTES if one_shot else reduction == TWO_SHOT_IN_PACKETS
+            nbytes <= DEFAULT_MAX_PACKET_BYTES if one_shot else reduction == TWO_SHOT_IN_PACKETS
         )
         default = PACKET_PARAMS if in_packets else DEFAULT_PARAMS
         params = checked_params(

@@ -79,11 +79,11 @@ _TALL, _FLAT, *_INTERPRETED = tiles(
     (16, 32, 32, 4, 2, 4, 1),
     names=("GROUP_SIZE_M", "GROUP_SIZE_SHARDS"),
 )
-FUSED_TILES = (
+FUSED_PUSH_CANDIDATES = (
     *((_TALL, *numbers) for numbers in ((16, 4), (16, 2), (16, 8), (8, 4), (20, 4))),
     (_FLAT, 16, 4),
 )
-INTERPRETED_FUSED_TILES = ((_INTERPRETED[0], 1, 2), (_INTERPRETED[1], 2, 3))
+INTERPRETED_FUSED_PUSH_CANDIDATES = ((_INTERPRETED[0], 1, 2), (_INTERPRETED[1], 2, 3))
 
 
 def split_k_tiles() -> list[triton.Config]:
@@ -133,12 +133,14 @@ class LazySplitWorkspace:
         self.__dict__.pop("workspace", None)
 
 
-def fused_tiles() -> list[tuple[triton.Config, int, int]]:
+def fused_push_candidates() -> list[tuple[triton.Config, int, int]]:
     """Return the tuples (config, ``num_comm_sms``, ``num_chunks``) to try for a fused push."""
-    return list(INTERPRETED_FUSED_TILES if current_device().interprets else FUSED_TILES)
+    return list(
+        INTERPRETED_FUSED_PUSH_CANDIDATES if current_device().interprets else FUSED_PUSH_CANDIDATES
+    )
 
 
-def fits_fused(A: torch.Tensor, B: torch.Tensor, num_ranks: int) -> bool:
+def fits_fused_push(A: torch.Tensor, B: torch.Tensor, num_ranks: int) -> bool:
     """Return whether the GEMM kernel may send A [M_per_rank, K] itself (fused push).
 
     Fused push requires other ranks, a small shard, and operands that TMA supports.

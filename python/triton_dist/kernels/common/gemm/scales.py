@@ -177,7 +177,9 @@ def load_row_scales(scales, a_scale_ptr, row, rows, BLOCK_SIZE_M: tl.constexpr):
 
 
 @jit
-def finish_scales(accumulator, scales, a_scale_ptr, row, rows, column, N, SCALING: tl.constexpr):
+def apply_epilogue_scales(
+    accumulator, scales, a_scale_ptr, row, rows, column, N, SCALING: tl.constexpr
+):
     """Return a tile's accumulator, multiplied by TENSOR or ROW scales if there are any."""
     if SCALING >= FAST and SCALING != BLOCKWISE:
         a_scale = load_row_scales(scales, a_scale_ptr, row, rows, accumulator.shape[0])
@@ -212,7 +214,7 @@ def add_bias_at(accumulator, bias_ptr, column, end):
     return accumulator
 
 
-def scale_blocks(size: int) -> int:
+def num_scale_blocks(size: int) -> int:
     """Return the number of blocks of 128 that cover ``size`` elements."""
     return -(-size // BLOCK_ELEMENTS)
 
@@ -316,13 +318,17 @@ class Scaling(NamedTuple):
         if has_rows and has_columns and a.is_contiguous() and b.is_contiguous():
             return Recipe.TENSOR if a.numel() == 1 and is_single else Recipe.ROW
         fits = a.t().is_contiguous() or (experts and a.is_contiguous())
-        if a_shape != (M, scale_blocks(K)) or not fits or b.ndim != B.ndim:
+        if a_shape != (M, num_scale_blocks(K)) or not fits or b.ndim != B.ndim:
             return None
-        memory_shape = [*experts, scale_blocks(N), scale_blocks(K)]  # of both layouts of B_scale
+        memory_shape = [
+            *experts,
+            num_scale_blocks(N),
+            num_scale_blocks(K),
+        ]  # of both layouts of B_scale
         has_blocks = any(list(x.shape) == memory_shape and x.is_contiguous() for x in (b, b.mT))
         return Recipe.BLOCK if has_blocks else None
 
-    def key_of(self, key: KeyT, A: torch.Tensor, B: torch.Tensor) -> KeyT:
+    def extend_key(self, key: KeyT, A: torch.Tensor, B: torch.Tensor) -> KeyT:
         """Return the tuning key of a checked call: ``key``, or a ``ScaledKey`` that extends it."""
         has_bias = self.bias is not None
         if A.dtype not in FP8 and not has_bias:
@@ -352,7 +358,7 @@ class Scaling(NamedTuple):
             return NO_SCALES._replace(bias=self.bias), scaling.value
         strides = (int(A_scale.numel() > 1), 0, 0, int(B_scale.numel() > 1))
         if recipe is Recipe.BLOCK:
-            strides = (1, A.shape[0], 1, scale_blocks(A.shape[1]))
+            strides = (1, A.shape[0], 1, num_scale_blocks(A.shape[1]))
         scales = Scales(A_scale, B_scale, self.bias, *strides, gathered, A_scale.numel())
         return scales, self.scaling_constant(recipe)
 
@@ -368,12 +374,14 @@ class Scaling(NamedTuple):
         recipe, a, b = recipe_and_scales
         *experts, K, N = B.shape
         if recipe is Recipe.BLOCK:
-            is_k_by_n = b.shape[-2:] == (scale_blocks(K), scale_blocks(N)) and b.mT.is_contiguous()
+            is_k_by_n = (
+                b.shape[-2:] == (num_scale_blocks(K), num_scale_blocks(N)) and b.mT.is_contiguous()
+            )
             return recipe, a, b if is_k_by_n else b.mT
         b = b.reshape(*((1,) * len(experts) if b.numel() == 1 else experts), 1, -1)
         return recipe, a.reshape(-1, 1).expand(len(A), 1), b.expand(*experts, 1, N)
 
-    def row_wise(
+    def row_wise_scales(
         self, A: torch.Tensor, B: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, bool] | None:
         """Return (scales of A [M, 1], scales of B [1, N], ``use_fast_accum``) of a ROW or TENSOR
@@ -420,7 +428,9 @@ def library_supports(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool
     if A.dtype not in FP8 or A.device.type == "cpu":
         return True
     (K, N), is_block = B.shape, scaling.recipe(A, B) is Recipe.BLOCK
-    fits = K % 16 == N % 16 == 0 and not (is_block and (scale_blocks(K) % 4 or A.dtype is FP8[1]))
+    fits = K % 16 == N % 16 == 0 and not (
+        is_block and (num_scale_blocks(K) % 4 or A.dtype is FP8[1])
+    )
     return fits and scaling.output_dtype(A) is torch.bfloat16
 
 
@@ -510,7 +520,7 @@ def _fp8_checks(
         yield f"{name}.dtype", scale.dtype, scale.dtype is torch.float32, "torch.float32"
         yield f"{name}.device", scale.device, scale.device == A.device, f"{A.device}, like {a}"
         yield gradient_check(name, scale)
-    M, along_k, along_n = len(A), scale_blocks(K), scale_blocks(N)
+    M, along_k, along_n = len(A), num_scale_blocks(K), num_scale_blocks(N)
     passed = "; ".join(f"{tuple(scale.shape)}, {scale.stride()}" for scale in (A_scale, B_scale))
     of_expert = f", each for {experts} experts" if experts else ""
     expected = (

@@ -59,7 +59,7 @@ from triton_dist.kernels.common.gemm.tile import (
     store_tile,
     tile_in_group,
 )
-from triton_dist.kernels.common.peers import epoch_at, flag_of, timeout_word_of
+from triton_dist.kernels.common.peers import current_flag, epoch_at, timeout_words_at
 
 
 class Shards(NamedTuple):
@@ -153,8 +153,8 @@ def wait_for_chunk(shards, shard, rows, chunk, gemm_plan: tl.constexpr):
     NUM_COMM_SMS: tl.constexpr = gemm_plan.NUM_COMM_SMS
     program = tl.arange(0, triton.next_power_of_2(NUM_COMM_SMS))
     flags_ptr = shards.arrivals + shard * gemm_plan.FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program
-    value = flag_of(shards.epoch, rows)
-    return dl.wait(flags_ptr, NUM_COMM_SMS, value, timeout_word_of(shards.epoch), True)
+    value = current_flag(shards.epoch, rows)
+    return dl.wait(flags_ptr, NUM_COMM_SMS, value, timeout_words_at(shards.epoch), True)
 
 
 @jit
@@ -177,12 +177,14 @@ def push_local_shard(
     NUM_COMM_SMS: tl.constexpr = gemm_plan.NUM_COMM_SMS
     program = tl.program_id(0)
     last_use = (epoch_at(shards.epoch) - 1).to(tl.int32)
-    value = flag_of(shards.epoch, rows)
+    value = current_flag(shards.epoch, rows)
     # The last use of the slot must be consumed before its rows are overwritten.
     peers = num_ranks - 1
     for first_peer in range(0, peers, _PEERS_PER_WAIT):
         peer = (rank + 1 + first_peer + tl.arange(0, _PEERS_PER_WAIT)) % num_ranks
-        dl.wait(shards.consumed + peer, peers - first_peer, last_use, timeout_word_of(shards.epoch))
+        dl.wait(
+            shards.consumed + peer, peers - first_peer, last_use, timeout_words_at(shards.epoch)
+        )
 
     # Elements per 16 bytes, for ``tl.multiple_of``. The hints are repeated below, because Triton
     # loses hints on arguments and results of calls.
@@ -423,7 +425,7 @@ def wait_for_rows(shards, shard, first_row, last_row, chunk_rows, FLAGS_PER_RANK
     first = first_row // chunk_rows
     count = last_row // chunk_rows - first + 1
     flags_ptr = shards.arrivals + shard * FLAGS_PER_RANK + first
-    return dl.wait(flags_ptr, count, tl.load(shards.epoch), timeout_word_of(shards.epoch), True)
+    return dl.wait(flags_ptr, count, tl.load(shards.epoch), timeout_words_at(shards.epoch), True)
 
 
 @jit
@@ -640,9 +642,9 @@ def kernel_gemm_non_persistent(
             # otherwise for the chunks that contain its rows.
             if NUM_COMM_SMS > 0:
                 flags_ptr = shards.arrivals + shard * gemm_plan.FLAGS_PER_RANK
-                value = flag_of(shards.epoch, rows)
+                value = current_flag(shards.epoch, rows)
                 flags = gemm_plan.NUM_CHUNKS * NUM_COMM_SMS
-                token = dl.wait(flags_ptr, flags, value, timeout_word_of(shards.epoch), True)
+                token = dl.wait(flags_ptr, flags, value, timeout_words_at(shards.epoch), True)
             else:
                 last_row = min(row + BLOCK_SIZE_M, rows) - 1
                 token = wait_for_rows(

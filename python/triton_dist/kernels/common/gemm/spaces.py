@@ -18,7 +18,7 @@ from triton_dist.runtime.launch import fits_descriptor
 from triton_dist.runtime.peaks import RELATIVE_RATE, device_peak, get_tensorcore_tflops
 from triton_dist.runtime.triton_compat import compiles_for_hopper, has_gluon_for_hopper
 
-LOWEST_TILE_ROWS = 16
+MIN_TILE_ROWS = 16
 """BLOCK_SIZE_M of the smallest tiles, for few rows."""
 FEW_ROWS = 64
 """Up to this number of rows, tiles of 16 rows (which read B once per 16 rows) and tiles split along
@@ -242,7 +242,7 @@ def fits_rows(tiles: triton.Config, rows: int) -> bool:
     if current_device().interprets:
         return True
     return bool(
-        rows <= FEW_ROWS if block_m == LOWEST_TILE_ROWS else block_m <= 64 or block_m < 2 * rows
+        rows <= FEW_ROWS if block_m == MIN_TILE_ROWS else block_m <= 64 or block_m < 2 * rows
     )
 
 
@@ -371,7 +371,7 @@ def _norm(order: float, *times: float) -> float:
 
 
 @functools.lru_cache(maxsize=4096)
-def gemm_ms(
+def predict_gemm_ms(
     config: triton.Config, M: int, N: int, K: int, dtype: torch.dtype,
     persistent: bool = True, shards: int = 1, experts: int = 0,
 ) -> float:  # fmt: skip
@@ -427,7 +427,7 @@ def gemm_ms(
     return (overhead_us + _norm(_ORDER, compute_us, memory_us)) / 1e3
 
 
-def library_ms(M: int, N: int, K: int, dtype: torch.dtype, experts: int = 0) -> float:
+def predict_library_ms(M: int, N: int, K: int, dtype: torch.dtype, experts: int = 0) -> float:
     """Return the predicted milliseconds of [M, K] @ [K, N] in a library with unknown tiles.
 
     With ``experts``, predict a grouped GEMM between copies that sort the rows and restore their
@@ -456,7 +456,7 @@ class TransferCost(NamedTuple):
     """Number of chunks from which on the transfer overlaps with the GEMM."""
 
 
-def op_ms(
+def predict_op_ms(
     config: Mapping[str, Any], cost: TransferCost, M: int, N: int, K: int, dtype: torch.dtype,
     received: float, shards: int = 1, copies: int = 1,
 ) -> float:  # fmt: skip
@@ -464,9 +464,9 @@ def op_ms(
     which programs send ``copies`` of each block at the same time."""
     gemm_config, gbps = config.get("gemm_config"), device_peak().link_gbps * _LINK
     if gemm_config is not None:
-        gemm = gemm_ms(gemm_config, M, N, K, dtype, bool(config["persistent"]), shards)
+        gemm = predict_gemm_ms(gemm_config, M, N, K, dtype, bool(config["persistent"]), shards)
     else:
-        gemm = library_ms(M, N, K, dtype)
+        gemm = predict_library_ms(M, N, K, dtype)
         sent = copies * (config.get("num_comm_sms") or config.get("num_ctas") or math.inf)
         gbps = min(gbps, sent * config.get("block_bytes", _BLOCK_BYTES) / (_BLOCK_US * 1e3))
     gemm, link = gemm * cost.slowdown, received / (gbps * 1e6)

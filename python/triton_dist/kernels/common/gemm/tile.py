@@ -11,7 +11,7 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.kernels.common.gemm.scales import FAST, finish_scales, scaled_dot
+from triton_dist.kernels.common.gemm.scales import FAST, apply_epilogue_scales, scaled_dot
 
 
 class Strides(NamedTuple):
@@ -128,7 +128,7 @@ def multiply_tile(
     )  # fmt: skip
     if TRANSPOSED:
         product = product.T
-    return finish_scales(product, scales, a_scale_ptr, scale_row, rows, column, N, SCALING)
+    return apply_epilogue_scales(product, scales, a_scale_ptr, scale_row, rows, column, N, SCALING)
 
 
 @jit
@@ -183,7 +183,7 @@ def multiply_tile_by_pointers(
             )  # fmt: skip
             a_block += BLOCK_SIZE_K * stride_ak
             b_block += BLOCK_SIZE_K * stride_bk
-    return finish_scales(
+    return apply_epilogue_scales(
         accumulator, scales, a_scale_ptr, scale_row, scale_row + rows_left, column, N, SCALING
     )
 

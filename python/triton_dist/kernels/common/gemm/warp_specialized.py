@@ -216,8 +216,11 @@ def _multiply_half(
 
 
 @gluon.jit
-def _finish_scales(accumulator, scales, a_scale_ptr, row, rows, column, N, SCALING: gl.constexpr):
-    """Apply TENSOR and ROW scales and the bias, like ``scales.finish_scales`` and ``add_bias``."""
+def _apply_scales_and_bias(
+    accumulator, scales, a_scale_ptr, row, rows, column, N, SCALING: gl.constexpr
+):
+    """Apply TENSOR and ROW scales and the bias, like ``scales.apply_epilogue_scales`` and
+    ``add_bias``."""
     LAYOUT: gl.constexpr = accumulator.type.layout
     columns = column + gl.arange(0, accumulator.shape[1], layout=gl.SliceLayout(0, LAYOUT))
     if SCALING >= FAST and SCALING != BLOCKWISE:
@@ -364,11 +367,15 @@ def _consume(
                     LAYOUT, SCALING,
                 )  # fmt: skip
             with dl.mark("store"):
-                left = _finish_scales(left, scales, a_scale_ptr, row, rows, column, N, SCALING)
+                left = _apply_scales_and_bias(
+                    left, scales, a_scale_ptr, row, rows, column, N, SCALING
+                )
                 left = left.to(c_desc.dtype)
                 _store_block(c_desc, left, staging.index(GROUP), shard, row, column)
                 column += BLOCK_SIZE_N // 2
-                right = _finish_scales(right, scales, a_scale_ptr, row, rows, column, N, SCALING)
+                right = _apply_scales_and_bias(
+                    right, scales, a_scale_ptr, row, rows, column, N, SCALING
+                )
                 right = right.to(c_desc.dtype)
                 _store_block(c_desc, right, staging.index(GROUP), shard, row, column)
         else:
@@ -385,7 +392,7 @@ def _consume(
                     )
             if is_complete:
                 with dl.mark("store"):
-                    accumulator = _finish_scales(
+                    accumulator = _apply_scales_and_bias(
                         accumulator, scales, a_scale_ptr, row, rows, column, N, SCALING
                     )
                     _store_half(

@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 
 from triton_dist._jit import jit
-from triton_dist.kernels.common.exchange.buffer import shard_elements
+from triton_dist.kernels.common.exchange.buffer import padded_shard_numel
 from triton_dist.kernels.common.exchange.protocol import after_wait
 from triton_dist.kernels.common.exchange.pushed import Pushed, await_pushed
-from triton_dist.kernels.common.peers import Disagreements, flag_of
+from triton_dist.kernels.common.peers import Disagreements, current_flag
 from triton_dist.kernels.common.slots.epochs import PUSH_STREAMS, EpochSlots, PushedSlots
 from triton_dist.runtime.device.transfer import Copy, InputRows, Step
 from triton_dist.runtime.launch import Launch
@@ -80,7 +80,7 @@ def kernel_add_columns(
     Row blocks are added in the order of ranks. Any grid. A chunk has ``width`` columns.
     ``shard_stride`` is the number of elements between the begins of two sources' row blocks.
     """
-    value = flag_of(pushed.epoch, call_tag)
+    value = current_flag(pushed.epoch, call_tag)
     tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
     own = x_ptr + rank.to(tl.int64) * rows * N
     for chunk in range(tl.cdiv(N, width)):
@@ -133,7 +133,7 @@ class PushedColumns(PushedSlots):
         name: str,
     ) -> None:
         num_ranks = group_for(group).size
-        self._shard_stride = shard_elements(max_rows * N) if num_ranks > 1 else 1
+        self._shard_stride = padded_shard_numel(max_rows * N) if num_ranks > 1 else 1
         regions = {
             "shards": ((num_ranks * self._shard_stride,), dtype),
             "arrivals": ((max_chunks * num_ranks,), torch.int64),
@@ -184,7 +184,7 @@ class PushedColumns(PushedSlots):
         write columns ``first`` to ``end`` of x. ``call_tag`` must be equal on all ranks.
         """
         slots, awaited, transfer = self.slots, False, None
-        slots.take(call_tag, copied=True)
+        slots.take(call_tag, copies_flag_word=True)
         stream = self._device.current_stream()
         try:
             for chunk, (first, end) in enumerate(columns):
@@ -204,7 +204,7 @@ class PushedColumns(PushedSlots):
             if transfer is not None:
                 transfer.join(stream)
             flags_of_peers = self.flags_of_peers(len(columns))
-            slots.finish(awaited, expected=lambda: {"arrivals": flags_of_peers})
+            slots.finish(awaited, awaited_flags=lambda: {"arrivals": flags_of_peers})
 
     def _push(self, columns: ColumnChunks, chunk: int) -> Iterable[Step]:
         """Yield the copies that push a chunk of each peer's row block."""

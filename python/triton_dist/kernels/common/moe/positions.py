@@ -43,7 +43,7 @@ class Positions:
         return Positions(self.ends, self.number, None, self.tokens, self.topk)
 
     @property
-    def shape_of_key(self) -> tuple[int, int, str, int]:
+    def key_parts(self) -> tuple[int, int, str, int]:
         """Parts of the tuning key: tokens, topk, how A is indexed, and ``number``."""
         kind = "position" if self.rows is None else "gathered"
         return self.tokens, self.topk, kind, self.number

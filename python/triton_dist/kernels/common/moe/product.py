@@ -36,7 +36,7 @@ from triton_dist.kernels.common.gemm.scales import (
 )
 from triton_dist.kernels.common.gemm.spaces import can_specialize_warps, config_for_dtype
 from triton_dist.kernels.common.moe.routing import (
-    RECORD_WORDS,
+    TILE_RECORD_WORDS,
     BlockMap,
     addresses_of_rows,
     await_positions,
@@ -248,16 +248,16 @@ def multiply_tile(
         )
 
 
-@jit(do_not_specialize=["E", "routes_of_row", "rank", "shard_rows"])
+@jit(do_not_specialize=["E", "routes_per_row", "rank", "shard_rows"])
 def kernel_grouped_gemm(
-    a_ptr, b_ptr, c_ptr, blocks, E, N, K, weight_strides, width, routes_of_row,
+    a_ptr, b_ptr, c_ptr, blocks, E, N, K, weight_strides, width, routes_per_row,
     grouped_plan: tl.constexpr, BLOCK_SIZE_M: tl.constexpr, BLOCK_SIZE_N: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr, GROUP_SIZE_M: tl.constexpr, sources=None, rank=0, shard_rows=1,
     scales=None,
 ):  # fmt: skip
     """Compute C [R, width] from A and B [E, K, N]. Any grid.
 
-    R is the number of routes; each row of A has ``routes_of_row`` routes. If ``NUM_SOURCES`` is
+    R is the number of routes; each row of A has ``routes_per_row`` routes. If ``NUM_SOURCES`` is
     above 1, A consists of shards of ``shard_rows`` rows. This rank's shard is at
     ``sources.local_shard``. Another shard is in A as soon as its flag is set
     (``peers.GatheredShards``). ``scales``: ``GroupedScales``, unless UNSCALED.
@@ -280,10 +280,10 @@ def kernel_grouped_gemm(
         route = rows
         if not grouped_plan.A_SORTED:
             route = tl.load(blocks.routes + rows, mask=inside, other=0)
-        a_row = route // routes_of_row
+        a_row = route // routes_per_row
         if grouped_plan.NUM_SOURCES > 1:
             # Word 6 of a tile's record: largest position of the sources of the tile's rows.
-            last = tl.load(blocks.tiles + tile * RECORD_WORDS + 6)
+            last = tl.load(blocks.tiles + tile * TILE_RECORD_WORDS + 6)
             awaited, wait_token = await_positions(awaited, last, sources, rank, grouped_plan)
             a_row = dl.consume_token(a_row, wait_token)
         multiply_tile(
@@ -327,7 +327,7 @@ def grouped_product(
     gathered: GatheredShards | None = None,
     rank: int = 0,
     scales: OperandScales | None = None,
-    routes_of_row: int | None = None,
+    routes_per_row: int | None = None,
 ) -> Launch:
     """Return the launch that computes C [R, N], or [R, N / 2] with ``silu_mul``.
 
@@ -343,7 +343,8 @@ def grouped_product(
         gathered: memory that receives the shards of peers. A is then this rank's shard,
             contiguous, and ``blocks`` has one source per rank.
         scales: scales of fp8 operands.
-        routes_of_row: routes per row of A; default: R / M. 0 if the rows of A are sorted by expert.
+        routes_per_row: routes per row of A; default: R / M. 0 if the rows of A are sorted by
+            expert.
     """
     precision = dot_precision(A.dtype)
     options = config_for_dtype(config, A.dtype).all_kwargs()
@@ -363,7 +364,7 @@ def grouped_product(
         A_ALIGNED=all(n % _ALIGNMENT == 0 for n in (rows.stride(0) * item, A.data_ptr())),
         C_ALIGNED=C.shape[1] * C.element_size() % _ALIGNMENT == 0,
         SORTED=is_sorted,
-        A_SORTED=routes_of_row == 0,
+        A_SORTED=routes_per_row == 0,
         SILU_MUL=silu_mul,
         # If ``tl.dot`` cannot use tensor cores, operands loaded by descriptor spill registers.
         DESCRIPTORS=layout != "strided" and precision != "ieee" and halves_fit,
@@ -379,8 +380,8 @@ def grouped_product(
     if gathered is not None:
         sources = Sources(A, gathered.arrivals, gathered.epoch)
         options |= {"sources": sources, "rank": rank, "shard_rows": A.shape[0]}
-    if routes_of_row is None:
-        routes_of_row = len(blocks.routes) // rows.shape[0]
+    if routes_per_row is None:
+        routes_per_row = len(blocks.routes) // rows.shape[0]
     width = C.shape[1]
     E, K, N = B.shape
     kernel: Any = kernel_grouped_gemm
@@ -402,6 +403,6 @@ def grouped_product(
     return Launch(
         kernel,
         (min(programs, work_items),),
-        (rows, B, C, memory, E, N, K, strides, width, max(1, routes_of_row)),
+        (rows, B, C, memory, E, N, K, strides, width, max(1, routes_per_row)),
         {**options, "grouped_plan": plan},
     )

@@ -40,10 +40,10 @@ from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.gemm.tile import shard_in_arrival_order, tile_in_group
-from triton_dist.kernels.common.peers import timeout_word_of
+from triton_dist.kernels.common.peers import timeout_words_at
 from triton_dist.runtime.launch import Launch, int32_vectors
 
-RECORD_WORDS = tl.constexpr(8)
+TILE_RECORD_WORDS = tl.constexpr(8)
 """int32 words of a tile's record.
 
 They are: expert; first row and end row of the tile's run; first tile and number of tiles of the
@@ -178,12 +178,12 @@ def rows_by_position(
 
 @jit
 def store_records(tiles_ptr, first, tile, tiles, expert, begin_row, end_row):
-    """Store the first five words of the records of a run of ``tiles`` tiles (``RECORD_WORDS``).
+    """Store the first five words of the records of a run of ``tiles`` tiles (``TILE_RECORD_WORDS``).
 
     ``tile`` is a block of indices in the run. Return the addresses of the records, and which of
     them exist.
     """
-    record, mask = tiles_ptr + (first + tile) * RECORD_WORDS, tile < tiles
+    record, mask = tiles_ptr + (first + tile) * TILE_RECORD_WORDS, tile < tiles
     tl.store(record, expert, mask=mask)
     tl.store(record + 1, begin_row, mask=mask)
     tl.store(record + 2, end_row, mask=mask)
@@ -281,7 +281,7 @@ def tile_of_work_item(
     has the L * ``tiles_n`` work items from ``a * tiles_n`` on. Tile ``work_item // tiles_n``
     therefore belongs to the work item's run, and its record describes the run.
     """
-    record = tiles_ptr + work_item // tiles_n * RECORD_WORDS
+    record = tiles_ptr + work_item // tiles_n * TILE_RECORD_WORDS
     expert = tl.load(record)
     row = tl.load(record + 1)
     end = tl.load(record + 2)
@@ -304,7 +304,7 @@ def await_positions(awaited, last, sources, rank, grouped_plan: tl.constexpr):
         flag_ptr = sources.arrivals + source * grouped_plan.FLAGS_PER_RANK
         # Flags are copies of the peers' epoch words: a count of calls and a tag of call sizes.
         value = tl.load(sources.epoch)
-        wait_token += dl.wait(flag_ptr, 1, value, timeout_word_of(sources.epoch), True)
+        wait_token += dl.wait(flag_ptr, 1, value, timeout_words_at(sources.epoch), True)
     return awaited, wait_token
 
 
@@ -343,7 +343,7 @@ class BlockMap:
     The last element is R. The element before it is the first row of padding.
     """
     tiles: torch.Tensor
-    """[maximum number of tiles, 8], the record of each tile; see ``RECORD_WORDS``."""
+    """[maximum number of tiles, 8], the record of each tile; see ``TILE_RECORD_WORDS``."""
     num_tiles: torch.Tensor
     """[1], number of tiles."""
     launches: tuple[Launch, ...]
@@ -396,7 +396,7 @@ def block_map(
     all_chunks, total = num_sources * chunks, routes * num_sources
     counts, before, routes_of, rows_of, row_ends, num_tiles, tiles = int32_vectors(
         topk_ids.device, all_chunks * e_pad, all_chunks * chunk_segments * (E + 1), total, total,
-        E + 1, 1, max_tiles(total, E + 1, block_m) * RECORD_WORDS.value,
+        E + 1, 1, max_tiles(total, E + 1, block_m) * TILE_RECORD_WORDS.value,
     )  # fmt: skip
     options = {
         "E_PAD": e_pad,
@@ -424,7 +424,7 @@ def block_map(
             "CHUNKS": chunks_at_a_time,
         },
     )
-    records = tiles.view(-1, RECORD_WORDS.value)
+    records = tiles.view(-1, TILE_RECORD_WORDS.value)
     return BlockMap(
         E, topk, block_m, routes_of, rows_of, row_ends, records, num_tiles, (count, map_launch)
     )

@@ -65,7 +65,7 @@ def scaled_grouped_mm(
     return product
 
 
-def has_fast_library() -> bool:
+def has_library_kernel() -> bool:
     """Return whether torch has a grouped GEMM kernel for this device.
 
     Without a kernel, torch loops over the experts and copies counts to the host.
@@ -93,7 +93,7 @@ def library_supports(key: Any) -> bool:
     return all(size * key.dtype.itemsize % 16 == 0 for size in sizes) and key.layout != "strided"
 
 
-def check_library(function: str, algorithm: str, key: Any) -> None:
+def check_grouped_library(function: str, algorithm: str, key: Any) -> None:
     """Raise ``InvalidArgument`` unless ``library_supports(key)``, which ``algorithm`` requires."""
     if not library_supports(key):
         expected = "another algorithm: K, N and the strides of the weights must be multiples of 16 "
@@ -101,7 +101,7 @@ def check_library(function: str, algorithm: str, key: Any) -> None:
         raise InvalidArgument(function, "algorithm", algorithm, expected)
 
 
-@jit(do_not_specialize=["routes_of_row"])
+@jit(do_not_specialize=["routes_per_row"])
 def kernel_copy_rows(
     source_ptr,
     out_ptr,
@@ -109,11 +109,11 @@ def kernel_copy_rows(
     end_ptr,
     stride,
     columns,
-    routes_of_row,
+    routes_per_row,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy out[i] = source[index[i] // routes_of_row]. Grid (rows of out, cdiv(columns, BLOCK)).
+    """Copy out[i] = source[index[i] // routes_per_row]. Grid (rows of out, cdiv(columns, BLOCK)).
 
     Store zeros if index[i] is at least the number at ``end_ptr``. Without ``index_ptr``, index[i]
     is i.
@@ -127,7 +127,7 @@ def kernel_copy_rows(
     columns_to_read = columns
     if end_ptr is not None:
         columns_to_read = tl.where(index < tl.load(end_ptr), columns, 0)
-    source = source_ptr + (index // routes_of_row).to(tl.int64) * stride
+    source = source_ptr + (index // routes_per_row).to(tl.int64) * stride
     out = out_ptr + row.to(tl.int64) * columns
     if ALIGNED:
         source = tl.multiple_of(source, 16)
@@ -190,7 +190,7 @@ def _copy(
     out: torch.Tensor,
     index: torch.Tensor | None,
     end: torch.Tensor | None,
-    routes_of_row: int,
+    routes_per_row: int,
 ) -> Launch:
     rows, columns = out.shape
     item = out.element_size()
@@ -199,6 +199,6 @@ def _copy(
     return Launch(
         kernel_copy_rows,
         (rows, triton.cdiv(columns, block)),
-        (source, out, index, end, source.stride(0), columns, routes_of_row),
+        (source, out, index, end, source.stride(0), columns, routes_per_row),
         {"ALIGNED": aligned and source.data_ptr() % 16 == 0, "BLOCK": block, "num_warps": 4},
     )

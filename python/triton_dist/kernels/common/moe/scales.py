@@ -14,7 +14,7 @@ from triton_dist.kernels.common.gemm.scales import (
     BLOCKWISE,
     FP8,
     Scaling,
-    scale_blocks,
+    num_scale_blocks,
 )
 
 _ALIGNMENT = 16
@@ -66,7 +66,7 @@ class OperandScales(NamedTuple):
         With BLOCK scales, ``first`` must be a multiple of 128.
         """
         if self.is_block:
-            first, end = first // BLOCK_ELEMENTS, scale_blocks(end)
+            first, end = first // BLOCK_ELEMENTS, num_scale_blocks(end)
         return self._replace(b=self.b[:, :, first:end])
 
     def of_packed_rows(self, rows: torch.Tensor, own: torch.Tensor | None = None) -> OperandScales:
@@ -94,7 +94,7 @@ def packed_format(K: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
 
 def _scale_bytes(K: int) -> int:
     """Return the bytes of a packed row before its elements: the scales, padded."""
-    return -(-4 * scale_blocks(K) // _ALIGNMENT) * _ALIGNMENT
+    return -(-4 * num_scale_blocks(K) // _ALIGNMENT) * _ALIGNMENT
 
 
 def pack(A: torch.Tensor, scales: OperandScales, out: torch.Tensor) -> None:

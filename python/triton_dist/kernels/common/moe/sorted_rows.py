@@ -12,7 +12,7 @@ import triton.language as tl
 
 from triton_dist._jit import jit
 from triton_dist.kernels.common.moe.positions import Positions
-from triton_dist.kernels.common.moe.routing import RECORD_WORDS, BlockMap, max_tiles, store_records
+from triton_dist.kernels.common.moe.routing import TILE_RECORD_WORDS, BlockMap, max_tiles, store_records
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch
 
@@ -23,7 +23,7 @@ _TILES_PER_STEP = 128
 def tiles_of_positions(positions: Positions, block_m: int) -> BlockMap:
     """Return the map of positions to tiles of ``block_m`` rows. Its launch has not run yet."""
     ends, E = positions.ends, len(positions.ends)
-    tiles = ends.new_empty(max_tiles(positions.number, E, block_m), RECORD_WORDS.value)
+    tiles = ends.new_empty(max_tiles(positions.number, E, block_m), TILE_RECORD_WORDS.value)
     num_tiles = ends.new_empty(1)
     lanes = triton.next_power_of_2(E)
     options = {"EXPERTS": E, "EXPERT_LANES": lanes, "BLOCK": _TILES_PER_STEP, "num_warps": 4}
@@ -56,7 +56,7 @@ def kernel_tiles_of_ends(
     ends_ptr, tiles_ptr, num_tiles_ptr, block_m,
     EXPERTS: tl.constexpr, EXPERT_LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the records of each expert's tiles (``RECORD_WORDS``). Grid (EXPERTS,)."""
+    """Write the records of each expert's tiles (``TILE_RECORD_WORDS``). Grid (EXPERTS,)."""
     expert = tl.program_id(0)
     lane, begin, end, number = rows_of_experts(ends_ptr, block_m, EXPERTS, EXPERT_LANES)
     first = tl.sum(tl.where(lane < expert, number, 0), 0)

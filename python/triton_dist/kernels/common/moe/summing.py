@@ -17,7 +17,11 @@ import torch.distributed as dist
 import triton
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.agreement import as_text, compare_over_ranks, every_call_compares
+from triton_dist.kernels.common.agreement import (
+    check_equal_on_ranks,
+    digest_text,
+    must_compare_calls,
+)
 from triton_dist.kernels.common.context import (
     DTYPE_NAMES,
     DTYPES,
@@ -108,7 +112,7 @@ class MoESumContext(GEMMContext[PushedColumns], ABC):
         self.dtype, self.n_chunks_max = limits.dtype, limits.n_chunks_max
         self.world_size = self.num_ranks
         self.local_world_size = min(limits.local_world_size, self.num_ranks)
-        self.compares_ids = every_call_compares()
+        self.compares_ids = must_compare_calls()
 
     @staticmethod
     @abstractmethod
@@ -185,9 +189,9 @@ def create(
         "topk": topk, "n_chunks_max": n_chunks_max,
     }  # fmt: skip
     agree_to_create(
-        ctx_type.creator, f"a {ctx_type.title}", members, rank,
+        ctx_type.creator, f"a {ctx_type.op_name}", members, rank,
         {"world_size": world_size, "local_world_size": local_world_size}, sizes, checks(),
-        input_dtype=input_dtype, **{"comparison of ids": every_call_compares()},
+        input_dtype=input_dtype, **{"comparison of ids": must_compare_calls()},
     )  # fmt: skip
     limits = MoEContextLimits(
         max_token_num // topk, hidden_dim, num_experts, topk, input_dtype, n_chunks_max,
@@ -303,13 +307,13 @@ class SumCall(GEMMCall):
         """Tile config of our grouped GEMM; ``None`` for the library."""
         num_chunks = self.num_chunks if self.n_chunks is None else self.n_chunks
         self.chunks = 1 if num_chunks is None else num_chunks
-        self.chosen = self.algorithms[self.algorithm or next(iter(self.algorithms))]
-        self.chosen.check(self)
+        self.chosen_algorithm = self.algorithms[self.algorithm or next(iter(self.algorithms))]
+        self.chosen_algorithm.check(self)
 
     def run(self) -> torch.Tensor:
         if self.ctx.compares_ids:
-            compare_over_ranks(self.ctx_type.function, "ids", self.chosen_experts, self.ctx.group)
-        return self.chosen.run(self)
+            check_equal_on_ranks(self.ctx_type.function, "ids", self.chosen_experts, self.ctx.group)
+        return self.chosen_algorithm.run(self)
 
     @classmethod
     def check_operands(
@@ -351,7 +355,7 @@ class SumCall(GEMMCall):
             unscaled_key = SumKey(
                 M, N, K, E, topk, x.dtype, layout, ctx.num_ranks, ctx.n_chunks_max
             )
-            key: SumKey = scaling._replace(out_dtype=ctx.dtype).key_of(unscaled_key, x, weights)
+            key: SumKey = scaling._replace(out_dtype=ctx.dtype).extend_key(unscaled_key, x, weights)
             return key
 
         signature = operand_signature(weights, x, weights, *routing)
@@ -420,7 +424,7 @@ def check_config(function: str, config: object) -> None:
         raise InvalidArgument(function, "config", str(config), expected)
 
 
-def ids_as_text(
+def ids_digest_text(
     x: torch.Tensor,
     weights: torch.Tensor,
     chosen_experts: torch.Tensor,
@@ -431,7 +435,7 @@ def ids_as_text(
 
     Waits for the device.
     """
-    return as_text("ids", chosen_experts)
+    return digest_text("ids", chosen_experts)
 
 
 def id_variants(

@@ -25,13 +25,13 @@ from triton_dist.kernels.common.exchange.buffer import (
     ExchangeBuffer,
     LaunchParams,
     make_plan,
+    padded_shard_numel,
     params_for_device,
-    shard_elements,
 )
 from triton_dist.kernels.common.exchange.protocol import (
     after_wait,
     await_peers,
-    begin,
+    begin_exchange,
     chunk_flag,
     notify_ranks,
 )
@@ -202,7 +202,7 @@ def kernel_topk_exchange(
     Without ``ALL_ROWS``, out has the ``rows`` tokens of this rank. With ``ALL_ROWS``, out has all
     tokens, and every rank sends its sums of all tokens to every rank.
     """
-    call = begin(slots, peers, call_tag, rank, plan)
+    call = begin_exchange(slots, peers, call_tag, rank, plan)
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     blocks_per_row = tl.cdiv(N, plan.BLOCK)
@@ -275,7 +275,7 @@ class RoutedSums(NamedTuple):
             lambda: self._launch(buffer, out, all_rows),
             tensors,
         )
-        buffer.timeout_words.end()
+        buffer.timeout_words.end_call()
         return out
 
     def compile(self, buffer: ExchangeBuffer, all_rows: bool) -> None:
@@ -299,7 +299,7 @@ class RoutedSums(NamedTuple):
     def _launch(self, buffer: ExchangeBuffer, out: torch.Tensor, all_rows: bool) -> Launch:
         (rows, N), (M, topk), params = out.shape, self.topk_ids.shape, self._launch_params(out)
         operands = self.products, self.expert_weight, self.topk_ids, self.rows, out
-        sizes = rows, N, self.E, shard_elements(rows * N), M, buffer.rank
+        sizes = rows, N, self.E, padded_shard_numel(rows * N), M, buffer.rank
         plan = make_plan(buffer.num_ranks, params, out)
         return Launch(
             kernel_topk_exchange,

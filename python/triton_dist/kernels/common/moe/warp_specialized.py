@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton_dist import language as dl
 from triton_dist.kernels.common.gemm.ring import BlockScales, multiply_promoted, next_stage
 from triton_dist.kernels.common.moe.routing import (
-    RECORD_WORDS,
+    TILE_RECORD_WORDS,
     addresses_of_rows,
     await_positions,
     tile_of_work_item,
@@ -32,7 +32,7 @@ PRODUCER_REGISTERS = gl.constexpr(40)
 @gluon.jit
 def _gather(
     a_ptr, b_ptr, blocks, sources, a_ring, b_ring, full, empty, E, N, K, weight_strides, width,
-    routes_of_row, rank, shard_rows, grouped_plan: gl.constexpr, GROUP_SIZE_M: gl.constexpr,
+    routes_per_row, rank, shard_rows, grouped_plan: gl.constexpr, GROUP_SIZE_M: gl.constexpr,
 ):  # fmt: skip
     """Run the producer warps."""
     NUM_STAGES: gl.constexpr = a_ring.shape[0]
@@ -67,9 +67,9 @@ def _gather(
         rows = gl.minimum(row + gl.arange(0, BLOCK_SIZE_M, layout=ROWS), end - 1)
         a_row = rows
         if not grouped_plan.A_SORTED:
-            a_row = gl.load(blocks.routes + rows) // routes_of_row
+            a_row = gl.load(blocks.routes + rows) // routes_per_row
         if grouped_plan.NUM_SOURCES > 1:
-            last = gl.load(blocks.tiles + tile * RECORD_WORDS + 6)
+            last = gl.load(blocks.tiles + tile * TILE_RECORD_WORDS + 6)
             awaited, wait_token = await_positions(awaited, last, sources, rank, grouped_plan)
             a_row = dl.consume_token(a_row, wait_token)
         a_rows = addresses_of_rows(
@@ -103,7 +103,7 @@ def _store_block(c_rows, inside, block, column, width):
 
 @gluon.jit
 def _tile_and_scales(
-    GROUP: gl.constexpr, work_item, work_items, blocks, scales, tiles_n, routes_of_row, rank,
+    GROUP: gl.constexpr, work_item, work_items, blocks, scales, tiles_n, routes_per_row, rank,
     shard_rows, grouped_plan: gl.constexpr, BLOCK_SIZE_M: gl.constexpr, GROUP_SIZE_M: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -122,7 +122,7 @@ def _tile_and_scales(
     rows = row + gl.arange(0, HALF_M, layout=gl.SliceLayout(1, LAYOUT))
     a_row = gl.where(work_items > 0, gl.minimum(rows, end - 1), 0)
     if not grouped_plan.A_SORTED:
-        a_row = gl.load(blocks.routes + a_row) // routes_of_row
+        a_row = gl.load(blocks.routes + a_row) // routes_per_row
     a_scale_ptr = addresses_of_rows(
         scales.a, scales.own, a_row, rank, shard_rows, scales.stride_am, grouped_plan.NUM_SOURCES
     )
@@ -132,7 +132,7 @@ def _tile_and_scales(
 @gluon.jit
 def _consume(
     GROUP: gl.constexpr, c_ptr, blocks, scales, a_ring, b_ring, full, empty, E, N, K, width,
-    routes_of_row, rank, shard_rows, grouped_plan: gl.constexpr, GROUP_SIZE_M: gl.constexpr,
+    routes_per_row, rank, shard_rows, grouped_plan: gl.constexpr, GROUP_SIZE_M: gl.constexpr,
 ):  # fmt: skip
     """Run consumer group ``GROUP``."""
     BLOCK_SIZE_M: gl.constexpr = a_ring.shape[1]
@@ -153,7 +153,7 @@ def _consume(
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     expert, row, end, n, a_scale_ptr = _tile_and_scales(
-        GROUP, gl.program_id(0), work_items, blocks, scales, tiles_n, routes_of_row, rank,
+        GROUP, gl.program_id(0), work_items, blocks, scales, tiles_n, routes_per_row, rank,
         shard_rows, grouped_plan, BLOCK_SIZE_M, GROUP_SIZE_M, LAYOUT,
     )  # fmt: skip
     for work_item in range(gl.program_id(0), work_items, gl.num_programs(0)):
@@ -192,7 +192,7 @@ def _consume(
         # Load the next tile's record and scales before the store, which hides their latency.
         expert, row, end, n, a_scale_ptr = _tile_and_scales(
             GROUP, work_item + gl.num_programs(0), work_items, blocks, scales, tiles_n,
-            routes_of_row, rank, shard_rows, grouped_plan, BLOCK_SIZE_M, GROUP_SIZE_M, LAYOUT,
+            routes_per_row, rank, shard_rows, grouped_plan, BLOCK_SIZE_M, GROUP_SIZE_M, LAYOUT,
         )  # fmt: skip
         with dl.mark("store"):
             if grouped_plan.SILU_MUL:
@@ -202,9 +202,9 @@ def _consume(
                 _store_block(c_rows, inside, up, column + HALF_N, width)
 
 
-@gluon.jit(do_not_specialize=["E", "routes_of_row", "rank", "shard_rows"])
+@gluon.jit(do_not_specialize=["E", "routes_per_row", "rank", "shard_rows"])
 def kernel_grouped_gemm_warp_specialized(
-    a_ptr, b_ptr, c_ptr, blocks, E, N, K, weight_strides, width, routes_of_row,
+    a_ptr, b_ptr, c_ptr, blocks, E, N, K, weight_strides, width, routes_per_row,
     grouped_plan: gl.constexpr, BLOCK_SIZE_M: gl.constexpr, BLOCK_SIZE_N: gl.constexpr,
     BLOCK_SIZE_K: gl.constexpr, GROUP_SIZE_M: gl.constexpr, sources=None, rank=0, shard_rows=1,
     scales=None,
@@ -231,15 +231,15 @@ def kernel_grouped_gemm_warp_specialized(
         [
             (_consume, (
                 0, c_ptr, blocks, scales, a_ring, b_ring, full, empty, E, N, K, width,
-                routes_of_row, rank, shard_rows, grouped_plan, GROUP_SIZE_M,
+                routes_per_row, rank, shard_rows, grouped_plan, GROUP_SIZE_M,
             )),
             (_consume, (
                 1, c_ptr, blocks, scales, a_ring, b_ring, full, empty, E, N, K, width,
-                routes_of_row, rank, shard_rows, grouped_plan, GROUP_SIZE_M,
+                routes_per_row, rank, shard_rows, grouped_plan, GROUP_SIZE_M,
             )),
             (_gather, (
                 a_ptr, b_ptr, blocks, sources, a_ring, b_ring, full, empty, E, N, K,
-                weight_strides, width, routes_of_row, rank, shard_rows, grouped_plan, GROUP_SIZE_M,
+                weight_strides, width, routes_per_row, rank, shard_rows, grouped_plan, GROUP_SIZE_M,
             )),
         ],
         [4, 4],

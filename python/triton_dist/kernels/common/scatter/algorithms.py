@@ -23,7 +23,7 @@ from triton_dist.kernels.common.context import (
     raise_first_error,
     tensor_checks,
 )
-from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, shard_elements
+from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, padded_shard_numel
 from triton_dist.kernels.common.gemm.scales import (
     BLOCK_ELEMENTS,
     FP8,
@@ -33,7 +33,7 @@ from triton_dist.kernels.common.gemm.scales import (
     library_check,
     library_matmul,
     library_supports,
-    scale_blocks,
+    num_scale_blocks,
     scaling_of,
 )
 from triton_dist.kernels.common.gemm.spaces import (
@@ -52,7 +52,7 @@ from triton_dist.kernels.common.scatter.kernel import scattered_gemm
 from triton_dist.kernels.common.scatter.one_launch import (
     exchanged_gemm,
     num_exchange_programs,
-    splits_of,
+    num_splits_of,
 )
 from triton_dist.kernels.common.scatter.partials import (
     MAX_CHUNKS,
@@ -61,7 +61,7 @@ from triton_dist.kernels.common.scatter.partials import (
     chunks_of_row_block,
     tiles_of_row_block,
 )
-from triton_dist.kernels.common.scatter.tiles import add_deferred
+from triton_dist.kernels.common.scatter.tiles import add_deferred_tiles
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch, dot_precision
 
@@ -132,7 +132,7 @@ class SummingCall(GEMMCall):
 
     @staticmethod
     @abstractmethod
-    def requested(**_: Any) -> str | None:
+    def requested_algorithm(**_: Any) -> str | None:
         """Return the algorithm that deprecated keywords of a call select, or ``None``."""
 
     @staticmethod
@@ -144,7 +144,7 @@ class SummingCall(GEMMCall):
         """
 
     @staticmethod
-    def sums_on_arrival(ctx: Any, **_: Any) -> bool:
+    def adds_tiles_on_arrival(ctx: Any, **_: Any) -> bool:
         """Return whether tiles are added to a single sum on the owner rank as they arrive."""
         return False
 
@@ -161,7 +161,7 @@ class SummingCall(GEMMCall):
         """Return the tuning key, which includes the algorithm that a deprecated keyword selects."""
         scaling = cls.scaling_of(ctx, **options)
         key = (cls.check_operands(A, B, bias, ctx, scaling), cls.key_option(ctx, **options))
-        requested = cls.requested(**options) if options else None
+        requested = cls.requested_algorithm(**options) if options else None
         return key if requested is None else (*key, requested)
 
     @classmethod
@@ -170,9 +170,9 @@ class SummingCall(GEMMCall):
     ) -> SummingSizes:
         """Return the sizes that determine which configs are worth trying for a call."""
         M = cls.ctx_type.round_down_rows(max_rows_of_key(A.shape[0]), ctx.num_ranks)
-        requested = cls.requested(**options)
+        requested = cls.requested_algorithm(**options)
         return SummingSizes(
-            A, B, M, ctx.num_ranks, requested, cls.sums_on_arrival(ctx, **options),
+            A, B, M, ctx.num_ranks, requested, cls.adds_tiles_on_arrival(ctx, **options),
             cls.scaling_of(ctx, **options),
         )  # fmt: skip
 
@@ -210,7 +210,7 @@ class SummingCall(GEMMCall):
             yield from operand_checks(ctx.output_dtype, device, bias=bias)
             yield from scaling.checks(A, B)
             if scaling.recipe(A, B) is Recipe.BLOCK:
-                padded = scale_blocks(K) * BLOCK_ELEMENTS
+                padded = num_scale_blocks(K) * BLOCK_ELEMENTS
                 expected = (
                     f"whole blocks of 128 on each rank: pad K_per_rank with zeros to {padded}"
                 )
@@ -219,19 +219,21 @@ class SummingCall(GEMMCall):
         def key() -> ProductKey:
             (M, K), contiguous = A.shape, A.is_contiguous()
             key = ProductKey(M, ctx.N, K, A.dtype, layout_of(B), contiguous, ctx.num_ranks)
-            return scaling.key_of(key, A, B)
+            return scaling.extend_key(key, A, B)
 
         signature = (*operand_signature(B, A, B, bias), *scaling.signature(B))
         return cached_after_checks(ctx.checked_keys, signature, function, checks, key)
 
     def check_tiles(self) -> None:
-        check_tiles(self.ctx_type.function, self.gemm_config, self.chosen.name)
+        check_tiles(self.ctx_type.function, self.gemm_config, self.chosen_algorithm.name)
 
     def check_rows(self, max_rows: int) -> None:
         """Raise ``InvalidArgument`` if A has more rows than fit in the algorithm's memory."""
         if self.A.shape[0] > max_rows and self.ctx.num_ranks > 1:
             expected = f"another algorithm for M above {max_rows}"
-            raise InvalidArgument(self.ctx_type.function, "algorithm", self.chosen.name, expected)
+            raise InvalidArgument(
+                self.ctx_type.function, "algorithm", self.chosen_algorithm.name, expected
+            )
 
 
 @dataclass(frozen=True)
@@ -252,7 +254,7 @@ class SummingSizes:
     B: torch.Tensor
     M: int
     num_ranks: int
-    requested: str | None
+    requested_algorithm: str | None
     adds_on_arrival: bool = False
     scaling: Scaling = NO_SCALING
 
@@ -313,13 +315,13 @@ class ScatteredLaunches:
 
     def run(self) -> None:
         self.multiply()
-        self.add_deferred()
+        self.add_deferred_tiles()
 
     def multiply(self) -> None:
         """Launch the GEMM, after loading the kernels that follow it."""
         self._launch(self.key, self._gemm_launch, input_tensors(self.call) | self._outputs())
 
-    def add_deferred(self) -> None:
+    def add_deferred_tiles(self) -> None:
         """Launch the kernel that adds deferred tiles, if the GEMM may defer tiles.
 
         ``scatter/tiles.py`` describes deferred tiles.
@@ -358,7 +360,7 @@ class ScatteredLaunches:
 
     def _deferred_launch(self) -> Launch:
         call = self.call
-        return add_deferred(
+        return add_deferred_tiles(
             self.C, call.bias, call.gemm_config, self.tile_memory,
             M=call.A.shape[0], num_sms=current_device().num_sms, num_chunks=call.num_chunks,
         )  # fmt: skip
@@ -384,7 +386,7 @@ class ExchangeLaunch:
             call.gemm_config, call.A.shape[0], C.shape[1], buffer.device.num_sms, buffer.num_ranks,
             self.to_owners,
         )  # fmt: skip
-        buffer.begin(self.phases(), num_ctas, num_chunks=1)
+        buffer.begin(self.num_phases(), num_ctas, num_chunks=1)
         buffer.launcher.run(
             (
                 type(self), *call.launch_key(), id(call.gemm_config), call.persistent,
@@ -394,13 +396,13 @@ class ExchangeLaunch:
             input_tensors(call) | output_tensors(C, call.bias),
             keep_alive=(call.gemm_config,),
         )  # fmt: skip
-        buffer.timeout_words.end()
+        buffer.timeout_words.end_call()
         return C
 
     def compile(self) -> None:
         self.gemm(self._output()).compile()
 
-    def phases(self) -> int:
+    def num_phases(self) -> int:
         """Return the number of times that a program waits for flags of its peers."""
         return 2 if self.broadcasts_sums else 1
 
@@ -409,7 +411,7 @@ class ExchangeLaunch:
         rows = -(-call.A.shape[0] // buffer.num_ranks) if self.to_owners else call.A.shape[0]
         return exchanged_gemm(
             call.A, call.B, C, call.bias, call.gemm_config, buffer.regions(C.dtype),
-            shard_elements(rows * C.shape[1]), rank=buffer.rank, num_ranks=buffer.num_ranks,
+            padded_shard_numel(rows * C.shape[1]), rank=buffer.rank, num_ranks=buffer.num_ranks,
             num_sms=buffer.device.num_sms, persistent=call.persistent, to_owners=self.to_owners,
             broadcasts_sums=self.broadcasts_sums,
             scales=call.scaling.kernel_argument(call.A, call.B),
@@ -422,10 +424,10 @@ class ExchangeLaunch:
         return A.new_empty((rows, B.shape[1]), dtype=self.call.ctx.output_dtype)
 
 
-C = TypeVar("C", bound=SummingCall)
+SummingCallT = TypeVar("SummingCallT", bound=SummingCall)
 
 
-class SummingAlgorithm(SelectableAlgorithm[C, SummingSizes]):
+class SummingAlgorithm(SelectableAlgorithm[SummingCallT, SummingSizes]):
     """Base class of algorithms of ops that sum products over ranks."""
 
     supports_all_calls: ClassVar[bool] = False
@@ -436,21 +438,21 @@ class SummingAlgorithm(SelectableAlgorithm[C, SummingSizes]):
         return fits_sizes and super().fits(config, sizes)
 
 
-class OverlappedAlgorithm(SummingAlgorithm[C], Generic[C]):
+class OverlappedAlgorithm(SummingAlgorithm[SummingCallT], Generic[SummingCallT]):
     """Algorithm that sends tiles while the next tiles are multiplied."""
 
     uses_copy_engines: ClassVar[bool] = False
     """True if copy engines, not the GEMM kernel, send the tiles."""
 
-    def check(self, call: C) -> None:
+    def check(self, call: SummingCallT) -> None:
         call.check_tiles()
 
-    def compile(self, call: C) -> None:
+    def compile(self, call: SummingCallT) -> None:
         self.scatter_launches(call).compile()
 
-    def run(self, call: C) -> torch.Tensor:
+    def run(self, call: SummingCallT) -> torch.Tensor:
         ctx, num_flags, has_awaited_peers = call.ctx, self.flags_per_row_block(call), False
-        ctx.buffer.slots.take(call.A.shape[0], copied=self.uses_copy_engines)
+        ctx.buffer.slots.take(call.A.shape[0], copies_flag_word=self.uses_copy_engines)
         try:
             ctx.sleep(call.straggler_option)
             scattered = self.scatter_launches(call)
@@ -460,52 +462,58 @@ class OverlappedAlgorithm(SummingAlgorithm[C], Generic[C]):
             ctx.buffer.slots.finish(has_awaited_peers, lambda: ctx.buffer.awaited_flags(num_flags))
         return scattered.C
 
-    def flags_per_row_block(self, call: C) -> int:
+    def flags_per_row_block(self, call: SummingCallT) -> int:
         """Return the number of flags of a row block: by default one per tile."""
         rows = call.ctx.rows_of_rank(call.A.shape[0])
         return tiles_of_row_block(call.gemm_config, rows, call.ctx.N)
 
     @abstractmethod
-    def scatter_launches(self, call: C) -> ScatteredLaunches:
+    def scatter_launches(self, call: SummingCallT) -> ScatteredLaunches:
         """Return the launches that multiply the operands and send the tiles to their owners."""
 
 
-class OneLaunchAlgorithm(SummingAlgorithm[C], Generic[C]):
+class OneLaunchAlgorithm(SummingAlgorithm[SummingCallT], Generic[SummingCallT]):
     """Algorithm with a single launch that multiplies, sends, waits and adds."""
 
     tunables = ("gemm_config", "persistent")
-    launch_type: ClassVar[type[ExchangeLaunch]] = ExchangeLaunch
+    exchange_launch_class: ClassVar[type[ExchangeLaunch]] = ExchangeLaunch
     to_owners: ClassVar[bool] = False
     broadcasts_sums: ClassVar[bool] = False
     """``ExchangeLaunch`` describes ``to_owners`` and ``broadcasts_sums``."""
 
-    def check(self, call: C) -> None:
+    def check(self, call: SummingCallT) -> None:
         call.check_tiles()
-        splits, buffer, ranks = splits_of(call.gemm_config), call.ctx.exchange, call.ctx.num_ranks
+        splits, buffer, ranks = (
+            num_splits_of(call.gemm_config),
+            call.ctx.exchange,
+            call.ctx.num_ranks,
+        )
         if splits == 1 or ranks == 1:
             return
         M, item_bytes = len(call.A), call.ctx.output_dtype.itemsize
         rows = M // ranks if self.to_owners else M
-        nbytes = splits * ranks * shard_elements(rows * call.ctx.N) * item_bytes
+        nbytes = splits * ranks * padded_shard_numel(rows * call.ctx.N) * item_bytes
         is_valid = splits in range(1, MAX_SPLIT_K + 1) and not self.broadcasts_sums
         if not is_valid or nbytes > buffer.slot_bytes:
             expected = f"1 to {MAX_SPLIT_K}, so that the partials of M = {M} rows fit in a slot"
             expected = "1" if self.broadcasts_sums else expected
             raise InvalidArgument(call.ctx_type.function, "SPLIT_K", splits, expected)
 
-    def compile(self, call: C) -> None:
-        self.launch_of(call).compile()
+    def compile(self, call: SummingCallT) -> None:
+        self.make_launch(call).compile()
 
-    def run(self, call: C) -> torch.Tensor:
+    def run(self, call: SummingCallT) -> torch.Tensor:
         call.ctx.sleep(call.straggler_option)
-        result: torch.Tensor = call.ctx.buffer.slots.run_without_slots(self.launch_of(call).run)
+        result: torch.Tensor = call.ctx.buffer.slots.run_without_slots(self.make_launch(call).run)
         return result
 
-    def launch_of(self, call: C) -> ExchangeLaunch:
-        return self.launch_type(call, call.ctx.exchange, self.to_owners, self.broadcasts_sums)
+    def make_launch(self, call: SummingCallT) -> ExchangeLaunch:
+        return self.exchange_launch_class(
+            call, call.ctx.exchange, self.to_owners, self.broadcasts_sums
+        )
 
 
-class UnfusedAlgorithm(SummingAlgorithm[C], Generic[C]):
+class UnfusedAlgorithm(SummingAlgorithm[SummingCallT], Generic[SummingCallT]):
     """Algorithm that computes the product with ``torch.matmul`` or ``scaled_mm``, then sums it.
 
     The bias is added after the sum is rounded to the output's dtype.
@@ -514,11 +522,11 @@ class UnfusedAlgorithm(SummingAlgorithm[C], Generic[C]):
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         return library_supports(sizes.A, sizes.B, sizes.scaling) and super().fits(config, sizes)
 
-    def check(self, call: C) -> None:
+    def check(self, call: SummingCallT) -> None:
         check = library_check(self.name, call.A, call.B, call.scaling)
         raise_first_error(call.ctx_type.function, [check])
 
-    def run(self, call: C) -> torch.Tensor:
+    def run(self, call: SummingCallT) -> torch.Tensor:
         call.ctx.sleep(call.straggler_option)
         A, B = call.A.detach(), call.B.detach()  # like our kernels, without autograd history
 
@@ -530,10 +538,10 @@ class UnfusedAlgorithm(SummingAlgorithm[C], Generic[C]):
         C: torch.Tensor = call.ctx.buffer.slots.run_without_slots(run_unfused)
         return C if call.bias is None else C.add_(call.bias.detach())
 
-    def multiply(self, call: C, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+    def multiply(self, call: SummingCallT, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         """Return this rank's result of the sum of ``A @ B`` over ranks, for several ranks."""
         return self.sum(call, library_matmul(A, B, call.scaling))
 
     @abstractmethod
-    def sum(self, call: C, product: torch.Tensor) -> torch.Tensor:
+    def sum(self, call: SummingCallT, product: torch.Tensor) -> torch.Tensor:
         """Return this rank's result of the sum of ``product`` over ranks."""

@@ -205,13 +205,16 @@ def scattered_gemm(
     """
     A = normalise_strides(A)
     M, K = A.shape
-    rows, N = tile_memory.rows(M), C.shape[1]
+    rows, N = tile_memory.rows_per_row_block(M), C.shape[1]
     tiles_per_row_block = tiles_of_row_block(config, rows, N)
     tiles = tile_memory.num_ranks * tiles_per_row_block
     tile, options = tile_constants(config, A, B, C.dtype, scales[1])
     summing, chunk_tiles_m, group_size_m = sum_constants(C, config, tile_memory, rows, num_chunks)
     tile = tile._replace(GROUP_M=group_size_m)
-    memory, sizes = tile_memory.regions(C, bias), (N, K, M, rows, chunk_tiles_m, tile_memory.rank)
+    memory, sizes = (
+        tile_memory.kernel_arguments(C, bias),
+        (N, K, M, rows, chunk_tiles_m, tile_memory.rank),
+    )
     # Partials of a row block have the layout of C, so TMA can write them if it can write C.
     by_descriptor = persistent and tile.PRECISION != "ieee" and A.is_contiguous()
     if by_descriptor and fits_descriptor(A, B, C):

@@ -85,7 +85,7 @@ from triton_dist.kernels.common.exchange.protocol import (
     after_wait,
     await_peers,
     await_programs,
-    begin,
+    begin_exchange,
     chunk_flag,
     notify_ranks,
 )
@@ -111,7 +111,7 @@ def own_tiles_of(own_begin, own_end, BLOCK_SIZE_M: tl.constexpr):
 
 
 @jit
-def _sub_tiles_before(number, first, own_tiles, tiles_m, SUB_TILES: tl.constexpr):
+def _num_sub_tiles_before(number, first, own_tiles, tiles_m, SUB_TILES: tl.constexpr):
     """Return the number of own sub-tiles in tiles with numbers below ``number``."""
     of_column = tl.minimum(tl.maximum(number % tiles_m - first, 0), own_tiles)
     return (number // tiles_m * own_tiles + of_column) * SUB_TILES
@@ -126,15 +126,16 @@ def _first_sub_tile(
     ``begin`` to ``end`` are the sub-tiles of one wave.
     """
     of_column = own_tiles * SUB_TILES
-    even_begin = tl.cdiv(tl.maximum(wave + program - first, 0) * of_column, tiles_m)
-    # Distribute the sub-tiles of the wave's last column over the programs from ``lowest`` on.
+    first_if_even = tl.cdiv(tl.maximum(wave + program - first, 0) * of_column, tiles_m)
+    # Distribute the sub-tiles of the wave's last column over the programs from ``lowest_program``
+    # on.
     last = tl.maximum((end - 1) // of_column * of_column, begin)
     tile = last // SUB_TILES
-    lowest = tile // own_tiles * tiles_m + first + tile % own_tiles - wave
-    width = tl.minimum(tl.cdiv((end - last) * tiles_m, of_column), num_programs - lowest)
-    in_last_column = last + tl.cdiv(tl.maximum(program - lowest, 0) * (end - last), width)
-    in_earlier_columns = tl.minimum(tl.maximum(even_begin, begin), last)
-    return tl.where(program < lowest, in_earlier_columns, tl.minimum(in_last_column, end))
+    lowest_program = tile // own_tiles * tiles_m + first + tile % own_tiles - wave
+    width = tl.minimum(tl.cdiv((end - last) * tiles_m, of_column), num_programs - lowest_program)
+    in_last_column = last + tl.cdiv(tl.maximum(program - lowest_program, 0) * (end - last), width)
+    in_earlier_columns = tl.minimum(tl.maximum(first_if_even, begin), last)
+    return tl.where(program < lowest_program, in_earlier_columns, tl.minimum(in_last_column, end))
 
 
 @jit
@@ -156,8 +157,8 @@ def sub_tiles_of_program(
     SUB_TILES: tl.constexpr = BLOCK_SIZE_M // SUB_TILE_ROWS
     first, own_tiles = own_tiles_of(own_begin, own_end, BLOCK_SIZE_M)
     next_wave = tl.minimum(wave + NUM_SMS, tiles_m * tiles_n)
-    begin = _sub_tiles_before(wave, first, own_tiles, tiles_m, SUB_TILES)
-    end = _sub_tiles_before(next_wave, first, own_tiles, tiles_m, SUB_TILES)
+    begin = _num_sub_tiles_before(wave, first, own_tiles, tiles_m, SUB_TILES)
+    end = _num_sub_tiles_before(next_wave, first, own_tiles, tiles_m, SUB_TILES)
     program, programs = tl.program_id(0) // SPLIT_K, tl.num_programs(0) // SPLIT_K
     begin_of_program, end_of_program = end, end
     if (begin < end) & (tl.program_id(0) % SPLIT_K == SPLIT_K - 1):
@@ -231,7 +232,7 @@ def kernel_gemm_exchange(
     SPLIT_K: tl.constexpr = tile.SPLIT_K
     GROUPS: tl.constexpr = NUM_SMS // SPLIT_K
     # Operations that do not need the product come first, to overlap with it.
-    call = begin(slots, peers, M, rank, plan)
+    call = begin_exchange(slots, peers, M, rank, plan)
     tiles_m, tiles_n = tl.cdiv(M, tile.M), tl.cdiv(N, tile.N)
     rows, own_begin, own_end = M, 0, M  # rows that one rank adds
     if TO_OWNERS:
@@ -241,7 +242,7 @@ def kernel_gemm_exchange(
     a, b = make_operands(a_ptr, b_ptr, M, N, K, strides.bk, strides.bn, DESCRIPTORS, tile)
     tiles = tiles_m * tiles_n
     split = tl.program_id(0) % SPLIT_K
-    source = (rank * SPLIT_K + split).to(tl.int64)  # number of the partial in a slot
+    partial_index = (rank * SPLIT_K + split).to(tl.int64)  # in a slot
     for number in range(tl.program_id(0) // SPLIT_K, tiles, GROUPS):
         row, column = number % tiles_m * tile.M, number // tiles_m * tile.N
         accumulator = multiply_operands(
@@ -256,8 +257,8 @@ def kernel_gemm_exchange(
             if (first_row < rows) & (first_row > -tile.M):
                 target_ptr = target_at(slots.table, adding_rank, slots.data) + call.offset
                 store_tile_by_pointers(
-                    target_ptr + source * shard_elements, accumulator, first_row, column, rows, N,
-                    False, tile.M, tile.N, tile.INT64_OFFSETS,
+                    target_ptr + partial_index * shard_elements, accumulator, first_row, column,
+                    rows, N, False, tile.M, tile.N, tile.INT64_OFFSETS,
                 )  # fmt: skip
     value = chunk_flag(call, 0)
     notify_ranks(call, 0, value, plan)
@@ -267,15 +268,15 @@ def kernel_gemm_exchange(
     if BROADCASTS_SUMS:
         own_offset = rank.to(tl.int64) * rows * N
     for wave in range(0, tiles, GROUPS):
-        begin_sub_tile, end = sub_tiles_of_program(
+        first_sub_tile, end = sub_tiles_of_program(
             wave, own_begin, own_end, tiles_m, tiles_n, GROUPS, tile.M, SUB_TILE_ROWS, SPLIT_K
         )
-        for sub_tile in range(begin_sub_tile, end):
-            row, end_row, n, of_tile = locate_sub_tile(
+        for sub_tile in range(first_sub_tile, end):
+            row, end_row, n, tile_number = locate_sub_tile(
                 sub_tile, own_begin, own_end, tiles_m, tile.M, SUB_TILE_ROWS
             )
             if row < end_row:
-                first_program = of_tile % GROUPS * SPLIT_K
+                first_program = tile_number % GROUPS * SPLIT_K
                 token = await_programs(peers, 0, first_program, value, plan, SPLIT_K)
                 add_partials(
                     slots.data + call.offset, shard_elements, out, own_offset,
@@ -335,7 +336,7 @@ def _copy_sub_tiles(
             tl.store(to_ptr + block, values, mask=mask)
 
 
-def splits_of(config: triton.Config) -> int:
+def num_splits_of(config: triton.Config) -> int:
     splits: int = config.kwargs.get("SPLIT_K", 1)
     return splits
 
@@ -343,7 +344,7 @@ def splits_of(config: triton.Config) -> int:
 def max_programs(config: triton.Config, num_sms: int) -> int:
     """Return the largest grid; at least one group of programs."""
     max_ctas: int = MAX_CTAS.value
-    return max(min(num_sms, max_ctas), splits_of(config))
+    return max(min(num_sms, max_ctas), num_splits_of(config))
 
 
 def num_exchange_programs(
@@ -352,7 +353,7 @@ def num_exchange_programs(
     max_ctas = max_programs(config, num_sms)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
     last_begin = (num_ranks - 1) * triton.cdiv(M, num_ranks) if to_owners else 0
-    tiles, splits = (triton.cdiv(M, block_m), triton.cdiv(N, block_n)), splits_of(config)
+    tiles, splits = (triton.cdiv(M, block_m), triton.cdiv(N, block_n)), num_splits_of(config)
     return min(max_ctas // splits, programs_with_work(*tiles, last_begin, block_m)) * splits
 
 
@@ -403,7 +404,7 @@ def exchanged_gemm(
     (M, K), N = A.shape, B.shape[1]
     num_ctas = num_exchange_programs(config, M, N, num_sms, num_ranks, to_owners)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
-    partial_bytes = num_ranks * splits_of(config) * C.element_size()
+    partial_bytes = num_ranks * num_splits_of(config) * C.element_size()
     sub_tile_rows = rows_per_step(block_m, block_n, partial_bytes)
     if to_owners:  # one sub-tile for each program that multiplies a column of tiles
         sub_tile_rows = min(sub_tile_rows, triton.next_power_of_2(triton.cdiv(block_m, num_ranks)))

@@ -41,10 +41,10 @@ from triton_dist.kernels.common.exchange.packets import (
     await_lines,
     clear_lines,
     packet_offset,
+    packet_tag,
+    packet_targets,
     payload_of,
-    peers_at,
     send_lines,
-    tag_of,
 )
 from triton_dist.kernels.common.exchange.protocol import LINE_BYTES, Packets, begin_call
 from triton_dist.kernels.common.gemm.scales import NO_SCALES, Scales
@@ -80,12 +80,12 @@ def kernel_gemm_packets(
     BLOCK_SIZE_M: tl.constexpr = tile.M
     BLOCK_SIZE_N: tl.constexpr = tile.N
     DTYPE: tl.constexpr = out.c.dtype.element_ty
-    PER_LINE: tl.constexpr = LINE_BYTES // (DTYPE.primitive_bitwidth // 8)
-    LINES_N: tl.constexpr = BLOCK_SIZE_N // PER_LINE  # lines of a row of a tile
+    ELEMENTS_PER_LINE: tl.constexpr = LINE_BYTES // (DTYPE.primitive_bitwidth // 8)
+    LINES_N: tl.constexpr = BLOCK_SIZE_N // ELEMENTS_PER_LINE  # lines of a row of a tile
     # Operations that do not need the product come first, to overlap with it.
-    targets = peers_at(packets, rank, NUM_RANKS)
+    targets = packet_targets(packets, rank, NUM_RANKS)
     epoch = begin_call(packets.calls)
-    tag = tag_of(epoch, M)
+    tag = packet_tag(epoch, M)
     tiles_m = tl.cdiv(M, BLOCK_SIZE_M)
     tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
     a, b = make_operands(a_ptr, b_ptr, M, N, K, strides.bk, strides.bn, DESCRIPTORS, tile)
@@ -94,10 +94,10 @@ def kernel_gemm_packets(
         row, column = m * BLOCK_SIZE_M, n * BLOCK_SIZE_N
         product = multiply_operands(a, b, row, column, M, N, K, strides, scales, DESCRIPTORS, tile)
         own_payload = payload_of(product.to(DTYPE))
-        inside = tl.arange(0, BLOCK_SIZE_M * LINES_N)
-        line_row = row + inside // LINES_N
-        line_column = n * LINES_N + inside % LINES_N
-        lines_n = tl.cdiv(N, PER_LINE)
+        line_in_tile = tl.arange(0, BLOCK_SIZE_M * LINES_N)
+        line_row = row + line_in_tile // LINES_N
+        line_column = n * LINES_N + line_in_tile % LINES_N
+        lines_n = tl.cdiv(N, ELEMENTS_PER_LINE)
         line = line_row * lines_n + line_column
         valid = (line_row < M) & (line_column < lines_n)
         own_payload = _to_line_layout(own_payload, valid)
@@ -106,8 +106,10 @@ def kernel_gemm_packets(
         payloads = await_lines(packets, epoch, tag, line, valid, rank, NUM_RANKS)
         sums = add_lines(own_payload, payloads, rank, NUM_RANKS, DTYPE)
         # Keep the layout of lines, in which the thread that polled a line also stores its sums.
-        sums = tl.reshape(sums, [BLOCK_SIZE_M * LINES_N, PER_LINE])
-        columns = (line_column * PER_LINE)[:, None] + tl.arange(0, PER_LINE)[None, :]
+        sums = tl.reshape(sums, [BLOCK_SIZE_M * LINES_N, ELEMENTS_PER_LINE])
+        columns = (line_column * ELEMENTS_PER_LINE)[:, None] + tl.arange(0, ELEMENTS_PER_LINE)[
+            None, :
+        ]
         mask = valid[:, None] & (columns < N)
         if out.bias is not None:
             sums += tl.load(out.bias + columns, mask=mask, other=0.0).to(tl.float32)
@@ -164,7 +166,7 @@ def packet_gemm(
 class PacketLaunch(ExchangeLaunch):
     """The launch of a call that sends packets. Every rank adds all rows."""
 
-    def phases(self) -> int:
+    def num_phases(self) -> int:
         return 0
 
     def gemm(self, C: torch.Tensor) -> Launch:

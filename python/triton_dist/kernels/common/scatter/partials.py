@@ -24,7 +24,7 @@ import torch.distributed as dist
 import triton
 
 from triton_dist.kernels.common.context import (
-    B,
+    BufferT,
     Check,
     GEMMContext,
     agree_to_create,
@@ -34,7 +34,7 @@ from triton_dist.runtime.ranks import Group, process_group_of
 
 ScatterMode = Literal["tile", "row_block", "add", "all"]
 # Row blocks of an all-reduce are multiples of this number of rows, the smallest BLOCK_SIZE_M.
-_ROW_BLOCK_ROWS = 16
+_ROW_BLOCK_ALIGNMENT = 16
 # Smallest tile size of tl.dot, which limits the number of tiles.
 _SMALLEST_TILE = 16
 # Partials are padded to multiples of this number of elements, so that each partial is aligned.
@@ -43,7 +43,7 @@ MAX_CHUNKS = 16
 """Maximum number of chunks of a row block."""
 
 
-class Slot(NamedTuple):
+class ScatterSlot(NamedTuple):
     """Kernel argument: memory that receives tiles. ``scatter/kernel.py`` describes the members."""
 
     partials: Any
@@ -75,14 +75,16 @@ class TileMemory:
     mode: ScatterMode
     rank: int
     num_ranks: int
-    slot: Slot
+    slot: ScatterSlot
     sums: torch.Tensor | None = None
     sum_flags: torch.Tensor | None = None
 
-    def rows(self, M: int) -> int:
+    def rows_per_row_block(self, M: int) -> int:
         return row_block_rows(M, self.num_ranks) if self.mode == "all" else M // self.num_ranks
 
-    def regions(self, C: torch.Tensor, bias: torch.Tensor | None) -> tuple[Slot, SumOutput]:
+    def kernel_arguments(
+        self, C: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[ScatterSlot, SumOutput]:
         return self.slot, SumOutput(C, bias, self.sums, self.sum_flags)
 
 
@@ -126,7 +128,7 @@ def chunks_of_row_block(config: triton.Config, rows: int, N: int, num_chunks: in
 
 def row_block_rows(M: int, num_ranks: int) -> int:
     """Return the rows per row block of an all-reduce. The last blocks may be short or empty."""
-    return int(triton.cdiv(M, num_ranks * _ROW_BLOCK_ROWS)) * _ROW_BLOCK_ROWS
+    return int(triton.cdiv(M, num_ranks * _ROW_BLOCK_ALIGNMENT)) * _ROW_BLOCK_ALIGNMENT
 
 
 def tiles_of_row_block(config: triton.Config, rows: int, N: int) -> int:
@@ -134,7 +136,7 @@ def tiles_of_row_block(config: triton.Config, rows: int, N: int) -> int:
     return int(triton.cdiv(rows, block_m) * triton.cdiv(N, block_n))
 
 
-def slot_sizes(rows: int, N: int) -> tuple[int, int]:
+def partial_sizes(rows: int, N: int) -> tuple[int, int]:
     """Return (elements from one partial [rows, N] to the next, maximum tiles of a partial)."""
     stride = -(-rows * N // _PARTIAL_ALIGNMENT) * _PARTIAL_ALIGNMENT
     return stride, -(-rows // _SMALLEST_TILE) * -(-N // _SMALLEST_TILE)
@@ -150,7 +152,7 @@ class ContextLimits(NamedTuple):
     group: dist.ProcessGroup | None
 
 
-class SummingContext(GEMMContext[B], ABC):
+class SummingContext(GEMMContext[BufferT], ABC):
     """Context manager that owns symmetric memory for products of up to ``max_M`` by ``N``.
 
     Attributes:
@@ -210,7 +212,7 @@ def create(
         yield from dtype_checks("output_dtype", output_dtype)
 
     agree_to_create(
-        ctx_type.creator, f"a {ctx_type.title}", members, rank,
+        ctx_type.creator, f"a {ctx_type.op_name}", members, rank,
         {"world_size": world_size, "local_world_size": local_world_size}, {"max_M": max_M, "N": N},
         checks(), output_dtype=output_dtype, **extra_arguments,
     )  # fmt: skip

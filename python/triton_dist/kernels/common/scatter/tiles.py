@@ -13,7 +13,7 @@ begun, because this rank then sends all its tiles. Otherwise the program defers 
 later kernel on the stream, and ends. The later kernel can wait safely: on each peer, either all
 programs have begun, or no program waits.
 
-    epoch_ptr + BEGUN    number of programs that have begun in this use of the slot
+    epoch_ptr + NUM_BEGUN_WORD    number of programs that have begun in this use of the slot
     deferred [program]   whether a program has deferred its own tiles
 """
 
@@ -34,7 +34,7 @@ from triton_dist.kernels.common.gemm.tile import (
     multiply_tile_by_pointers,
     tile_in_group,
 )
-from triton_dist.kernels.common.peers import flag_of, target_at, timeout_word_of
+from triton_dist.kernels.common.peers import current_flag, target_at, timeout_words_at
 from triton_dist.kernels.common.scatter.partials import (
     TileMemory,
     chunks_of_row_block,
@@ -46,7 +46,7 @@ from triton_dist.runtime.launch import Launch, dot_precision
 # they take 64 registers per thread.
 _PARTIAL_ELEMENTS_PER_STEP = 32768
 # Index of a control word of a slot, after the words of ``slots/epochs.py``.
-BEGUN = tl.constexpr(12)
+NUM_BEGUN_WORD = tl.constexpr(12)
 # Decision of a program whether it may wait.
 MAY_WAIT, MUST_DEFER = tl.constexpr(1), tl.constexpr(-1)
 
@@ -160,7 +160,7 @@ def announce_tile(slot, M, row_block, work_item, rank, summing: tl.constexpr):
             dl.notify(flag.to(tl.pointer_type(tl.int32)) + work_item, 1, "add")
         else:
             flag_ptr = flag.to(slot.epoch.dtype) + work_item * summing.NUM_RANKS + rank
-            dl.notify(flag_ptr, flag_of(slot.epoch, M))
+            dl.notify(flag_ptr, current_flag(slot.epoch, M))
 
 
 @jit
@@ -176,7 +176,7 @@ def announce_to_all(out, slot, M, work_item, rank, NUM_RANKS: tl.constexpr):
     valid = peer < NUM_RANKS
     flags = tl.load(out.sum_flags + peer, mask=valid, other=0).to(slot.epoch.dtype)
     with dl.mark("push"):
-        dl.notify(flags + work_item * NUM_RANKS + rank, flag_of(slot.epoch, M), mask=valid)
+        dl.notify(flags + work_item * NUM_RANKS + rank, current_flag(slot.epoch, M), mask=valid)
 
 
 @jit
@@ -185,12 +185,12 @@ def await_partials(slot, M, work_item, rank, NUM_RANKS: tl.constexpr):
 
     ``M``, the number of rows of A, must be equal on all ranks.
     """
-    value = flag_of(slot.epoch, M)
+    value = current_flag(slot.epoch, M)
     token = 0
     for step in range(1, NUM_RANKS):
         source = (rank + step) % NUM_RANKS
         flag_ptr = slot.arrivals + work_item * NUM_RANKS + source
-        token += dl.wait(flag_ptr, 1, value, timeout_word_of(slot.epoch), True)
+        token += dl.wait(flag_ptr, 1, value, timeout_words_at(slot.epoch), True)
     return token
 
 
@@ -211,14 +211,14 @@ def add_partials(
     IN_ONE_SUM: tl.constexpr,
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_N: tl.constexpr,
-    REDUCE_ROWS: tl.constexpr,
+    ROWS_PER_STEP: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
     SPLIT_K: tl.constexpr = 1,
 ):
     """Sum a tile over all ranks and store it in the own rows [rows, N] at ``out.c + own_begin``.
 
-    REDUCE_ROWS rows are summed at a time, so that the partials fit in registers. If ``out.sums`` is
-    not ``None``, also store the sum on each peer, ``sums_begin`` elements from its address.
+    ROWS_PER_STEP rows are summed at a time, so that the partials fit in registers. If ``out.sums``
+    is not ``None``, also store the sum on each peer, ``sums_begin`` elements from its address.
     ``IN_ONE_SUM``: all ranks have already added to a single sum, which is reset to 0. Otherwise
     there are SPLIT_K partials of each rank.
     """
@@ -227,10 +227,10 @@ def add_partials(
     c_ptr = out.c + own_begin
     column_index = column + tl.arange(0, BLOCK_SIZE_N)
     column_mask = column_index < N
-    inside = tl.arange(0, REDUCE_ROWS)[:, None] * N + tl.arange(0, BLOCK_SIZE_N)[None, :]
-    for first in range(0, BLOCK_SIZE_M, REDUCE_ROWS):
+    inside = tl.arange(0, ROWS_PER_STEP)[:, None] * N + tl.arange(0, BLOCK_SIZE_N)[None, :]
+    for first in range(0, BLOCK_SIZE_M, ROWS_PER_STEP):
         first_row = dl.consume_token(row + first, token)
-        mask = (first_row + tl.arange(0, REDUCE_ROWS) < rows)[:, None] & column_mask[None, :]
+        mask = (first_row + tl.arange(0, ROWS_PER_STEP) < rows)[:, None] & column_mask[None, :]
         begin = first_row.to(tl.int64) * N + column
         # The loads bypass L1, which may hold stale data. All loads precede the first addition, so
         # that they are in flight together.
@@ -312,7 +312,7 @@ def store_tile_by_pointers(
 
 @jit
 def count_begun_program(epoch_ptr):
-    tl.atomic_add(epoch_ptr + BEGUN, 1, sem="relaxed", scope="gpu")
+    tl.atomic_add(epoch_ptr + NUM_BEGUN_WORD, 1, sem="relaxed", scope="gpu")
 
 
 @jit
@@ -324,7 +324,7 @@ def decide_whether_to_wait(epoch_ptr, deferred_ptr):
     decision = MAY_WAIT
     if _count_of_begun_programs(epoch_ptr) < tl.num_programs(0):
         # In the interpreter, let other programs begin, then check again.
-        dl.give_turn()
+        dl.yield_to_others()
         if _count_of_begun_programs(epoch_ptr) < tl.num_programs(0):
             tl.store(deferred_ptr + tl.program_id(0), 1)
             decision = MUST_DEFER
@@ -333,7 +333,7 @@ def decide_whether_to_wait(epoch_ptr, deferred_ptr):
 
 @jit
 def _count_of_begun_programs(epoch_ptr):
-    return tl.atomic_add(epoch_ptr + BEGUN, 0, sem="relaxed", scope="gpu")
+    return tl.atomic_add(epoch_ptr + NUM_BEGUN_WORD, 0, sem="relaxed", scope="gpu")
 
 
 @jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])
@@ -354,16 +354,16 @@ def kernel_add_deferred(
     Each program adds the tiles that the GEMM program with its number has deferred.
     """
     if tl.program_id(0) == 0:
-        tl.store(slot.epoch + BEGUN, 0)
+        tl.store(slot.epoch + NUM_BEGUN_WORD, 0)
     has_deferred = tl.load(slot.deferred + tl.program_id(0)) != 0
     tl.debug_barrier()  # All warps must have loaded the flag before a warp clears it.
     if has_deferred:
         tl.store(slot.deferred + tl.program_id(0), 0)
         tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
-        order_chunk_m = chunk_tiles_m if summing.SCATTER_MODE == "all" else tiles_m
+        chunk_tiles_in_order = chunk_tiles_m if summing.SCATTER_MODE == "all" else tiles_m
         for index in range(tl.program_id(0), summing.NUM_RANKS * tiles_m * tiles_n, NUM_SMS):
             row_block, number, m, n = tile_in_scatter_order(
-                index, rank, summing.NUM_RANKS, tiles_m, tiles_n, order_chunk_m, tile.GROUP_M
+                index, rank, summing.NUM_RANKS, tiles_m, tiles_n, chunk_tiles_in_order, tile.GROUP_M
             )
             if row_block == rank:
                 work_item = m // chunk_tiles_m if summing.SCATTER_MODE == "row_block" else number
@@ -414,7 +414,7 @@ def sum_constants(
     return summing, chunk_tiles_m, group_size_m
 
 
-def add_deferred(
+def add_deferred_tiles(
     C: torch.Tensor,
     bias: torch.Tensor | None,
     config: triton.Config,
@@ -428,11 +428,18 @@ def add_deferred(
 
     M is the number of rows of A.
     """
-    rows, N = tile_memory.rows(M), C.shape[1]
+    rows, N = tile_memory.rows_per_row_block(M), C.shape[1]
     summing, chunk_tiles_m, group_size_m = sum_constants(C, config, tile_memory, rows, num_chunks)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
     tiles = tile_memory.num_ranks * tiles_of_row_block(config, rows, N)
-    arguments = (*tile_memory.regions(C, bias), N, M, rows, chunk_tiles_m, tile_memory.rank)
+    arguments = (
+        *tile_memory.kernel_arguments(C, bias),
+        N,
+        M,
+        rows,
+        chunk_tiles_m,
+        tile_memory.rank,
+    )
     # The kernel does not multiply. Constants that it does not read are fixed, so that configs with
     # equal tile sizes share one compiled kernel.
     tile = Tile(block_m, block_n, 0, group_size_m, False, False, "tf32", block_m * N >= 2**31)

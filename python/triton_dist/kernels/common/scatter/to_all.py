@@ -16,7 +16,7 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.kernels.common.peers import flag_of, timeout_word_of
+from triton_dist.kernels.common.peers import current_flag, timeout_words_at
 from triton_dist.kernels.common.scatter.algorithms import ScatteredLaunches
 from triton_dist.kernels.common.scatter.kernel import make_target_descriptors, store_to_owner
 from triton_dist.kernels.common.scatter.partials import (
@@ -154,7 +154,7 @@ def kernel_copy_sums(
     )  # fmt: skip
     if row_block != rank:
         flag_ptr = arrivals_ptr + tile * NUM_RANKS + row_block
-        token = dl.wait(flag_ptr, 1, flag_of(epoch_ptr, M), timeout_word_of(epoch_ptr), True)
+        token = dl.wait(flag_ptr, 1, current_flag(epoch_ptr, M), timeout_words_at(epoch_ptr), True)
         if COPY:
             end = min((row_block + 1) * rows, M)
             column = n * BLOCK_SIZE_N + tl.arange(0, BLOCK_SIZE_N)

@@ -17,7 +17,7 @@ from triton_dist.kernels.common.scatter.kernel import make_target_descriptors, s
 from triton_dist.kernels.common.scatter.partials import TileMemory, tiles_of_row_block
 from triton_dist.kernels.common.scatter.tiles import (
     MAY_WAIT,
-    add_deferred,
+    add_deferred_tiles,
     add_own_tile,
     announce_tile,
     await_partials,
@@ -140,7 +140,7 @@ def add_row_block(
     tile_memory: TileMemory, M: int, num_chunks: int,
 ) -> Launch:  # fmt: skip
     """Return the launch that waits for this rank's row block from every peer, and sums it in C."""
-    launch = add_deferred(C, bias, config, tile_memory, M=M, num_sms=1, num_chunks=num_chunks)
+    launch = add_deferred_tiles(C, bias, config, tile_memory, M=M, num_sms=1, num_chunks=num_chunks)
     del launch.options["NUM_SMS"]
     grid = (tiles_of_row_block(config, *C.shape),)
     return Launch(kernel_add_row_block, grid, launch.args, launch.options)

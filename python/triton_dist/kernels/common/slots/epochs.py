@@ -33,19 +33,19 @@ import triton.language as tl
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.debugging import rank_status
-from triton_dist.kernels.common.peers import GAVE_UP as _GAVE_UP
 from triton_dist.kernels.common.peers import (
-    TIMEOUT_WORD,
+    FIRST_TIMEOUT_WORD,
     TIMEOUT_WORDS,
     Disagreements,
     Flags,
     TimeoutWords,
+    current_flag,
     epoch_at,
     flag_count,
-    flag_of,
     flag_value,
-    timeout_word_of,
+    timeout_words_at,
 )
+from triton_dist.kernels.common.peers import GAVE_UP as _GAVE_UP
 from triton_dist.language.signals import CALL_TAG_BITS
 from triton_dist.runtime import symmetric, waits
 from triton_dist.runtime.addresses import describe_address
@@ -58,13 +58,15 @@ from triton_dist.runtime.symmetric import Region
 
 T = TypeVar("T")
 
-SLOTS = 2
-_LINE = 16  # int64 words in a 128-byte line; each slot has its own line
+NUM_SLOTS = 2
+_WORDS_PER_LINE = 16  # int64 words in a 128-byte line; each slot has its own line
 # Control words of a slot, in the region "epoch". The first is the flag of the slot's current use:
 # the epoch, and the call tag (``take``) of the last call with a peer check. Timeout words follow.
-EPOCH, _TIMEOUT_WORD = 0, TIMEOUT_WORD.value
-GAVE_UP = tl.constexpr(_TIMEOUT_WORD + _GAVE_UP)
-LAST_COMPLETE = tl.constexpr(_TIMEOUT_WORD + TIMEOUT_WORDS)  # last epoch before a wait gave up
+FLAG_WORD, _FIRST_TIMEOUT_WORD = 0, FIRST_TIMEOUT_WORD.value
+GAVE_UP = tl.constexpr(_FIRST_TIMEOUT_WORD + _GAVE_UP)
+LAST_COMPLETE_EPOCH = tl.constexpr(
+    _FIRST_TIMEOUT_WORD + TIMEOUT_WORDS
+)  # last epoch before a wait gave up
 _ONE_EPOCH = tl.constexpr(flag_value(1, 0))
 # The peer check and two kernels of the op may each wait until the limit.
 _CONSECUTIVE_WAITS = 3
@@ -81,12 +83,12 @@ def kernel_await_consumption(epoch_ptr, consumed_ptr, call_tag, rank, num_ranks)
 
     Also store ``call_tag`` in the slot's flag word, which copy engines copy to the peers.
     """
-    last = (epoch_at(epoch_ptr) - 1).to(tl.int32)
-    tl.store(epoch_ptr, flag_of(epoch_ptr, call_tag))
+    last_epoch = (epoch_at(epoch_ptr) - 1).to(tl.int32)
+    tl.store(epoch_ptr, current_flag(epoch_ptr, call_tag))
     peer = 0
     while peer < num_ranks:
         if peer != rank:
-            dl.wait(consumed_ptr + peer, 1, last, timeout_word_of(epoch_ptr))
+            dl.wait(consumed_ptr + peer, 1, last_epoch, timeout_words_at(epoch_ptr))
         peer += 1
 
 
@@ -101,8 +103,9 @@ def kernel_finish_epoch(epoch_ptr, consumed_ptr, consumed_table, rank, num_ranks
             consumed = dl.symm_at(consumed_ptr, consumed_table, peer) + rank
             dl.notify(consumed, epoch.to(tl.int32))
         peer += 1
-    # After a wait gave up, keep LAST_COMPLETE. The error message then names the flag of this wait.
-    tl.store(epoch_ptr + LAST_COMPLETE, epoch, mask=tl.load(epoch_ptr + GAVE_UP) == 0)
+    # After a wait gave up, keep LAST_COMPLETE_EPOCH. The error message then names the flag of this
+    # wait.
+    tl.store(epoch_ptr + LAST_COMPLETE_EPOCH, epoch, mask=tl.load(epoch_ptr + GAVE_UP) == 0)
     tl.store(epoch_ptr, flag + _ONE_EPOCH)
 
 
@@ -113,13 +116,14 @@ class EpochSlots:
     consumed. ``epoch`` int64 [slots, 16] holds each slot's flag word and timeout words.
 
     Args:
-        name, kernels: names of the memory and of the kernels that wait for its flags, for errors.
+        name, waiting_kernels: names of the memory and of the kernels that wait for its flags, for
+            errors.
         regions: regions of each slot.
         zeroed: regions that are zero initially and after ``reset``, such as flags and sums.
         single_regions: regions that exist once instead of once per slot.
         disagreements: collects calls with different call tags. Pass one object to all memories of a
             context; by default this memory has its own.
-        flags_of_rank: by region, the number of consecutive flags that one peer sets. Default: the
+        flags_per_rank: by region, the number of consecutive flags that one peer sets. Default: the
             last dimension of a region is the source rank.
     """
 
@@ -128,11 +132,11 @@ class EpochSlots:
         name: str,
         regions: Regions,
         zeroed: tuple[str, ...],
-        kernels: str,
+        waiting_kernels: str,
         group: dist.ProcessGroup | None,
         single_regions: Regions | None = None,
         disagreements: Disagreements | None = None,
-        flags_of_rank: Mapping[str, int] | None = None,
+        flags_per_rank: Mapping[str, int] | None = None,
     ) -> None:
         ranks = group_for(group)
         self.rank, self.num_ranks = ranks.rank, ranks.size
@@ -140,27 +144,31 @@ class EpochSlots:
         self.launcher = Launcher()
         self.index = 0
         self._zeroed = (*zeroed, "consumed")
-        doubled = {**regions, "consumed": ((self.num_ranks,), torch.int32)}
+        slot_regions = {**regions, "consumed": ((self.num_ranks,), torch.int32)}
         self.memory = symmetric.allocate(
             name,
             {
                 **(single_regions or {}),
-                **{f"{each}{slot}": doubled[each] for each in doubled for slot in range(SLOTS)},
-                "epoch": ((SLOTS, _LINE), torch.int64),
+                **{
+                    f"{each}{slot}": slot_regions[each]
+                    for each in slot_regions
+                    for slot in range(NUM_SLOTS)
+                },
+                "epoch": ((NUM_SLOTS, _WORDS_PER_LINE), torch.int64),
             },
             group,
         )
         self.disagreements = disagreements or Disagreements(f"the size of a call of {name}", group)
-        self._flags_of_rank = dict(flags_of_rank or {})
-        self._call_tags = [0] * SLOTS
-        self._expected: list[AwaitedFlags] = [dict] * SLOTS
-        self._begun = [0] * SLOTS  # calls begun per slot, for the rank status
+        self._flags_per_rank = dict(flags_per_rank or {})
+        self._call_tags = [0] * NUM_SLOTS
+        self._awaited_flags: list[AwaitedFlags] = [dict] * NUM_SLOTS
+        self._num_begun_calls = [0] * NUM_SLOTS  # calls begun per slot, for the rank status
         self._previous_awaited_all = self._in_graphs = self._capturing = False
-        self._clear_lines()
+        self._clear_control_words()
         flags = weak_method(self._flags)
         self.timeout_words = TimeoutWords(
-            name, kernels, self.memory["epoch"].local, _TIMEOUT_WORD, _CONSECUTIVE_WAITS,
-            weak_method(self._find_late_flag), flags, self.disagreements, ranks,
+            name, waiting_kernels, self.memory["epoch"].local, _FIRST_TIMEOUT_WORD,
+            _CONSECUTIVE_WAITS, weak_method(self._find_late_flag), flags, self.disagreements, ranks,
         )  # fmt: skip
         # Load now: loading waits for running kernels, so a later load could deadlock with a kernel
         # that waits for a peer (see Launch.preload).
@@ -169,41 +177,43 @@ class EpochSlots:
         self.device.synchronize()
         self._status = rank_status.SlotStatus(
             self.memory["epoch"],
-            EPOCH,
+            FLAG_WORD,
             CALL_TAG_BITS.value,
-            self._begun,
+            self._num_begun_calls,
             weak_method(self._late_flags),
             flags,
         )
         self._reports_status = rank_status.add(self._status)
 
     def __getitem__(self, region: str) -> Region:
-        return self.of_slot(self.index, region)
+        return self.region_of_slot(self.index, region)
 
-    def of_slot(self, slot: int, region: str) -> Region:
+    def region_of_slot(self, slot: int, region: str) -> Region:
         return self.memory[f"{region}{slot}"]
 
     @property
     def next_index(self) -> int:
         """Slot of the next call."""
-        return (self.index + 1) % SLOTS
+        return (self.index + 1) % NUM_SLOTS
 
     @property
     def epoch(self) -> torch.Tensor:
         """int64 control words of the current slot: its flag word, then its timeout words."""
-        return self.epoch_of(self.index)
+        return self.control_words_of_slot(self.index)
 
-    def epoch_of(self, slot: int) -> torch.Tensor:
+    def control_words_of_slot(self, slot: int) -> torch.Tensor:
         return self.memory["epoch"].local[slot]
 
-    def take(self, call_tag: int = 0, peer_check: bool = True, copied: bool = False) -> None:
+    def take(
+        self, call_tag: int = 0, peer_check: bool = True, copies_flag_word: bool = False
+    ) -> None:
         """Switch to the other slot, and queue a peer check if peers may still use it.
 
         Args:
             call_tag: number that must be equal on all ranks, such as the number of rows.
             peer_check: ``False`` if the call's kernel checks its peers itself.
-            copied: ``True`` if copy engines copy the slot's flag word to the peers. A changed call
-                tag then requires a peer check, which stores the tag in this word.
+            copies_flag_word: ``True`` if copy engines copy the slot's flag word to the peers. A
+                changed call tag then requires a peer check, which stores the tag in this word.
 
         Raises:
             RankDisagreement: ranks made an earlier call with different call tags.
@@ -211,14 +221,16 @@ class EpochSlots:
         self.index = self.next_index
         if self.num_ranks == 1:
             return
-        self._begun[self.index] += 1
-        max_polls = self.timeout_words.begin()
+        self._num_begun_calls[self.index] += 1
+        max_polls = self.timeout_words.begin_call()
         self._capturing = self.device.is_capturing()
         if self._capturing and not max_polls:  # graphs of tuning are not replayed later
             self._in_graphs = True
         # If the previous call, on the other slot, waited for every peer, no peer check is needed.
-        unknown = self._in_graphs or max_polls or not self._previous_awaited_all
-        if peer_check and (unknown or (copied and self._call_tags[self.index] != call_tag)):
+        may_still_be_read = self._in_graphs or max_polls or not self._previous_awaited_all
+        if peer_check and (
+            may_still_be_read or (copies_flag_word and self._call_tags[self.index] != call_tag)
+        ):
             self._check_peers(self.index, call_tag)
         self._previous_awaited_all = False
 
@@ -229,27 +241,27 @@ class EpochSlots:
         """
         self.index = self.next_index
 
-    def finish(self, awaited: bool = False, expected: AwaitedFlags = dict) -> None:
+    def finish(self, has_awaited_peers: bool = False, awaited_flags: AwaitedFlags = dict) -> None:
         """Queue the end of a call: report consumption to the peers and increment the epoch.
 
         The current stream must already wait for the call's side streams.
 
         Args:
-            awaited: ``True`` if the call waits for data that every peer sends in this call. The
-                next call then needs no peer check.
-            expected: flags that the call's kernels wait for; called only for an error.
+            has_awaited_peers: ``True`` if the call waits for data that every peer sends in this
+                call. The next call then needs no peer check.
+            awaited_flags: flags that the call's kernels wait for; called only for an error.
 
         Raises:
-            RankDisagreement, WaitTimeout: see ``TimeoutWords.end``.
+            RankDisagreement, WaitTimeout: see ``TimeoutWords.end_call``.
         """
         if self.num_ranks == 1:
             return
         self.launcher.run((kernel_finish_epoch, self.index), self._finish_launch)
         max_polls = self.timeout_words.max_polls
-        self._previous_awaited_all = awaited and not self._capturing and not max_polls
+        self._previous_awaited_all = has_awaited_peers and not self._capturing and not max_polls
         if max_polls or self._reports_status:
-            self._expected[self.index] = expected
-        self.timeout_words.end()
+            self._awaited_flags[self.index] = awaited_flags
+        self.timeout_words.end_call()
 
     def run_without_slots(self, call: Callable[[], T]) -> T:
         """Return the result of ``call()``, which does not use this memory (a library algorithm).
@@ -260,7 +272,7 @@ class EpochSlots:
         self.disagreements.check()
         if self.num_ranks == 1 or not waits.limit_polls() or self.device.is_capturing():
             return call()
-        self.timeout_words.begin()
+        self.timeout_words.begin_call()
         slot = self.next_index  # the next call still uses this slot
         self._check_peers(slot, self._call_tags[slot])
         result = call()
@@ -270,11 +282,11 @@ class EpochSlots:
     def reset(self) -> None:
         with self.timeout_words.resetting():
             for region in self._zeroed:
-                for slot in range(SLOTS):
-                    self.of_slot(slot, region).local.zero_()
-            self._clear_lines()
-            self._call_tags = [0] * SLOTS
-            self._begun[:] = [0] * SLOTS
+                for slot in range(NUM_SLOTS):
+                    self.region_of_slot(slot, region).local.zero_()
+            self._clear_control_words()
+            self._call_tags = [0] * NUM_SLOTS
+            self._num_begun_calls[:] = [0] * NUM_SLOTS
             self.index = 0
             self._previous_awaited_all = False
 
@@ -283,10 +295,10 @@ class EpochSlots:
         self.timeout_words.free()
         self.memory.free()
 
-    def _clear_lines(self) -> None:
-        lines = self.memory["epoch"].local
-        lines.zero_()
-        lines[:, EPOCH] = flag_value(1, 0)
+    def _clear_control_words(self) -> None:
+        control_lines = self.memory["epoch"].local
+        control_lines.zero_()
+        control_lines[:, FLAG_WORD] = flag_value(1, 0)
 
     def _check_peers(self, slot: int, call_tag: int) -> None:
         """Queue the peer check of ``slot``, which also stores ``call_tag`` in its flag word."""
@@ -297,8 +309,14 @@ class EpochSlots:
         )
 
     def _peer_check_launch(self, slot: int, call_tag: int = 0) -> Launch:
-        consumed = self.of_slot(slot, "consumed").local
-        arguments = (self.epoch_of(slot), consumed, call_tag, self.rank, self.num_ranks)
+        consumed = self.region_of_slot(slot, "consumed").local
+        arguments = (
+            self.control_words_of_slot(slot),
+            consumed,
+            call_tag,
+            self.rank,
+            self.num_ranks,
+        )
         return Launch(kernel_await_consumption, (1,), arguments, {"num_warps": 1})
 
     def _finish_launch(self) -> Launch:
@@ -310,20 +328,22 @@ class EpochSlots:
         return [self._flags_in(slot, region) for region in self._zeroed]
 
     def _flags_in(self, slot: int, region: str) -> Flags:
-        number = self._flags_of_rank.get(region)
-        words = self.of_slot(slot, region).local
-        if number is None:
+        flags_per_rank = self._flags_per_rank.get(region)
+        words = self.region_of_slot(slot, region).local
+        if flags_per_rank is None:
             return words, lambda index: index % self.num_ranks
-        return words, lambda index: index // number
+        return words, lambda index: index // flags_per_rank
 
     def _find_late_flag(self, gave_up: Mapping[int, Sequence[int]]) -> tuple[str, int, int]:
         """Return the first late flag of the oldest call that gave up, the awaited epoch, and the
         flag's epoch."""
-        oldest_first = ((self.index + 1 + number) % SLOTS for number in range(SLOTS))
+        oldest_first = ((self.index + 1 + number) % NUM_SLOTS for number in range(NUM_SLOTS))
         slot = next(each for each in oldest_first if each in gave_up)
-        epoch = gave_up[slot][LAST_COMPLETE.value - _TIMEOUT_WORD] + 1
-        lines = self.memory["epoch"].local
-        lines[:, LAST_COMPLETE.value] = (lines[:, EPOCH] >> CALL_TAG_BITS.value) - 1
+        epoch = gave_up[slot][LAST_COMPLETE_EPOCH.value - _FIRST_TIMEOUT_WORD] + 1
+        control_lines = self.memory["epoch"].local
+        control_lines[:, LAST_COMPLETE_EPOCH.value] = (
+            control_lines[:, FLAG_WORD] >> CALL_TAG_BITS.value
+        ) - 1
         for flag in self._late_flags(slot, epoch, torch.Tensor.cpu):
             return flag["flag"], epoch, flag["seen"]
         return "(it has arrived since)", epoch, epoch
@@ -334,12 +354,12 @@ class EpochSlots:
         """Yield the flags that have not reached ``epoch``, for which this use of the slot waits."""
         peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
         for region, indices, value in (
-            *((region, indices, epoch) for region, indices in self._expected[slot]().items()),
+            *((region, indices, epoch) for region, indices in self._awaited_flags[slot]().items()),
             ("consumed", peers, epoch - 1),
         ):
             flags, source_of = self._flags_in(slot, region)
-            copied = read(flags)
-            seen = [] if copied is None else copied.view(-1).tolist()
+            host_flags = read(flags)
+            seen = [] if host_flags is None else host_flags.view(-1).tolist()
             if flags.dtype == torch.int64:
                 seen = [flag_count(flag) for flag in seen]
             for index in indices:
@@ -357,9 +377,9 @@ class SlotMemory:
         self.rank, self.num_ranks = slots.rank, slots.num_ranks
         self.disagreements = slots.disagreements
 
-    def flags_of_peers(self, number: int) -> list[int]:
-        """Return the indices of each peer's flags in a region [``number``, source rank]."""
-        indices = range(number * self.num_ranks)
+    def flags_of_peers(self, num_flags: int) -> list[int]:
+        """Return the indices of each peer's flags in a region [``num_flags``, source rank]."""
+        indices = range(num_flags * self.num_ranks)
         return [index for index in indices if index % self.num_ranks != self.rank]
 
     def reset(self) -> None:

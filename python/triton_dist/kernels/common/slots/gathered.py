@@ -7,7 +7,7 @@ and call tag), which follows its data on the same stream. Source and target of a
 different GPUs. The driver may run a copy within one GPU on an SM, and a full grid that waits for
 the flag would never release an SM.
 
-In a fused method the consumer kernel also sends this rank's shard. It uses the same slots and
+In a fused method, the consumer kernel also sends this rank's shard. It uses the same slots and
 protocol, and checks itself that peers have consumed the slot (``gemm/sharded.py``).
 """
 
@@ -73,7 +73,7 @@ class AllGatherMethod(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Slot:
+class GatherSlot:
     """Addresses of one slot of an all-gather buffer on all ranks, for the copies of rank ``rank``.
 
     Attributes:
@@ -82,8 +82,9 @@ class Slot:
         arrivals: by rank, the flags on that rank.
         epoch: [1], this rank's flag word, the source of its flags. A ring forwards the flag that
             arrived with the chunk, because this flag contains the call tag of the chunk's origin.
-        forward: by rank, flags that allow a copy stream on that rank to forward a chunk of a ring.
-        one: [1], contains 1.
+        forward_flags: by rank, flags that allow a copy stream on that rank to forward a chunk of a
+            ring.
+        flag_one: [1], contains 1.
         scales: by rank, the scales [num_ranks * scales of a shard] of an fp8 A on that rank; empty
             for other dtypes.
     """
@@ -94,8 +95,8 @@ class Slot:
     shards: Sequence[torch.Tensor]
     arrivals: Sequence[torch.Tensor]
     epoch: torch.Tensor
-    forward: Sequence[torch.Tensor]
-    one: torch.Tensor
+    forward_flags: Sequence[torch.Tensor]
+    flag_one: torch.Tensor
     scales: Sequence[torch.Tensor] = ()
 
     def copies_of_scales(
@@ -108,9 +109,9 @@ class Slot:
         chunks.
         """
         if self.scales and chunk < num_streams:
-            per_shard = len(self.scales[peer]) // self.num_ranks
-            of_shard = slice(shard * per_shard, (shard + 1) * per_shard)
-            yield Copy(stream, self.scales[peer][of_shard], self.scales[self.rank][of_shard])
+            scales_per_shard = len(self.scales[peer]) // self.num_ranks
+            shard_slice = slice(shard * scales_per_shard, (shard + 1) * scales_per_shard)
+            yield Copy(stream, self.scales[peer][shard_slice], self.scales[self.rank][shard_slice])
 
 
 def rows_per_chunk(rows: int, num_chunks: int) -> int:
@@ -119,14 +120,16 @@ def rows_per_chunk(rows: int, num_chunks: int) -> int:
 
 
 def schedule(
-    slot: Slot, method: AllGatherMethod, num_streams: int, num_chunks: int
+    slot: GatherSlot, method: AllGatherMethod, num_streams: int, num_chunks: int
 ) -> tuple[Step, ...]:
     """Return the copy-engine steps that rank ``slot.rank`` queues on ``num_streams`` streams."""
-    steps = _push_ring if method is AllGatherMethod.RING_PUSH_1D else _push
-    return tuple(steps(slot, num_streams, num_chunks))
+    make_steps = _push_ring_steps if method is AllGatherMethod.RING_PUSH_1D else _push_steps
+    return tuple(make_steps(slot, num_streams, num_chunks))
 
 
-def _chunks(slot: Slot, step: int, num_streams: int, num_chunks: int) -> Iterator[tuple[int, ...]]:
+def _chunks(
+    slot: GatherSlot, step: int, num_streams: int, num_chunks: int
+) -> Iterator[tuple[int, ...]]:
     """Yield (stream, chunk, first row, end row) of the shard that is queued in step ``step``."""
     chunk_rows = rows_per_chunk(slot.rows, num_chunks)
     starts = range(0, slot.rows, chunk_rows)
@@ -135,7 +138,7 @@ def _chunks(slot: Slot, step: int, num_streams: int, num_chunks: int) -> Iterato
         yield stream, chunk, first, min(first + chunk_rows, slot.rows)
 
 
-def _push(slot: Slot, num_streams: int, num_chunks: int) -> Iterator[Step]:
+def _push_steps(slot: GatherSlot, num_streams: int, num_chunks: int) -> Iterator[Step]:
     for step in range(1, slot.num_ranks):
         peer = (slot.rank - step) % slot.num_ranks
         for stream, chunk, first, end in _chunks(slot, step, num_streams, num_chunks):
@@ -147,7 +150,7 @@ def _push(slot: Slot, num_streams: int, num_chunks: int) -> Iterator[Step]:
             yield Copy(stream, slot.arrivals[peer][flag : flag + 1], slot.epoch)
 
 
-def _push_ring(slot: Slot, num_streams: int, num_chunks: int) -> Iterator[Step]:
+def _push_ring_steps(slot: GatherSlot, num_streams: int, num_chunks: int) -> Iterator[Step]:
     neighbour = (slot.rank - 1) % slot.num_ranks
     for step in range(slot.num_ranks - 1):
         shard = (slot.rank + step) % slot.num_ranks
@@ -156,15 +159,15 @@ def _push_ring(slot: Slot, num_streams: int, num_chunks: int) -> Iterator[Step]:
             flag = shard * MAX_CHUNKS + chunk
             # This is another rank's shard. Wait until it has arrived, and reset the flag.
             if step > 0:
-                yield AwaitFlag(stream, slot.forward[slot.rank], flag, 1)
-                yield SetFlag(stream, slot.forward[slot.rank], flag, 0)
+                yield AwaitFlag(stream, slot.forward_flags[slot.rank], flag, 1)
+                yield SetFlag(stream, slot.forward_flags[slot.rank], flag, 0)
             yield from slot.copies_of_scales(stream, chunk, num_streams, shard, neighbour)
             source = InputRows(first, end) if step == 0 else slot.shards[slot.rank][rows]
             value = slot.epoch if step == 0 else slot.arrivals[slot.rank][flag : flag + 1]
             yield Copy(stream, slot.shards[neighbour][rows], source)
             yield Copy(stream, slot.arrivals[neighbour][flag : flag + 1], value)
             if step < slot.num_ranks - 2:  # The neighbour forwards this chunk.
-                yield Copy(stream, slot.forward[neighbour][flag : flag + 1], slot.one)
+                yield Copy(stream, slot.forward_flags[neighbour][flag : flag + 1], slot.flag_one)
 
 
 @jit(do_not_specialize=["num_flags"])
@@ -183,13 +186,13 @@ class _Plan:
 
     Attributes:
         gathered: rows and flags that the consumer kernel reads.
-        expected: function that returns the flags that the kernels wait for.
+        awaited_flags: function that returns the flags that the kernels wait for.
         transfer: prepared copies; ``None`` if the consumer kernel sends.
         is_forwarding: whether copies wait for data from peers, as in a ring.
     """
 
     gathered: GatheredShards
-    expected: AwaitedFlags
+    awaited_flags: AwaitedFlags
     transfer: Any = None
     is_forwarding: bool = False
 
@@ -235,17 +238,17 @@ class AllGatherBuffer(SlotMemory):
             group,
             single_regions={"workspace": ((max_M, K), dtype)},
             disagreements=Disagreements(f"the rows of A in {name}", group, describe_tag),
-            flags_of_rank={"arrivals": MAX_CHUNKS, "pushed": _PUSHED_FLAGS},
+            flags_per_rank={"arrivals": MAX_CHUNKS, "pushed": _PUSHED_FLAGS},
         )
         super().__init__(slots)
         self.workspace = self.slots.memory["workspace"].local
         self._K, self._max_scales = K, max_scales
         self._device = self.slots.device
-        self._one = torch.ones(1, dtype=torch.int32, device=self._device.torch_device)
+        self._flag_one = torch.ones(1, dtype=torch.int32, device=self._device.torch_device)
         self._streams: list[Any] = [self._device.copy_stream()]
         self._gathered: BoundedDict[Any, GatheredShards] = BoundedDict()
         self._plans: BoundedDict[Any, _Plan] = BoundedDict()
-        self._started: _Plan | None = None
+        self._started_plan: _Plan | None = None
         self._device.synchronize()  # Later calls may use any stream.
 
     def start(
@@ -267,7 +270,7 @@ class AllGatherBuffer(SlotMemory):
             expected = "a method that uses copy engines; for fused methods call start_fused"
             raise InvalidArgument("start", "method", method, expected)
         rows = local_shard.shape[0]
-        self.slots.take(rows if call_tag is None else call_tag, copied=True)
+        self.slots.take(rows if call_tag is None else call_tag, copies_flag_word=True)
         if self.num_ranks == 1:
             return self.gathered_shards(rows, num_chunks)
         num_scales = 0 if scales is None else len(scales)
@@ -276,9 +279,9 @@ class AllGatherBuffer(SlotMemory):
         if plan is None:
             plan = self._plans[key] = self._plan(rows, method, num_streams, num_chunks, num_scales)
         if scales is not None:
-            of_shard = slice(self.rank * num_scales, (self.rank + 1) * num_scales)
-            self.slots["scales"].local[of_shard].copy_(scales)
-        self._started = plan
+            shard_slice = slice(self.rank * num_scales, (self.rank + 1) * num_scales)
+            self.slots["scales"].local[shard_slice].copy_(scales)
+        self._started_plan = plan
         plan.transfer.start(local_shard, self._device.current_stream())
         return plan.gathered
 
@@ -294,7 +297,7 @@ class AllGatherBuffer(SlotMemory):
             plan = self._plans[key] = _Plan(
                 gathered, self._awaited_flags_fn("pushed", flags, _PUSHED_FLAGS)
             )
-        self._started = plan
+        self._started_plan = plan
         return plan.gathered
 
     def gathered_shards(self, rows: int, num_chunks: int, num_comm_sms: int = 0) -> GatheredShards:
@@ -312,18 +315,18 @@ class AllGatherBuffer(SlotMemory):
                 self.slots.epoch,
                 rows_per_chunk(rows, 1 if num_comm_sms else num_chunks),
                 _PUSHED_FLAGS if num_comm_sms else MAX_CHUNKS,
-                self._push(num_comm_sms, num_chunks) if num_comm_sms else None,
+                self._shard_push(num_comm_sms, num_chunks) if num_comm_sms else None,
                 self.slots["scales"].local if self._max_scales else None,
             )
         return gathered
 
-    def finish(self, awaited: bool = False) -> None:
+    def finish(self, has_awaited_peers: bool = False) -> None:
         """Queue the end of the all-gather, after its consumer kernel.
 
-        ``awaited``: whether the queued consumer waits for every chunk of every peer. The next call
-        then needs no peer check.
+        ``has_awaited_peers``: whether the queued consumer waits for every chunk of every peer. The
+        next call then needs no peer check.
         """
-        plan, self._started = self._started, None
+        plan, self._started_plan = self._started_plan, None
         if plan is None:  # a single rank
             return
         if plan.transfer is not None:
@@ -332,11 +335,13 @@ class AllGatherBuffer(SlotMemory):
                 # current stream would then wait forever for this copy stream.
                 self._release_copies()
             plan.transfer.join(self._device.current_stream())
-        self.slots.finish(awaited, plan.expected)
+        self.slots.finish(has_awaited_peers, plan.awaited_flags)
 
     def reset(self) -> None:
         # If the call failed before its end, no kernel has released the waiting copy streams.
-        forward = [self.slots.of_slot(slot, "forward").local for slot in range(epochs.SLOTS)]
+        forward = [
+            self.slots.region_of_slot(slot, "forward").local for slot in range(epochs.NUM_SLOTS)
+        ]
         self._device.run_on_side_stream(lambda: [flags.fill_(1) for flags in forward])
         super().reset()
 
@@ -362,7 +367,7 @@ class AllGatherBuffer(SlotMemory):
         """Prepare the all-gather of shards of ``rows`` rows in the current slot by copy engines."""
         while len(self._streams) < num_streams:
             self._streams.append(self._device.copy_stream())
-        slot = Slot(
+        slot = GatherSlot(
             self.rank,
             self.num_ranks,
             rows,
@@ -370,7 +375,7 @@ class AllGatherBuffer(SlotMemory):
             self.slots["arrivals"].peers,
             self.slots.epoch[:1],
             self.slots["forward"].peers,
-            self._one,
+            self._flag_one,
             [each[: self.num_ranks * num_scales] for each in self.slots["scales"].peers]
             if num_scales
             else (),
@@ -389,17 +394,17 @@ class AllGatherBuffer(SlotMemory):
             is_forwarding=is_forwarding,
         )
 
-    def _awaited_flags_fn(self, region: str, number: int, flags_per_rank: int) -> AwaitedFlags:
-        """Return a function that returns the indices of the first ``number`` flags of each peer."""
+    def _awaited_flags_fn(self, region: str, num_flags: int, flags_per_rank: int) -> AwaitedFlags:
+        """Return a function that returns the indices of each peer's first ``num_flags`` flags."""
         peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
 
-        def expected() -> dict[str, list[int]]:
-            flags = [peer * flags_per_rank + flag for peer in peers for flag in range(number)]
+        def awaited_flags() -> dict[str, list[int]]:
+            flags = [peer * flags_per_rank + flag for peer in peers for flag in range(num_flags)]
             return {region: flags}
 
-        return expected
+        return awaited_flags
 
-    def _push(self, num_comm_sms: int, num_chunks: int) -> ShardPush:
+    def _shard_push(self, num_comm_sms: int, num_chunks: int) -> ShardPush:
         shards, flags = self.slots["shards"].pointers, self.slots["pushed"].pointers
         return ShardPush(shards, flags, self.slots["consumed"].local, num_comm_sms, num_chunks)
 

@@ -22,8 +22,8 @@ from triton_dist.kernels.common.exchange.buffer import (
 )
 from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.gemm.launch import (
-    fits_fused,
-    fused_tiles,
+    fits_fused_push,
+    fused_push_candidates,
     is_worth_trying,
     sharded_gemm,
     split_k_tiles,
@@ -41,7 +41,7 @@ from triton_dist.kernels.common.gemm.scales import (
     library_supports,
     scaling_of,
 )
-from triton_dist.kernels.common.gemm.spaces import TransferCost, op_ms
+from triton_dist.kernels.common.gemm.spaces import TransferCost, predict_op_ms
 from triton_dist.kernels.common.libraries import LibraryAlgorithm
 from triton_dist.kernels.common.op import (
     Algorithms,
@@ -94,9 +94,12 @@ class Call(GEMMCall):
     def __post_init__(self) -> None:
         scaling = scaling_of(self.A_scale, self.B_scale, None, self.out_dtype, self.use_fast_accum)
         self.scaling = scaling
-        self.gemm_key = self.validated_key[0] if self.validated_key is not None else check_operands(
-            self.A, self.B, self.ctx, self.local_copy, self.gathered, scaling
-        )  # fmt: skip
+        if self.validated_key is None:
+            self.gemm_key = check_operands(
+                self.A, self.B, self.ctx, self.local_copy, self.gathered, scaling
+            )
+        else:
+            self.gemm_key = self.validated_key[0]
         self.call_tag = call_tag(self.gemm_key, len(self.A))
         if self.straggler_option is not None:
             check_straggler("ag_gemm", self.straggler_option)
@@ -108,11 +111,11 @@ class Call(GEMMCall):
         if streams not in _COMMON_STREAM_COUNTS and not (is_int(streams) and streams > 0):
             raise InvalidArgument("ag_gemm", "num_streams", self.num_streams, "at least 1")
         if self.method is not None:  # the default config has an algorithm too; ``method`` wins
-            self.algorithm = ALGORITHMS.requested(self.method)
-        self.chosen = ALGORITHMS[
-            self.algorithm or ALGORITHMS.requested(self.ctx.all_gather_method) or ""
+            self.algorithm = ALGORITHMS.requested_algorithm(self.method)
+        self.chosen_algorithm = ALGORITHMS[
+            self.algorithm or ALGORITHMS.requested_algorithm(self.ctx.all_gather_method) or ""
         ]
-        self.chosen.check(self)
+        self.chosen_algorithm.check(self)
 
     def scales_in_memory(self) -> torch.Tensor | None:
         """Return the scales of this rank's shard, 1-D in memory order; ``None`` without scales."""
@@ -144,7 +147,7 @@ class Sizes(NamedTuple):
     """[M_per_rank, K] of one call. Other calls of the key may have other numbers of rows."""
     B: torch.Tensor
     num_ranks: int
-    requested: str | None
+    requested_algorithm: str | None
     """Algorithm that the deprecated keyword ``method`` selects, or ``None``."""
     scaling: Scaling = NO_SCALING
 
@@ -158,7 +161,9 @@ class Sizes(NamedTuple):
         method: object = None,
         **options: Any,
     ) -> Sizes:
-        return cls(A, B, ctx.num_ranks, ALGORITHMS.requested(method), scaling_of(**options))
+        return cls(
+            A, B, ctx.num_ranks, ALGORITHMS.requested_algorithm(method), scaling_of(**options)
+        )
 
 
 class _OverlappedGEMM(SelectableAlgorithm[Call, Sizes]):
@@ -286,7 +291,7 @@ class Ring(CopyEngine):
     """Each rank forwards the shards that it receives, for hosts without links between all GPUs."""
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        if sizes.requested is None and has_links_between_all_gpus():
+        if sizes.requested_algorithm is None and has_links_between_all_gpus():
             return False
         # With two ranks, a ring and a full mesh send equal copies.
         return sizes.num_ranks > 2 and super().fits_sizes(config, sizes)
@@ -305,14 +310,16 @@ class FusedPush(_OverlappedGEMM):
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         for tiles, num_comm_sms, num_chunks in (
-            fused_tiles() if current_device().prefers_descriptors else ()
+            fused_push_candidates() if current_device().prefers_descriptors else ()
         ):
             yield tiles, True, num_chunks, num_comm_sms
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         if sizes.A.dtype in FP8:
             return False
-        return fits_fused(sizes.A, sizes.B, sizes.num_ranks) and super().fits_sizes(config, sizes)
+        return fits_fused_push(sizes.A, sizes.B, sizes.num_ranks) and super().fits_sizes(
+            config, sizes
+        )
 
     def check(self, call: Call) -> None:
         super().check(call)
@@ -401,8 +408,8 @@ class Serial(_GatherThenMultiply):
     def check(self, call: Call) -> None:
         super().check(call)
         serial_params(call.local_shard.nbytes, call.num_comm_sms, call.num_chunks)
-        if call.local_shard.shape[0] * call.ctx.num_ranks > call.ctx.exchanged_rows:
-            expected = f"another algorithm for M > {call.ctx.exchanged_rows} (ctx.exchanged_rows)"
+        if call.local_shard.shape[0] * call.ctx.num_ranks > call.ctx.max_exchange_M:
+            expected = f"another algorithm for M > {call.ctx.max_exchange_M} (ctx.max_exchange_M)"
             raise InvalidArgument("ag_gemm", "algorithm", self.name, expected)
 
     def compile(self, call: Call) -> None:
@@ -458,7 +465,7 @@ class AsyncTP(Collective):
         # cuBLAS requires that the scales of each shard begin at a multiple of 16 bytes.
         if call.A.dtype in FP8 and call.A.shape[0] % 4:
             return super().multiply(call, local_shard, B)
-        scales = call.scaling.row_wise(call.A, B)
+        scales = call.scaling.row_wise_scales(call.A, B)
         return libraries.async_tp_matmul(local_shard, B, call.ctx.group, call.gathered, scales)
 
 
@@ -524,4 +531,6 @@ def predict_ms(config: Mapping[str, Any], sizes: Sizes) -> float:
     """Return the predicted milliseconds of a call."""
     (rows, K), ranks, dtype = sizes.A.shape, sizes.num_ranks, sizes.A.dtype
     received_bytes, cost = sizes.A.nbytes * (ranks - 1), _COSTS[config["algorithm"]]
-    return op_ms(config, cost, rows * ranks, sizes.B.shape[1], K, dtype, received_bytes, ranks)
+    return predict_op_ms(
+        config, cost, rows * ranks, sizes.B.shape[1], K, dtype, received_bytes, ranks
+    )

@@ -21,14 +21,14 @@ from triton_dist.kernels.common.context import (
     operand_signature,
     tensor_checks,
 )
-from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, bytes_of_slot
+from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, slot_bytes_for_shards
 from triton_dist.kernels.common.gemm.launch import LazySplitWorkspace
 from triton_dist.kernels.common.gemm.scales import (
     FP8,
     NO_SCALING,
     Scaling,
     describe_tag,
-    scale_blocks,
+    num_scale_blocks,
 )
 from triton_dist.kernels.common.gemm.sharded import SplitWorkspace
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer, AllGatherMethod
@@ -48,10 +48,10 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
             ``local_copy=False`` reads this rank's rows of A from it. No other call uses it.
         all_gather_method: algorithm of calls with neither ``algorithm`` nor ``method``.
         exchange: memory of the all-gather in one launch.
-        exchanged_rows: maximum M (sum of the rows of all ranks) that ``exchange`` can gather.
+        max_exchange_M: maximum M (sum of the rows of all ranks) that ``exchange`` can gather.
     """
 
-    title = "AllGather-GEMM"
+    op_name = "AllGather-GEMM"
 
     def __init__(
         self,
@@ -67,12 +67,14 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         self.max_M, self.N, self.K, self.dtype = max_M, N, K, dtype
         self.all_gather_method = all_gather_method
         self.num_local_ranks = self.local_num_ranks = min(num_local_ranks, self.num_ranks)
-        self.exchanged_rows = exchanged_rows(max_M, K, dtype, self.num_ranks)
-        rows, scales_of_row = self.exchanged_rows // self.num_ranks, 0
-        nbytes = bytes_of_slot(rows * K, dtype, self.num_ranks)
+        self.max_exchange_M = max_exchange_M(max_M, K, dtype, self.num_ranks)
+        rows, scales_of_row = self.max_exchange_M // self.num_ranks, 0
+        nbytes = slot_bytes_for_shards(rows * K, dtype, self.num_ranks)
         if dtype in FP8:  # the exchange gathers the scales after A
-            scales_of_row = scale_blocks(K)
-            nbytes = max(nbytes, bytes_of_slot(rows * scales_of_row, torch.float32, self.num_ranks))
+            scales_of_row = num_scale_blocks(K)
+            nbytes = max(
+                nbytes, slot_bytes_for_shards(rows * scales_of_row, torch.float32, self.num_ranks)
+            )
         self.launcher = Launcher()
         with self.allocating() as add:
             describe = describe_tag if dtype in FP8 else int
@@ -189,7 +191,7 @@ def check_operands(
     def make_key() -> ProductKey:
         M, N, num_ranks = A.shape[0] * buffer.num_ranks, B.shape[1], buffer.num_ranks
         key = ProductKey(M, N, ctx.K, A.dtype, layout_of(B), contiguous=True, num_ranks=num_ranks)
-        return scaling.key_of(key, A, B)
+        return scaling.extend_key(key, A, B)
 
     signature = (*operand_signature(B, A, B), *scaling.signature(B))
     key = cached_after_checks(ctx.checked_keys, signature, "ag_gemm", checks, make_key)
@@ -220,7 +222,7 @@ def _check_gathered(
         raise error
 
 
-def exchanged_rows(max_M: int, K: int, dtype: torch.dtype, num_ranks: int) -> int:
+def max_exchange_M(max_M: int, K: int, dtype: torch.dtype, num_ranks: int) -> int:
     """Return the maximum M that one exchange launch gathers in a context for ``max_M`` rows."""
     if num_ranks == 1:  # nothing is gathered
         return max_M

@@ -62,7 +62,7 @@ def key_fn(
     """Return the tuning key. If ``method`` is passed, the key contains its algorithm."""
     scaling = scaling_of(**options)
     key = (check_operands(A, B, ctx, local_copy, gathered, scaling), local_copy)
-    return key if method is None else (*key, ALGORITHMS.requested(method))
+    return key if method is None else (*key, ALGORITHMS.requested_algorithm(method))
 
 
 @op(
@@ -118,7 +118,7 @@ def ag_gemm(
         num_comm_sms: number of SMs that send in ``"fused_push"``, default 16; number of programs of
             the all-gather in ``"serial"``, default by size (tuned). Other algorithms ignore it.
         algorithm: ``"full_mesh_push"``, ``"ring_push_1d"``, ``"fused_push"``, ``"serial"`` (for
-            M <= ``ctx.exchanged_rows``), ``"collective"`` or ``"async_tp"`` (tuned). Default
+            M <= ``ctx.max_exchange_M``), ``"collective"`` or ``"async_tp"`` (tuned). Default
             without tuning: ``ctx.all_gather_method``.
         gathered: optional output [M, K], contiguous, that receives ``all_gather(A)``. It must not
             overlap this rank's rows. Pass it on all ranks or on no rank.

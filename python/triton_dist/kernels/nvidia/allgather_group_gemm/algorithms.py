@@ -13,7 +13,7 @@ import torch
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import libraries
-from triton_dist.kernels.common.agreement import compare_over_ranks
+from triton_dist.kernels.common.agreement import check_equal_on_ranks
 from triton_dist.kernels.common.exchange.buffer import Exchange, small_params
 from triton_dist.kernels.common.exchange.protocol import kernel_all_gather
 from triton_dist.kernels.common.gemm.scales import call_tag, scaling_of
@@ -22,9 +22,9 @@ from triton_dist.kernels.common.moe.product import grouped_product, kernel_group
 from triton_dist.kernels.common.moe.routing import MAX_GROUPS, BlockMap, block_map
 from triton_dist.kernels.common.moe.rows import (
     ROWS_OF_SINGLE_TILE,
-    check_library,
+    check_grouped_library,
     gather_rows,
-    has_fast_library,
+    has_library_kernel,
     is_library_candidate,
     restore_row_order,
     sorted_product,
@@ -94,7 +94,7 @@ class Call(GEMMCall):
             check_straggler("ag_group_gemm", self.straggler_option)
         self.tiles = self.gemm_config or self.ctx.gemm_config
         check_tiles("ag_group_gemm", self.tiles)
-        self.chosen = chosen = ALGORITHMS[self.algorithm or Arrivals.name]
+        self.chosen_algorithm = chosen = ALGORITHMS[self.algorithm or Arrivals.name]
         assert isinstance(chosen, _GatherAlgorithm)
         self.gather = self.gather or chosen.gathers[0]
         if self.gather not in chosen.gathers:
@@ -106,10 +106,10 @@ class Call(GEMMCall):
 
     def run(self) -> torch.Tensor:
         if self.ctx.compares_ids:
-            compare_over_ranks("ag_group_gemm", "ids", self.full_topk_ids, self.ctx.group)
+            check_equal_on_ranks("ag_group_gemm", "ids", self.full_topk_ids, self.ctx.group)
         if self.is_packed and self.scales is not None:
             pack(self.a, self.scales, self.shard)
-        return self.chosen.run(self)
+        return self.chosen_algorithm.run(self)
 
     def empty_product(self) -> torch.Tensor:
         return self.a.new_empty(self.full_topk_ids.numel(), self.key.N, dtype=self.output_dtype)
@@ -251,9 +251,9 @@ class _GatherThenMultiply(_GatherAlgorithm):
     gathers = (EXCHANGE, COLLECTIVE)
 
     def check(self, call: Call) -> None:
-        num_ranks, max_M = call.ctx.num_ranks, call.ctx.exchanged_rows
+        num_ranks, max_M = call.ctx.num_ranks, call.ctx.max_exchange_M
         if call.gather == EXCHANGE and num_ranks > 1 and max_M < call.key.M:
-            expected = f"'{COLLECTIVE}' for M > {max_M} (ctx.exchanged_rows)"
+            expected = f"'{COLLECTIVE}' for M > {max_M} (ctx.max_exchange_M)"
             raise InvalidArgument("ag_group_gemm", "gather", call.gather, expected)
 
     def run(self, call: Call) -> torch.Tensor:
@@ -326,7 +326,7 @@ class Library(_GatherThenMultiply):
     is_fallback = True
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return [(gather,) for gather in candidate_gathers()] if has_fast_library() else []
+        return [(gather,) for gather in candidate_gathers()] if has_library_kernel() else []
 
     def fits(self, config: Mapping[str, Any], sizes: RoutedKey) -> bool:
         if not is_library_candidate(sizes):
@@ -337,7 +337,7 @@ class Library(_GatherThenMultiply):
 
     def check(self, call: Call) -> None:
         super().check(call)
-        check_library("ag_group_gemm", self.name, call.key)
+        check_grouped_library("ag_group_gemm", self.name, call.key)
 
     def compile(self, call: Call) -> None:
         self.compile_gather(call)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import triton
 
-from triton_dist.kernels.common.agreement import every_call_compares
+from triton_dist.kernels.common.agreement import must_compare_calls
 from triton_dist.kernels.common.context import (
     DTYPE_NAMES,
     DTYPES,
@@ -24,7 +24,7 @@ from triton_dist.kernels.common.context import (
     range_check,
     tensor_checks,
 )
-from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, bytes_of_slot
+from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, slot_bytes_for_shards
 from triton_dist.kernels.common.gemm.scales import FP8, NO_SCALING, Scaling, describe_tag
 from triton_dist.kernels.common.moe.product import weights_layout
 from triton_dist.kernels.common.moe.routing import (
@@ -66,10 +66,10 @@ class MoEAllGatherGroupGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
     Attributes:
         gemm_config: default tile sizes.
         exchange: memory of the all-gather in one launch.
-        exchanged_rows: maximum M (sum of the tokens of all ranks) that ``exchange`` can gather.
+        max_exchange_M: maximum M (sum of the tokens of all ranks) that ``exchange`` can gather.
     """
 
-    title = "AllGather + grouped GEMM"
+    op_name = "AllGather + grouped GEMM"
 
     def __init__(
         self,
@@ -87,12 +87,12 @@ class MoEAllGatherGroupGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         self.max_ntokens, self.N_per_rank, self.K = max_ntokens, N_per_rank, K
         self.num_experts, self.topk, self.dtype = num_experts, topk, dtype
         self.num_local_ranks, num_ranks = min(num_local_ranks, self.num_ranks), self.num_ranks
-        self.gemm_config, self.compares_ids = gemm_config, every_call_compares()
+        self.gemm_config, self.compares_ids = gemm_config, must_compare_calls()
         packed_columns, packed_dtype = packed_format(K, dtype)
         max_rows = MAX_GATHERED_BYTES // (packed_columns * packed_dtype.itemsize)
         rows_per_rank = min(max_ntokens, max_rows) // num_ranks
-        self.exchanged_rows = rows_per_rank * num_ranks if num_ranks > 1 else 0
-        nbytes = bytes_of_slot(rows_per_rank * packed_columns, packed_dtype, num_ranks)
+        self.max_exchange_M = rows_per_rank * num_ranks if num_ranks > 1 else 0
+        nbytes = slot_bytes_for_shards(rows_per_rank * packed_columns, packed_dtype, num_ranks)
         with self.allocating() as add:
             rows = AllGatherBuffer(
                 max_ntokens, packed_columns, packed_dtype, group, "ag_group_gemm",
@@ -176,7 +176,7 @@ def create_ag_group_gemm_context(
     agree_to_create(
         "create_ag_group_gemm_context", "an AllGather + grouped GEMM", group, rank,
         {"num_ranks": num_ranks, "num_local_ranks": num_local_ranks}, sizes, checks(), dtype=dtype,
-        **{"comparison of ids": every_call_compares()},
+        **{"comparison of ids": must_compare_calls()},
     )  # fmt: skip
     gemm_config = triton.Config(tile, num_warps=num_warps, num_stages=stages)
     return MoEAllGatherGroupGEMMTensorParallelContext(
@@ -224,7 +224,7 @@ def check_operands(
         check_ids("ag_group_gemm", full_topk_ids, ctx.num_experts, "full_topk_ids")
         M, (E, K, N) = full_topk_ids.shape[0], b.shape
         unscaled_key = RoutedKey(M, N, K, E, ctx.topk, a.dtype, weights_layout(b), buffer.num_ranks)
-        return scaling.key_of(unscaled_key, a, b)
+        return scaling.extend_key(unscaled_key, a, b)
 
     signature = (*operand_signature(b, a, b, full_topk_ids), *scaling.signature(b))
     return cached_after_checks(ctx.checked_keys, signature, "ag_group_gemm", checks, make_key)

@@ -45,7 +45,7 @@ import triton
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import libraries
-from triton_dist.kernels.common.agreement import as_text
+from triton_dist.kernels.common.agreement import digest_text
 from triton_dist.kernels.common.gemm.scales import scaling_of
 from triton_dist.kernels.common.moe.skew import SkewedKey
 from triton_dist.kernels.common.moe.spaces import other_batches
@@ -77,7 +77,7 @@ def key_fn(
     sizes=lambda *args, **kwargs: SkewedKey.without_skew(key_fn(*args, **kwargs)),
     key_fn=key_fn,
     key_sizes=("M",),
-    agree_fn=lambda a, b, ctx, full_topk_ids, **_: as_text("ids", full_topk_ids),
+    agree_fn=lambda a, b, ctx, full_topk_ids, **_: digest_text("ids", full_topk_ids),
     input_variants_fn=lambda a, b, ctx, full_topk_ids, *, routing_skew=None, **_: [
         {"full_topk_ids": ids} for ids in other_batches(full_topk_ids, len(b), routing_skew)
     ],
@@ -119,7 +119,7 @@ def ag_group_gemm(
             ``ctx.gemm_config``.
         num_groups: number of groups of shards for ``"arrivals"``, 1 to 4 (tuned).
         gather: all-gather (tuned): ``"full_mesh_push"`` (default) or ``"ring_push_1d"`` for
-            ``"arrivals"``; ``"exchange"`` (default; M <= ``ctx.exchanged_rows``) or
+            ``"arrivals"``; ``"exchange"`` (default; M <= ``ctx.max_exchange_M``) or
             ``"collective"`` for the other algorithms.
         straggler_option: ``(rank, cycles)``: delay ``rank`` by ``cycles`` clock cycles, for tests.
         algorithm: ``"arrivals"``, ``"serial"`` or ``"library"`` (tuned; ``"arrivals"`` if untuned).

@@ -25,8 +25,8 @@ from triton_dist.kernels.common.exchange.buffer import (
     params_from_config,
 )
 from triton_dist.kernels.common.exchange.sums import (
-    DEFAULT_PACKET_BYTES,
-    DEFAULT_TWO_SHOT_BYTES,
+    DEFAULT_MAX_PACKET_BYTES,
+    DEFAULT_MIN_TWO_SHOT_BYTES,
     MAX_PACKET_BYTES,
     PACKET_PARAMS,
     TWO_SHOT_IN_PACKETS,
@@ -81,9 +81,9 @@ class Call(OpCall):
             check_straggler("all_reduce", self.straggler_option)
         if self.method is not None:
             self.algorithm = algorithm_of(self.method)
-        self.chosen = ALGORITHMS[self.algorithm or BySize.name]
+        self.chosen_algorithm = ALGORITHMS[self.algorithm or BySize.name]
         self.params = DEFAULT_PARAMS
-        self.chosen.check(self)
+        self.chosen_algorithm.check(self)
 
 
 def check_tensors(x: torch.Tensor, ctx: AllReduceContext, output: torch.Tensor | None) -> None:
@@ -113,7 +113,7 @@ class Sizes(NamedTuple):
 
     nbytes: int
     num_ranks: int
-    requested: str | None
+    requested_algorithm: str | None
     """Algorithm that the keyword ``method`` selects, or ``None``."""
 
     @classmethod
@@ -171,12 +171,12 @@ class BySize(Algorithm[Call, Sizes]):
         return False
 
     def check(self, call: Call) -> None:
-        is_small = call.x.nbytes < DEFAULT_TWO_SHOT_BYTES
-        call.chosen = ALGORITHMS[OneShot.name if is_small else TwoShot.name]
-        call.chosen.check(call)
+        is_small = call.x.nbytes < DEFAULT_MIN_TWO_SHOT_BYTES
+        call.chosen_algorithm = ALGORITHMS[OneShot.name if is_small else TwoShot.name]
+        call.chosen_algorithm.check(call)
 
     def run(self, call: Call) -> torch.Tensor:
-        raise NotImplementedError  # ``check`` replaces ``call.chosen``
+        raise NotImplementedError  # ``check`` replaces ``call.chosen_algorithm``
 
 
 class _ExchangeAlgorithm(_Algorithm):
@@ -186,7 +186,7 @@ class _ExchangeAlgorithm(_Algorithm):
     tunables: ClassVar[tuple[str, ...]] = TUNABLES
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        if sizes.requested is None and not self.is_candidate(sizes):
+        if sizes.requested_algorithm is None and not self.is_candidate(sizes):
             return False
         shard_bytes = -(-sizes.nbytes // self.num_shards(sizes.num_ranks))
         return is_worth_trying(params_from_config(config), shard_bytes)
@@ -262,7 +262,7 @@ class OneShot(_ExchangeAlgorithm):
 
     def check(self, call: Call) -> None:
         if call.packets is None:
-            call.packets = call.x.nbytes <= DEFAULT_PACKET_BYTES
+            call.packets = call.x.nbytes <= DEFAULT_MAX_PACKET_BYTES
         default = PACKET_PARAMS if call.packets else DEFAULT_PARAMS
         call.params = checked_params("all_reduce", call.num_ctas, call.block_bytes, 1, default)
 
@@ -279,7 +279,7 @@ class TwoShot(_ExchangeAlgorithm):
     name, method = AllReduceMethod.TWO_SHOT.value, AllReduceMethod.TWO_SHOT
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return (params.values for params in SMALL_PARAMS + LARGE_PARAMS)
+        return (params.tunable_values for params in SMALL_PARAMS + LARGE_PARAMS)
 
     def num_shards(self, num_ranks: int) -> int:
         return num_ranks
@@ -325,7 +325,7 @@ class Collective(_Algorithm):
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         # CPU ranks test our kernels, so the library is not a candidate there.
-        return sizes.requested == self.name or current_device().has_nccl
+        return sizes.requested_algorithm == self.name or current_device().has_nccl
 
     def sum(self, call: Call, x: torch.Tensor, sums: torch.Tensor, in_place: bool) -> None:
         if not in_place:

@@ -136,8 +136,8 @@ class Call(OpCall):
     def __post_init__(self) -> None:
         self.key = checked_key(self) if self.validated_key is None else self.validated_key
         default = Packets.name if self.ctx.num_ranks > 1 else AllToAll.name
-        self.chosen = ALGORITHMS[self.algorithm or default]
-        self.chosen.check(self)
+        self.chosen_algorithm = ALGORITHMS[self.algorithm or default]
+        self.chosen_algorithm.check(self)
         self.batch, self.q_len = self.key.batch, self.key.q_len
         self.shards = self.ctx.num_ranks if self.shard_output else 1
         self.out_heads = self.key.q_heads // self.shards

@@ -25,7 +25,7 @@ from triton_dist.kernels.common.exchange.buffer import (
     LINE_BYTES,
     MAX_CTAS,
     ExchangeBuffer,
-    bytes_of_slot,
+    slot_bytes_for_shards,
 )
 from triton_dist.kernels.common.peers import Disagreements
 from triton_dist.runtime.ranks import Group, process_group_of
@@ -58,7 +58,7 @@ class SpDecodeContext(OpContext[ExchangeBuffer]):
         lines += -(-v_head_dim // MIN_COLUMNS)  # an LSE for each chunk of columns
         packet_bytes = rows * lines * LINE_BYTES if self.num_ranks > 1 else 0
         shard = rows // self.num_ranks * head_dim if shard_queries else 0
-        slot_bytes = bytes_of_slot(shard, dtype, self.num_ranks)
+        slot_bytes = slot_bytes_for_shards(shard, dtype, self.num_ranks)
         value = "digest of the shapes and options of sp_decode_attn"
         disagreements = Disagreements(value, group)
         with self.allocating() as add:

@@ -20,19 +20,19 @@ import triton.language as tl
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange.packet_calls import (
-    clear,
+    clear_packets,
     end_call,
     next_epoch,
-    peers_of,
-    shards_of,
+    peer_ranks,
+    received_shards,
 )
 from triton_dist.kernels.common.exchange.packets import (
     packet_offset,
+    packet_tag,
+    packet_targets,
     payload_of,
-    peers_at,
     poll_lines,
     send_lines,
-    tag_of,
     values_of,
 )
 from triton_dist.kernels.common.exchange.protocol import LINE_WORDS, MAX_CTAS
@@ -96,8 +96,8 @@ def merge_item(
     tl.debug_barrier()
     max_lse, lses = own_lse, tl.tuple([])
     for peer in tl.static_range(PEERS):
-        clear(shards[peer], line, in_row)
-        clear(shards[peer], lse_line, valid)
+        clear_packets(shards[peer], line, in_row)
+        clear_packets(shards[peer], lse_line, valid)
         bits, _ = tl.split(payloads[PEERS + peer])
         peer_lse = bits.to(tl.float32, bitcast=True)
         lses = lses + (peer_lse,)  # noqa: RUF005
@@ -140,10 +140,10 @@ def kernel_decode_packets(
     # flag with the call tag 0.
     added = tl.where(tl.program_id(0) == 0, MAX_CTAS - tl.num_programs(0) + 1, 1)
     dl.notify(counter_ptr, added.to(tl.int64) << CALL_TAG_BITS, op="add")
-    tag = tag_of(epoch, call_tag)
-    targets = peers_at(packets, rank, NUM_RANKS)
+    tag = packet_tag(epoch, call_tag)
+    targets = packet_targets(packets, rank, NUM_RANKS)
     offset = packet_offset(epoch, rank, packets.shard_words, NUM_RANKS)
-    shards = shards_of(packets, epoch, peers_of(rank, NUM_RANKS), NUM_RANKS, 2)
+    shards = received_shards(packets, epoch, peer_ranks(rank, NUM_RANKS), NUM_RANKS, 2)
     program, programs = tl.program_id(0), tl.num_programs(0)
     items = batch * spec.TILES * spec.ITEMS * spec.CHUNKS
     rounds = tl.cdiv(items - program, programs)

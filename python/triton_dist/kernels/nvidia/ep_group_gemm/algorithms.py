@@ -19,9 +19,9 @@ from triton_dist.kernels.common.context import (
     tensor_checks,
 )
 from triton_dist.kernels.common.moe.product import grouped_product, weights_layout
-from triton_dist.kernels.common.moe.routing import RECORD_WORDS, BlockMap, max_tiles
+from triton_dist.kernels.common.moe.routing import TILE_RECORD_WORDS, BlockMap, max_tiles
 from triton_dist.kernels.common.moe.rows import (
-    has_fast_library,
+    has_library_kernel,
     is_library_candidate,
     library_supports,
 )
@@ -55,7 +55,7 @@ _TILES_PER_STEP = 128
 """Number of tiles whose records a program writes at a time."""
 
 
-class EPProductKey(NamedTuple):
+class EPGroupGEMMKey(NamedTuple):
     """Tuning key of a call. The algorithms also use it as the call's sizes."""
 
     M: int
@@ -116,17 +116,17 @@ class Call(OpCall):
         if key is None:
             raise_first_error(self.function, self._checks())
             sent = self.dispatch.key
-            key = EPProductKey(
+            key = EPGroupGEMMKey(
                 sent.M, self.B.shape[2], sent.hidden, sent.num_experts, sent.topk, sent.dtype,
                 sent.num_ranks, weights_layout(self.B), self.activation, sent.has_weights,
                 sent.has_capacity, sent.replicas, sent.id_dtype, sent.routing_skew,
             )  # fmt: skip
-        self.key: EPProductKey = key
-        self.chosen = ALGORITHMS[self.algorithm or Serial.name]
+        self.key: EPGroupGEMMKey = key
+        self.chosen_algorithm = ALGORITHMS[self.algorithm or Serial.name]
         if self.gemm_config is None:
             self.gemm_config = grouped_tiles()[0]
         check_tiles(self.function, self.gemm_config)
-        self.chosen.check(self)
+        self.chosen_algorithm.check(self)
 
     def _checks(self) -> Iterator[Check]:
         B, ctx, shape = self.B, self.ctx, (self.ctx.local_experts, self.ctx.hidden)
@@ -165,7 +165,7 @@ class Call(OpCall):
         )  # fmt: skip
 
 
-class Serial(Algorithm[Call, EPProductKey]):
+class Serial(Algorithm[Call, EPGroupGEMMKey]):
     """``ep_dispatch``, then our grouped GEMM, which gathers rows while it loads them."""
 
     name: str = "serial"
@@ -176,7 +176,7 @@ class Serial(Algorithm[Call, EPProductKey]):
     def candidates(self) -> Iterable[tuple[Any, ...]]:
         return [(tiles,) for tiles in grouped_tiles()]
 
-    def fits(self, config: Mapping[str, Any], sizes: EPProductKey) -> bool:
+    def fits(self, config: Mapping[str, Any], sizes: EPGroupGEMMKey) -> bool:
         return fits_tiles(config, sizes)
 
     def compile(self, call: Call) -> None:
@@ -195,9 +195,9 @@ class Library(Serial):
     is_fallback = True
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return [()] if has_fast_library() else []
+        return [()] if has_library_kernel() else []
 
-    def fits(self, config: Mapping[str, Any], sizes: EPProductKey) -> bool:
+    def fits(self, config: Mapping[str, Any], sizes: EPGroupGEMMKey) -> bool:
         return is_library_candidate(sizes)
 
     def check(self, call: Call) -> None:
@@ -206,7 +206,7 @@ class Library(Serial):
             raise InvalidArgument(call.function, "algorithm", self.name, expected)
 
 
-class Fused(Algorithm[Call, EPProductKey]):
+class Fused(Algorithm[Call, EPGroupGEMMKey]):
     """One launch exchanges ids and computes the layout, another sends rows and multiplies.
 
     Tiles that have only rows of this rank come first.
@@ -220,7 +220,7 @@ class Fused(Algorithm[Call, EPProductKey]):
                 for tiles in grouped_tiles():
                     yield tiles, copies, share
 
-    def fits(self, config: Mapping[str, Any], sizes: EPProductKey) -> bool:
+    def fits(self, config: Mapping[str, Any], sizes: EPGroupGEMMKey) -> bool:
         tiles = config["gemm_config"]
         # With few rows, the transfer takes less time than the overhead of overlapping.
         has_tall_tiles = tiles.kwargs["BLOCK_SIZE_M"] >= 64 or current_device().interprets
@@ -228,7 +228,7 @@ class Fused(Algorithm[Call, EPProductKey]):
         return has_tall_tiles and self.fits_sizes(sizes) and fits_tiles(config, sizes)
 
     @staticmethod
-    def fits_sizes(sizes: EPProductKey) -> bool:
+    def fits_sizes(sizes: EPGroupGEMMKey) -> bool:
         return sizes.num_ranks > 1 and not sizes.has_capacity
 
     def check(self, call: Call) -> None:
@@ -257,7 +257,7 @@ class Fused(Algorithm[Call, EPProductKey]):
         block_m, E = config.kwargs["BLOCK_SIZE_M"], ctx.local_experts
         ends, number = received.ends, received.positions.number
         C = call.x.new_empty(number, call.key.N // (1 if call.activation is None else 2))
-        tiles = ends.new_empty(max_tiles(number, E, block_m), RECORD_WORDS.value)
+        tiles = ends.new_empty(max_tiles(number, E, block_m), TILE_RECORD_WORDS.value)
         num_tiles = ends.new_empty(2)
         plan = dispatch.plan()._replace(BLOCK=max(1, _BLOCK_BYTES // call.x.element_size()))
         share = _OWN_FIRST_SHARES[0] if call.own_first is None else call.own_first
@@ -273,7 +273,7 @@ class Fused(Algorithm[Call, EPProductKey]):
         blocks = BlockMap(E, 1, block_m, index, index, ends, tiles, num_tiles, (order,))
         product = grouped_product(
             received.rows, call.B, C, blocks, config, is_sorted=True,
-            silu_mul=call.activation is not None, routes_of_row=1,
+            silu_mul=call.activation is not None, routes_per_row=1,
         )  # fmt: skip
         _, B, _, memory, _, _, K, strides, width, _ = product.args
         grouped_plan = product.options["grouped_plan"]
@@ -294,7 +294,7 @@ class Fused(Algorithm[Call, EPProductKey]):
         return C, [order, Launch(kernel_dispatch_grouped_gemm, grid, arguments, options)]
 
 
-def fits_tiles(config: Mapping[str, Any], sizes: EPProductKey) -> bool:
+def fits_tiles(config: Mapping[str, Any], sizes: EPGroupGEMMKey) -> bool:
     tokens = sizes.M * sizes.num_ranks
     columns = sizes.N // (1 if sizes.activation is None else 2)
     return fits_grouped(config, sizes.dtype, sizes.num_experts, columns, tokens, sizes.topk, sizes)

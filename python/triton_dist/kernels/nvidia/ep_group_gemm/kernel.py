@@ -24,7 +24,7 @@ from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange.protocol import chunk_flag, flag_offset, notify_ranks
 from triton_dist.kernels.common.moe.product import multiply_tile, weights_operand
-from triton_dist.kernels.common.moe.routing import RECORD_WORDS, store_records, tile_of_work_item
+from triton_dist.kernels.common.moe.routing import TILE_RECORD_WORDS, store_records, tile_of_work_item
 from triton_dist.kernels.common.moe.sorted_rows import rows_of_experts
 from triton_dist.kernels.common.peers import target_at
 from triton_dist.kernels.nvidia.expert_parallel import begin_ep_call, send_rows
@@ -46,7 +46,7 @@ def kernel_order_tiles(
     EXPERTS: tl.constexpr, EXPERT_LANES: tl.constexpr, NUM_RANKS: tl.constexpr, LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the records of each expert's tiles (``RECORD_WORDS``). Grid (EXPERTS,).
+    """Write the records of each expert's tiles (``TILE_RECORD_WORDS``). Grid (EXPERTS,).
 
     For the first ``num_own_first`` experts, tiles that have only rows of this rank precede all
     other tiles. Word 6 of a record is 0 for these tiles, and 1 for tiles that wait. Store two
@@ -160,7 +160,7 @@ def kernel_dispatch_grouped_gemm(
             )
             position = row + tl.arange(0, BLOCK_SIZE_M)
             a_row = tl.load(blocks.routes + position, mask=position < end, other=0)
-            waits = tl.load(blocks.tiles + tile * RECORD_WORDS + 6)
+            waits = tl.load(blocks.tiles + tile * TILE_RECORD_WORDS + 6)
             have_arrived, wait_token = await_rows(have_arrived, waits, copies, peers, call, ep_plan)
             a_row = dl.consume_token(a_row, wait_token)
             multiply_tile(

@@ -169,7 +169,7 @@ class DispatchCall(OpCall):
 
     def __post_init__(self) -> None:
         self.key = self.checked_key() if self.validated_key is None else self.validated_key
-        self.chosen = DISPATCH[self.algorithm or Push.name]  # type: ignore[assignment]
+        self.chosen_algorithm = DISPATCH[self.algorithm or Push.name]  # type: ignore[assignment]
         self.params = checked_params(
             "ep_dispatch", self.num_ctas, self.block_bytes, None, DEFAULT_PARAMS
         )
@@ -178,7 +178,7 @@ class DispatchCall(OpCall):
         self.capacity = min(ctx.capacity, self.limit)
         self.logical_experts = ctx.num_experts if experts is None else len(experts)
         self.wire_dtype = torch.float8_e4m3fn if self.quantise else self.x.dtype
-        self.chosen.check(self)
+        self.chosen_algorithm.check(self)
 
     def checked_key(self) -> Key:
         """Return the tuning key of the call. Raise if an argument is invalid."""

@@ -28,7 +28,7 @@ from triton_dist.kernels.common.exchange.buffer import (
     checked_params,
     params_for_device,
 )
-from triton_dist.kernels.common.exchange.packet_calls import clear, peers_of
+from triton_dist.kernels.common.exchange.packet_calls import clear_packets, peer_ranks
 from triton_dist.kernels.common.exchange.packets import add_lines, packet_offset, payload_of
 from triton_dist.kernels.common.exchange.protocol import LINE_WORDS, chunk_flag, notify_ranks
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
@@ -165,7 +165,7 @@ def add_sums(
     own = sum_of_choices(y_ptr, y_rows, ep_layout, positions, column, hidden, ep_plan)
     lines, is_sent = tl.tuple([]), tl.tuple([])
     words_ptr = packets.words.to(tl.pointer_type(tl.int32))
-    peers = peers_of(call.rank, NUM_RANKS)
+    peers = peer_ranks(call.rank, NUM_RANKS)
     for peer in tl.static_range(NUM_RANKS - 1):
         line = first_line(packets, peers[peer], first_token + token, row_lines) + index
         lines = lines + (words_ptr + line * 4,)  # noqa: RUF005
@@ -183,7 +183,7 @@ def add_sums(
         tl.store(out, sums.to(out_ptr.dtype.element_ty), mask=column < hidden)
     for peer in tl.static_range(NUM_RANKS - 1):
         line = first_line(packets, peers[peer], first_token + token, row_lines) + index
-        clear(packets.words, line, is_sent[peer])
+        clear_packets(packets.words, line, is_sent[peer])
 
 
 @jit(
@@ -288,7 +288,7 @@ class CombineCall(OpCall):
 
     def __post_init__(self) -> None:
         self.key = self.checked_key() if self.validated_key is None else self.validated_key
-        self.chosen = COMBINE[self.algorithm or CombinePush.name]
+        self.chosen_algorithm = COMBINE[self.algorithm or CombinePush.name]
         params = checked_params(
             "ep_combine", self.num_ctas, self.block_bytes, self.num_chunks, DEFAULT_PARAMS,
             MAX_COMBINE_PROGRAMS,
@@ -298,7 +298,7 @@ class CombineCall(OpCall):
         )
         limit = max_programs(self.num_sms, self.programs_per_sm)
         self.params = replace(params, num_ctas=min(params.num_ctas, limit))
-        self.chosen.check(self)
+        self.chosen_algorithm.check(self)
 
     def checked_key(self) -> Key:
         """Return the tuning key of the call. Raise if an argument is invalid."""
@@ -352,7 +352,7 @@ class CombinePush(Algorithm[CombineCall, Key]):
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
         candidates = dict.fromkeys((params_for_device(DEFAULT_PARAMS), *_COMBINE_PARAMS))
-        return (params.values for params in candidates)
+        return (params.tunable_values for params in candidates)
 
     def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
         nbytes = config["block_bytes"]

@@ -155,8 +155,8 @@ def ep_send(x: torch.Tensor, topk_ids: torch.Tensor, ctx: EPContext, **options: 
         options: other arguments of ``ep_dispatch``. The algorithm must be ``"push"``.
     """
     call = DispatchCall(x, topk_ids, ctx, **options)
-    if call.chosen.name != "push":
-        raise InvalidArgument("ep_send", "algorithm", call.chosen.name, "'push'")
+    if call.chosen_algorithm.name != "push":
+        raise InvalidArgument("ep_send", "algorithm", call.chosen_algorithm.name, "'push'")
     received = call.result()
     call.launch_kernel(received.layout, receive=False)
     await_send = ctx.device.record_event()

@@ -34,18 +34,18 @@ import triton.language as tl
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange.packet_calls import (
-    clear,
+    clear_packets,
     end_call,
     next_epoch,
-    peers_of,
-    shards_of,
+    peer_ranks,
+    received_shards,
 )
 from triton_dist.kernels.common.exchange.packets import (
     packet_offset,
-    peers_at,
+    packet_tag,
+    packet_targets,
     poll_lines,
     send_lines,
-    tag_of,
 )
 from triton_dist.kernels.common.exchange.protocol import LINE_WORDS
 from triton_dist.kernels.common.peers import AWAITED, FLAG, GAVE_UP
@@ -186,7 +186,7 @@ def send_routes(
     EXPERTS: tl.constexpr = ep_plan.EXPERTS
     META_TOKENS: tl.constexpr = ep_plan.META_TOKENS
     COUNT_LINES: tl.constexpr = triton.cdiv(EXPERTS, _COUNTS_PER_LINE)
-    everyone = peers_at(packets, rank, NUM_RANKS) + (packets.words,)  # noqa: RUF005
+    everyone = packet_targets(packets, rank, NUM_RANKS) + (packets.words,)  # noqa: RUF005
     bin = tl.arange(0, ep_plan.BINS)
     for first in range(program * META_TOKENS, max_tokens, programs * META_TOKENS):
         expert, bits, count = read_block(
@@ -194,7 +194,7 @@ def send_routes(
             max_tokens, ep_plan,
         )  # fmt: skip
         epoch = next_epoch(packets.calls)
-        tag = tag_of(epoch, digest)
+        tag = packet_tag(epoch, digest)
         offset = packet_offset(epoch, rank, packets.shard_words, NUM_RANKS, SLOTS)
         token = first + tl.arange(0, META_TOKENS)
         choice = tl.arange(0, ep_plan.TOPK_LANES)[None, :]
@@ -223,8 +223,8 @@ def receive_tokens(
     BLOCK: tl.constexpr = ep_plan.BLOCK
     DTYPE: tl.constexpr = rows_ptr.dtype.element_ty
     PER_LINE: tl.constexpr = LINE_BITS // DTYPE.primitive_bitwidth
-    peers = peers_of(rank, NUM_RANKS)
-    shards = shards_of(packets, epoch, peers, NUM_RANKS, SLOTS)
+    peers = peer_ranks(rank, NUM_RANKS)
+    shards = received_shards(packets, epoch, peers, NUM_RANKS, SLOTS)
     blocks, groups = tl.cdiv(hidden, BLOCK), tl.cdiv(hidden, SCALE_ELEMENTS)
     choice = tl.arange(0, ep_plan.TOPK_LANES)
     in_topk = choice < ep_plan.TOPK
@@ -266,8 +266,8 @@ def receive_tokens(
                     scale = words[4 * (NUM_RANKS - 1 + peer) + place].to(tl.float32, bitcast=True)
                     valid = is_first & (group < groups)
                     tl.store(scales_ptr + row * groups + group, scale, mask=valid)
-                clear(shards[peer], scale_line, is_first)
-            clear(shards[peer], line, is_sent[peer])
+                clear_packets(shards[peer], scale_line, is_first)
+            clear_packets(shards[peer], line, is_sent[peer])
 
 
 @jit
@@ -330,7 +330,7 @@ def lay_out_routes(
         last = packet_offset(epoch - 1, shard, packets.shard_words, NUM_RANKS, SLOTS)
         for first in range(program * _CLEARED_PER_STEP, meta_lines, programs * _CLEARED_PER_STEP):
             cleared = first + tl.arange(0, _CLEARED_PER_STEP)
-            clear(packets.words + last, cleared, cleared < meta_lines)
+            clear_packets(packets.words + last, cleared, cleared < meta_lines)
 
 
 @jit(
@@ -364,7 +364,7 @@ def kernel_dispatch_packets(
         )  # fmt: skip
     elif program < metas + copies:
         own = epoch * 0 + rank * max_tokens
-        targets = peers_at(packets, rank, NUM_RANKS)
+        targets = packet_targets(packets, rank, NUM_RANKS)
         offset = packet_offset(epoch, rank, packets.shard_words, NUM_RANKS, SLOTS)
         offset += meta_lines * LINE_WORDS
         rows, scales = tl.tuple([rows_ptr + own * hidden]), tl.tuple([])
@@ -381,7 +381,7 @@ def kernel_dispatch_packets(
             (token_lines * PER_LINE, token_lines * SCALES_OF_LINE), None, None, tokens, max_tokens,
             hidden, rank, copies, ep_plan,
         )  # fmt: skip
-    tag = tag_of(epoch, digest)
+    tag = packet_tag(epoch, digest)
     if program >= metas + copies:
         lay_out_routes(
             program - metas - copies, tl.num_programs(0) - metas - copies, packets, ep_layout,

@@ -20,9 +20,9 @@ from triton_dist.kernels.common.gemm.scales import (
 )
 from triton_dist.kernels.common.gemm.spaces import (
     fits_gemm,
-    gemm_ms,
     get_config_space,
-    library_ms,
+    predict_gemm_ms,
+    predict_library_ms,
     tiles_with_persistent,
     warp_specialized_tiles,
 )
@@ -75,7 +75,7 @@ def _key(A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any) -> GEMMKey
     (M, K), N = A.shape, B.shape[1]
     A_strides = None if A.is_contiguous() else tuple(A.stride())
     key = GEMMKey(M, N, K, A.dtype, A_strides, tuple(B.stride()))
-    return scaling.key_of(key, A, B)
+    return scaling.extend_key(key, A, B)
 
 
 def _num_waves(key: GEMMKey, config: Mapping[str, Any]) -> float:
@@ -91,7 +91,11 @@ def _predicted_ms(
     config: Mapping[str, Any], /, A: torch.Tensor, B: torch.Tensor, *_: Any, **__: Any
 ) -> float:
     tiles, sizes = config["gemm_config"], (A.shape[0], B.shape[1], A.shape[1], A.dtype)
-    return library_ms(*sizes) if tiles is None else gemm_ms(tiles, *sizes, config["persistent"])
+    return (
+        predict_library_ms(*sizes)
+        if tiles is None
+        else predict_gemm_ms(tiles, *sizes, config["persistent"])
+    )
 
 
 def fits_matmul(

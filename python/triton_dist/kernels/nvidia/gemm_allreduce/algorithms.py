@@ -29,7 +29,7 @@ from triton_dist.kernels.common.exchange.sums import (
 )
 from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.gemm.scales import library_matmul
-from triton_dist.kernels.common.gemm.spaces import TransferCost, op_ms
+from triton_dist.kernels.common.gemm.spaces import TransferCost, predict_op_ms
 from triton_dist.kernels.common.op import Algorithm, Algorithms
 from triton_dist.kernels.common.scatter.algorithms import (
     OneLaunchAlgorithm,
@@ -48,18 +48,21 @@ from triton_dist.kernels.nvidia.gemm_allreduce.context import (
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.symmetric.cuda import group_name, has_operator
 
-# Bytes of a product from which two-shot is the default. Tuning finds the faster algorithm.
-_DEFAULT_TWO_SHOT_BYTES = 1 << 20
+# Bytes of a product from which ``"two_shot"`` is the default. Tuning finds the faster algorithm.
+_MIN_OVERLAPPED_BYTES = 1 << 20
 # torch's all-reduce in symmetric memory requires that a row's bytes are a multiple of this number.
 _ROW_ALIGNMENT_BYTES = 16
 # Numbers of chunks to try with the first tile shapes, and the number of these shapes.
 _CHUNK_COUNTS, _NUM_CHUNKED_SHAPES = (2, 4), 7
 # Launch parameters to try for ``"serial"``, the largest first, which are likely the fastest.
-_LARGE = (LaunchParams(128, 16384), LaunchParams(128, 8192))
+_LARGE_PARAMS = (LaunchParams(128, 16384), LaunchParams(128, 8192))
 _SERIAL_CANDIDATES: dict[str, Sequence[LaunchParams]] = {
-    ONE_SHOT: (*_LARGE, *(LaunchParams(*each) for each in ((64, 8192), (64, 2048), (16, 2048)))),
+    ONE_SHOT: (
+        *_LARGE_PARAMS,
+        *(LaunchParams(*each) for each in ((64, 8192), (64, 2048), (16, 2048))),
+    ),
     TWO_SHOT: (
-        *_LARGE,
+        *_LARGE_PARAMS,
         *(LaunchParams(*each) for each in ((64, 8192), (128, 4096), (32, 8192), (8, 2048))),
     ),
     TWO_SHOT_IN_PACKETS: TWO_SHOT_PACKET_CANDIDATES,
@@ -77,15 +80,15 @@ class Call(SummingCall):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.method is not None:
-            self.algorithm = self.requested(self.method)
-        self.chosen = ALGORITHMS[self.algorithm or BySize.name]
+            self.algorithm = self.requested_algorithm(self.method)
+        self.chosen_algorithm = ALGORITHMS[self.algorithm or BySize.name]
         if self.ctx.num_ranks == 1:  # nothing to sum
-            self.chosen = ALGORITHMS[Collective.name]
-        self.chosen.check(self)
+            self.chosen_algorithm = ALGORITHMS[Collective.name]
+        self.chosen_algorithm.check(self)
 
     @staticmethod
-    def requested(method: enum.Enum | None = None, **_: Any) -> str | None:
-        return ALGORITHMS.requested(method)
+    def requested_algorithm(method: enum.Enum | None = None, **_: Any) -> str | None:
+        return ALGORITHMS.requested_algorithm(method)
 
     @staticmethod
     def key_option(ctx: Any, copy_to_local: bool = True, **_: Any) -> bool:
@@ -110,14 +113,14 @@ class BySize(Algorithm[Call, SummingSizes]):
         # the difference.
         max_M = triton.next_power_of_2(M)
         is_small = (
-            ctx.one_shot_rows >= M
-            and max_M * ctx.N * ctx.output_dtype.itemsize < _DEFAULT_TWO_SHOT_BYTES
+            ctx.max_one_shot_M >= M
+            and max_M * ctx.N * ctx.output_dtype.itemsize < _MIN_OVERLAPPED_BYTES
         )
-        call.chosen = ALGORITHMS[OneShot.name if is_small else TwoShot.name]
-        call.chosen.check(call)
+        call.chosen_algorithm = ALGORITHMS[OneShot.name if is_small else TwoShot.name]
+        call.chosen_algorithm.check(call)
 
     def run(self, call: Call) -> torch.Tensor:
-        raise NotImplementedError  # ``check`` replaces ``call.chosen``
+        raise NotImplementedError  # ``check`` replaces ``call.chosen_algorithm``
 
 
 class OneShot(OneLaunchAlgorithm[Call]):
@@ -135,18 +138,18 @@ class OneShot(OneLaunchAlgorithm[Call]):
         return sizes.nbytes <= MAX_ONE_SHOT_BYTES and sizes.tiles_fit(config, sizes.M)
 
     def check(self, call: Call) -> None:
-        call.check_rows(call.ctx.one_shot_rows)
+        call.check_rows(call.ctx.max_one_shot_M)
         super().check(call)
 
 
 class OneShotInPackets(OneShot):
     """One-shot in packets: 8-byte words, half data and half flag. For very few rows."""
 
-    name, launch_type = "one_shot_in_packets", PacketLaunch
+    name, exchange_launch_class = "one_shot_in_packets", PacketLaunch
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        lowest = spaces.LOWEST_TILE_ROWS
-        return (each for each in super().candidates() if each[0].kwargs["BLOCK_SIZE_M"] == lowest)
+        min_rows = spaces.MIN_TILE_ROWS
+        return (each for each in super().candidates() if each[0].kwargs["BLOCK_SIZE_M"] == min_rows)
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         packet_bytes = sizes.M * packet_bytes_of_row(sizes.B.shape[1], sizes.item_bytes)
@@ -154,7 +157,7 @@ class OneShotInPackets(OneShot):
 
     def check(self, call: Call) -> None:
         super().check(call)
-        call.check_rows(call.ctx.packet_rows)
+        call.check_rows(call.ctx.max_packet_M)
 
 
 class TwoShotInOneLaunch(OneShot):
@@ -178,7 +181,7 @@ class TwoShotInOneLaunch(OneShot):
         return nbytes <= MAX_SUMMED_BYTES and sizes.tiles_fit(config, sizes.M)
 
     def check(self, call: Call) -> None:
-        call.check_rows(call.ctx.exchanged_rows)
+        call.check_rows(call.ctx.max_exchange_M)
         OneLaunchAlgorithm.check(self, call)  # OneShot.check requires fewer rows
 
 
@@ -268,7 +271,11 @@ class Collective(UnfusedAlgorithm[Call]):
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         # CPU ranks test our kernels, so the library is not a candidate there.
-        return sizes.num_ranks == 1 or sizes.requested is not None or current_device().has_nccl
+        return (
+            sizes.num_ranks == 1
+            or sizes.requested_algorithm is not None
+            or current_device().has_nccl
+        )
 
     def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(product, group=call.ctx.group)
@@ -322,7 +329,7 @@ class SymmetricCollective(UnfusedAlgorithm[Call]):
             raise InvalidArgument("gemm_ar", "algorithm", self.name, expected)
 
     def multiply(self, call: Call, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        sums = call.ctx.buffer.spare_sums(A.shape[0])
+        sums = call.ctx.buffer.sums_of_next_slot(A.shape[0])
         return self.sum(call, library_matmul(A, B, call.scaling, sums))
 
     def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
@@ -365,8 +372,8 @@ def predict_ms(config: Mapping[str, Any], sizes: SummingSizes) -> float:
     """Return the predicted milliseconds of a call."""
     (M, K), N, ranks = sizes.A.shape, sizes.B.shape[1], sizes.num_ranks
     exchange = config.get("reduction") or config["algorithm"]
-    shots = ranks if exchange.startswith(ONE_SHOT) else 2
+    num_products_received = ranks if exchange.startswith(ONE_SHOT) else 2
     words = 2 if exchange.endswith("packets") else 1  # half of each packet is a flag, not data
-    received_bytes = M * N * sizes.item_bytes * (ranks - 1) / ranks * shots * words
+    received_bytes = M * N * sizes.item_bytes * (ranks - 1) / ranks * num_products_received * words
     cost, copies = _COSTS[config["algorithm"]], words * (ranks - 1)
-    return op_ms(config, cost, M, N, K, sizes.A.dtype, received_bytes, copies=copies)
+    return predict_op_ms(config, cost, M, N, K, sizes.A.dtype, received_bytes, copies=copies)

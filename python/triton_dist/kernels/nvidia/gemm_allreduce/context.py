@@ -13,14 +13,14 @@ from triton_dist.kernels.common.peers import Disagreements
 from triton_dist.kernels.common.scatter.packets import packet_bytes_of_row
 from triton_dist.kernels.common.scatter.partials import (
     ContextLimits,
-    Slot,
+    ScatterSlot,
     SummingContext,
     TileMemory,
     create,
+    partial_sizes,
     row_block_rows,
-    slot_sizes,
 )
-from triton_dist.kernels.common.slots.epochs import SLOTS, EpochSlots, SlotMemory
+from triton_dist.kernels.common.slots.epochs import NUM_SLOTS, EpochSlots, SlotMemory
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import Group, group_for
 
@@ -56,7 +56,7 @@ class AllReduceSlots(SlotMemory):
         self, max_M: int, N: int, dtype: torch.dtype, group: dist.ProcessGroup | None, name: str
     ) -> None:
         num_ranks = group_for(group).size
-        self.slot_stride, tiles = slot_sizes(row_block_rows(max_M, num_ranks), N)
+        self.slot_stride, tiles = partial_sizes(row_block_rows(max_M, num_ranks), N)
         regions = {
             "partials": ((num_ranks * self.slot_stride,), dtype),
             "sums": ((max_M * N,), dtype),
@@ -67,29 +67,31 @@ class AllReduceSlots(SlotMemory):
         if num_ranks == 1:  # nothing is sent: allocate one element per region
             regions = {region: ((1,), dtype) for region, (_, dtype) in regions.items()}
         flags = ("arrivals", "sum_arrivals", "deferred")
-        kernel_name = "the GEMM that adds over ranks"
+        waiting_kernels = "the GEMM that adds over ranks"
         disagreements = Disagreements(f"the rows of A in {name}", group)
-        slots = EpochSlots(name, regions, flags, kernel_name, group, disagreements=disagreements)
+        slots = EpochSlots(
+            name, regions, flags, waiting_kernels, group, disagreements=disagreements
+        )
         super().__init__(slots)
         self._N = N
         # Created in advance, because tensors created in a graph capture are invalid outside of it.
-        self._tile_memory_by_slot = [self._slot_tile_memory(slot) for slot in range(SLOTS)]
+        self._tile_memories = [self._slot_tile_memory(slot) for slot in range(NUM_SLOTS)]
 
     def tile_memory(self) -> TileMemory:
         """Return the addresses to which a GEMM sends its tiles in the current slot."""
-        return self._tile_memory_by_slot[self.slots.index]
+        return self._tile_memories[self.slots.index]
 
     def sums(self, M: int) -> torch.Tensor:
         """Return the memory [M, N] of the current slot to which owners send sums."""
         return self.slots["sums"].local[: M * self._N].view(M, self._N)
 
-    def spare_sums(self, M: int) -> torch.Tensor:
+    def sums_of_next_slot(self, M: int) -> torch.Tensor:
         """Return the memory [M, N] for sums in the next slot.
 
         A call that does not switch slots uses it, because the current slot may hold the result of
         the last call.
         """
-        sums = self.slots.of_slot(self.slots.next_index, "sums").local
+        sums = self.slots.region_of_slot(self.slots.next_index, "sums").local
         return sums[: M * self._N].view(M, self._N)
 
     def awaited_flags(self, tiles: int) -> dict[str, list[int]]:
@@ -98,18 +100,18 @@ class AllReduceSlots(SlotMemory):
         return {"arrivals": indices, "sum_arrivals": indices}
 
     def free(self) -> None:
-        self._tile_memory_by_slot.clear()
+        self._tile_memories.clear()
         super().free()
 
     def _slot_tile_memory(self, slot: int) -> TileMemory:
-        partials, arrivals, sums, sum_arrivals = (
-            self.slots.of_slot(slot, name)
-            for name in ("partials", "arrivals", "sums", "sum_arrivals")
+        partials, arrivals, sums, sum_arrivals, deferred = (
+            self.slots.region_of_slot(slot, name)
+            for name in ("partials", "arrivals", "sums", "sum_arrivals", "deferred")
         )
         own_partial = self.rank * self.slot_stride * partials.local.element_size()
-        memory = Slot(
+        memory = ScatterSlot(
             partials.local, self.slot_stride, partials.pointers + own_partial, arrivals.pointers,
-            arrivals.local, self.slots.epoch_of(slot), self.slots.of_slot(slot, "deferred").local,
+            arrivals.local, self.slots.control_words_of_slot(slot), deferred.local,
         )  # fmt: skip
         return TileMemory(
             "all", self.rank, self.num_ranks, memory, sums.pointers, sum_arrivals.pointers
@@ -122,24 +124,24 @@ class GEMMAllReduceTensorParallelContext(SummingContext[AllReduceSlots]):
     A context manager.
 
     Attributes:
-        one_shot_rows: maximum M of ``"one_shot"``.
-        packet_rows: maximum M of ``"one_shot_in_packets"``.
-        exchanged_rows: maximum M of ``"two_shot_in_one_launch"``.
+        max_one_shot_M: maximum M of ``"one_shot"``.
+        max_packet_M: maximum M of ``"one_shot_in_packets"``.
+        max_exchange_M: maximum M of ``"two_shot_in_one_launch"``.
         exchange: memory of the algorithms that sum in one launch, and of ``"serial"``.
     """
 
-    title, function, creator = "GEMM-AllReduce", "gemm_ar", "create_gemm_ar_context"
+    op_name, function, creator = "GEMM-AllReduce", "gemm_ar", "create_gemm_ar_context"
 
     def __init__(self, limits: ContextLimits) -> None:
         super().__init__(limits)
         max_M, N, output_dtype, _, group = limits
         row_bytes = N * output_dtype.itemsize
         packet_row_bytes = packet_bytes_of_row(N, output_dtype.itemsize)
-        self.one_shot_rows = min(max_M, MAX_ONE_SHOT_BYTES // row_bytes)
-        self.packet_rows = min(max_M, MAX_PACKET_BYTES // packet_row_bytes)
+        self.max_one_shot_M = min(max_M, MAX_ONE_SHOT_BYTES // row_bytes)
+        self.max_packet_M = min(max_M, MAX_PACKET_BYTES // packet_row_bytes)
         rows = -(-max_M // self.num_ranks)  # rows that one rank owns
         rows = min(rows, max(1, MAX_SUMMED_BYTES // row_bytes // self.num_ranks))
-        self.exchanged_rows = min(max_M, rows * self.num_ranks)
+        self.max_exchange_M = min(max_M, rows * self.num_ranks)
         nbytes = rows * self.num_ranks * packet_row_bytes if self.num_ranks > 1 else 1
         with self.allocating() as add:
             self.buffer = add(AllReduceSlots(max_M, N, output_dtype, group, self.function))

@@ -93,9 +93,9 @@ def gemm_ar(
         copy_to_local: if ``False``, the result may be a view of the context's memory, which saves a
             copy. The next call with the context keeps the view valid; the call after it does not.
         straggler_option: ``(rank, cycles)``: delay ``rank`` by ``cycles`` clock cycles, for tests.
-        algorithm: ``"one_shot"`` (M <= ``ctx.one_shot_rows``), ``"one_shot_in_packets"`` (M <=
-            ``ctx.packet_rows``), ``"two_shot"``, ``"two_shot_in_one_launch"`` (M <=
-            ``ctx.exchanged_rows``), ``"serial"``, ``"collective"`` or ``"symmetric_collective"``
+        algorithm: ``"one_shot"`` (M <= ``ctx.max_one_shot_M``), ``"one_shot_in_packets"`` (M <=
+            ``ctx.max_packet_M``), ``"two_shot"``, ``"two_shot_in_one_launch"`` (M <=
+            ``ctx.max_exchange_M``), ``"serial"``, ``"collective"`` or ``"symmetric_collective"``
             (tuned). Default without tuning: ``"by_size"``, one-shot or two-shot.
         A_scale, B_scale, use_fast_accum: as in ``matmul``, for fp8 operands. The output has the
             context's dtype. All ranks must use scales of equal granularity.

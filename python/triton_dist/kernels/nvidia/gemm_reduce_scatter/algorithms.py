@@ -29,7 +29,7 @@ from triton_dist.kernels.common.gemm.scales import (
     library_matmul,
     library_supports,
 )
-from triton_dist.kernels.common.gemm.spaces import TransferCost, op_ms
+from triton_dist.kernels.common.gemm.spaces import TransferCost, predict_op_ms
 from triton_dist.kernels.common.libraries import LibraryAlgorithm
 from triton_dist.kernels.common.op import Algorithms
 from triton_dist.kernels.common.scatter.algorithms import (
@@ -78,40 +78,40 @@ class Call(SummingCall):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.method is not None or self.fuse_scatter is not None:
-            self.algorithm = self.requested(self.method, self.fuse_scatter)
-        self.chosen = ALGORITHMS[self.algorithm or Fused.name]
-        self.adds_on_arrival = self.sums_on_arrival(self.ctx, self.reduce_st)
-        self.chosen.check(self)
+            self.algorithm = self.requested_algorithm(self.method, self.fuse_scatter)
+        self.chosen_algorithm = ALGORITHMS[self.algorithm or Fused.name]
+        self.adds_on_arrival = self.adds_tiles_on_arrival(self.ctx, self.reduce_st)
+        self.chosen_algorithm.check(self)
 
     @staticmethod
-    def requested(
+    def requested_algorithm(
         method: enum.Enum | None = None, fuse_scatter: bool | None = None, **_: Any
     ) -> str | None:
         if method is None and fuse_scatter is not None:
             return Fused.name if fuse_scatter else CopyEngine.name
-        return ALGORITHMS.requested(method)
+        return ALGORITHMS.requested_algorithm(method)
 
     @staticmethod
-    def sums_on_arrival(ctx: Any, reduce_st: bool | None = None, **_: Any) -> bool:
+    def adds_tiles_on_arrival(ctx: Any, reduce_st: bool | None = None, **_: Any) -> bool:
         if reduce_st and not ctx.reduce_st:
             expected = "a context that was created with reduce_st=True"
             raise InvalidArgument("gemm_rs", "reduce_st", reduce_st, expected)
         return bool(ctx.reduce_st if reduce_st is None else reduce_st)
 
-    key_option = sums_on_arrival
+    key_option = adds_tiles_on_arrival
 
     def check_not_added_on_arrival(self) -> None:
         """Raise if the call sets ``reduce_st``, because only ``"fused"`` adds tiles on arrival."""
         if self.adds_on_arrival:
             expected = f"{Fused.name!r} with reduce_st=True"
-            raise InvalidArgument("gemm_rs", "algorithm", self.chosen.name, expected)
+            raise InvalidArgument("gemm_rs", "algorithm", self.chosen_algorithm.name, expected)
 
 
 class _OverlappedReduceScatter(OverlappedAlgorithm[Call]):
     """Base class of algorithms that send each tile to the owner of its rows during the GEMM."""
 
     mode: ScatterMode
-    launches_type: ClassVar[type[ReduceScatterLaunches]] = ReduceScatterLaunches
+    scattered_launches_class: ClassVar[type[ReduceScatterLaunches]] = ReduceScatterLaunches
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         return sizes.kernel_fits(config)
@@ -120,7 +120,7 @@ class _OverlappedReduceScatter(OverlappedAlgorithm[Call]):
         shape = call.ctx.rows_of_rank(call.A.shape[0]), call.ctx.N
         C = call.A.new_empty(shape, dtype=call.ctx.output_dtype)
         tile_memory = call.ctx.buffer.tile_memory("add" if call.adds_on_arrival else self.mode)
-        return self.launches_type(call, C, tile_memory)
+        return self.scattered_launches_class(call, C, tile_memory)
 
 
 class Fused(_OverlappedReduceScatter):
@@ -153,9 +153,9 @@ class OneLaunch(OneLaunchAlgorithm[Call]):
     def check(self, call: Call) -> None:
         super().check(call)
         call.check_not_added_on_arrival()
-        call.check_rows(call.ctx.exchanged_rows)
+        call.check_rows(call.ctx.max_exchange_M)
         if call.ctx.num_ranks == 1:  # nothing to exchange
-            call.chosen = ALGORITHMS[Fused.name]
+            call.chosen_algorithm = ALGORITHMS[Fused.name]
 
 
 class _CopyEngineLaunches(ReduceScatterLaunches):
@@ -166,25 +166,25 @@ class _CopyEngineLaunches(ReduceScatterLaunches):
         if ctx.num_ranks == 1:
             return super().run()
         rows, stream = ctx.rows_of_rank(call.A.shape[0]), ctx.device.current_stream()
-        pushes = ctx.buffer.pushes(rows, call.gemm_config, call.num_chunks)
+        push_transfer = ctx.buffer.push_transfer(rows, call.gemm_config, call.num_chunks)
         try:
             # The running GEMM waits for pushes that the peers queue after they have launched their
             # GEMM. Freeing GPU memory waits for the GEMM. If all ranks freed memory here, before
             # they queue the pushes, they would deadlock.
             with no_garbage_collection():
-                pushes.fork(stream)
+                push_transfer.fork(stream)
                 self.multiply()
-                pushes.queue()  # before launches that may block the host until the GEMM ends
-            self.add_deferred()
+                push_transfer.queue()  # before launches that may block the host until the GEMM ends
+            self.add_deferred_tiles()
         finally:  # even if a wait in the kernel gave up, because the pushes still complete
-            pushes.join(stream)
+            push_transfer.join(stream)
 
 
 class CopyEngine(_OverlappedReduceScatter):
     """Tiles are stored locally. A copy engine pushes each complete chunk of a peer's rows."""
 
     name, tunables = "copy_engine", ("gemm_config", "persistent", "num_chunks")
-    mode, launches_type, uses_copy_engines = "row_block", _CopyEngineLaunches, True
+    mode, scattered_launches_class, uses_copy_engines = "row_block", _CopyEngineLaunches, True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         persistent = current_device().prefers_descriptors
@@ -221,30 +221,34 @@ class _RowBlockLaunches(ReduceScatterLaunches):
     """
 
     def run(self) -> None:
-        call, ctx, pushed = self.call, self.call.ctx, None
+        call, ctx, last_transfer = self.call, self.call.ctx, None
         A, B, stream = call.A.detach(), call.B.detach(), ctx.device.current_stream()
         try:
-            for first, C, push in ctx.buffer.products(len(self.C), _sum_tiles(), call.num_chunks):
+            for first, C, transfer in ctx.buffer.row_block_products(
+                len(self.C), _sum_tiles(), call.num_chunks
+            ):
                 rows, A_scale = slice(first, first + len(C)), call.A_scale
                 if A_scale is not None and A_scale.numel() > 1:
                     # Copy BLOCK scales, because their stride along K must be the number of rows.
                     A_scale = A_scale[rows].t().contiguous().t()
                 library_matmul(A[rows], B, call.scaling._replace(A_scale=A_scale), C)
-                if push is not None:
-                    pushed = push
-                    push.fork(stream)
-                    push.queue()
+                if transfer is not None:
+                    last_transfer = transfer
+                    transfer.fork(stream)
+                    transfer.queue()
             self._launch(("sum", *self.key), self._sum_launch, self._outputs())
         finally:
-            if pushed is not None:  # all pushes are on one stream
-                pushed.join(stream)
+            if last_transfer is not None:  # all pushes are on one stream
+                last_transfer.join(stream)
 
     def compile(self) -> None:
         self._sum_launch().compile()
 
     def _sum_launch(self) -> Launch:
-        call, to = self.call, self.tile_memory
-        return add_row_block(self.C, call.bias, _sum_tiles(), to, len(call.A), call.num_chunks)
+        call, config = self.call, _sum_tiles()
+        return add_row_block(
+            self.C, call.bias, config, self.tile_memory, len(call.A), call.num_chunks
+        )
 
 
 class RowBlocks(_OverlappedReduceScatter):
@@ -256,7 +260,7 @@ class RowBlocks(_OverlappedReduceScatter):
     """
 
     name, tunables = "row_blocks", ("num_chunks",)
-    mode, launches_type, uses_copy_engines = "row_block", _RowBlockLaunches, True
+    mode, scattered_launches_class, uses_copy_engines = "row_block", _RowBlockLaunches, True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         return ((num_chunks,) for num_chunks in _FEW_CHUNK_COUNTS)
@@ -278,7 +282,7 @@ class RowBlocks(_OverlappedReduceScatter):
         rows = call.ctx.rows_of_rank(call.A.shape[0])
         if call.A.dtype in FP8 and call.A.device.type != "cpu" and rows % _FP8_ROW_MULTIPLE:
             # Other calls of the tuning key may have a valid number of rows, so do not raise.
-            call.chosen = ALGORITHMS[Collective.name]
+            call.chosen_algorithm = ALGORITHMS[Collective.name]
 
     def flags_per_row_block(self, call: Call) -> int:
         return call.num_chunks
@@ -310,7 +314,7 @@ class Serial(UnfusedAlgorithm[Call]):
     def check(self, call: Call) -> None:
         super().check(call)
         call.check_not_added_on_arrival()
-        call.check_rows(call.ctx.exchanged_rows)
+        call.check_rows(call.ctx.max_exchange_M)
         checked_params("gemm_rs", call.num_ctas, call.block_bytes, call.num_chunks)
 
     def compile(self, call: Call) -> None:
@@ -359,7 +363,7 @@ class AsyncTP(Collective):
         libraries.check_async_tp("gemm_rs", libraries.MATMUL_REDUCE_SCATTER, call.ctx.num_ranks)
 
     def multiply(self, call: Call, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        scales = call.scaling.row_wise(A, B)
+        scales = call.scaling.row_wise_scales(A, B)
         return libraries.async_tp_matmul_scatter(A, B, call.ctx.group, scales)
 
 
@@ -383,4 +387,4 @@ def predict_ms(config: Mapping[str, Any], sizes: SummingSizes) -> float:
     (M, K), N, ranks = sizes.A.shape, sizes.B.shape[1], sizes.num_ranks
     received_bytes = M * N * sizes.item_bytes * (ranks - 1) / ranks
     cost = _COSTS[config["algorithm"]]
-    return op_ms(config, cost, M, N, K, sizes.A.dtype, received_bytes, copies=ranks - 1)
+    return predict_op_ms(config, cost, M, N, K, sizes.A.dtype, received_bytes, copies=ranks - 1)

@@ -13,8 +13,8 @@ from triton_dist.errors import CaptureInProgress
 from triton_dist.kernels.common.context import Check
 from triton_dist.kernels.common.exchange.buffer import (
     ExchangeBuffer,
-    bytes_of_slot,
-    shard_elements,
+    padded_shard_numel,
+    slot_bytes_for_shards,
 )
 from triton_dist.kernels.common.gemm.spaces import FEW_ROWS, MAX_SPLIT_K
 from triton_dist.kernels.common.peers import Disagreements
@@ -23,14 +23,14 @@ from triton_dist.kernels.common.scatter.partials import (
     Chunks,
     ContextLimits,
     ScatterMode,
-    Slot,
+    ScatterSlot,
     SummingContext,
     TileMemory,
     chunks_of_row_block,
     create,
-    slot_sizes,
+    partial_sizes,
 )
-from triton_dist.kernels.common.slots.epochs import SLOTS, EpochSlots, SlotMemory
+from triton_dist.kernels.common.slots.epochs import NUM_SLOTS, EpochSlots, SlotMemory
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.transfer import AwaitFlag, Copy, SetFlag, Step
 from triton_dist.runtime.launch import BoundedDict
@@ -70,7 +70,7 @@ class PartialsBuffer(SlotMemory):
     ) -> None:
         self._device = current_device()
         num_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
-        self.slot_stride, tiles = slot_sizes(max_rows, N)
+        self.slot_stride, tiles = partial_sizes(max_rows, N)
         regions = {
             "partials": ((num_ranks * self.slot_stride,), dtype),
             "arrivals": ((tiles * num_ranks,), torch.int64),
@@ -81,9 +81,11 @@ class PartialsBuffer(SlotMemory):
         if has_sums:
             regions["sums"] = ((self.slot_stride,), torch.float32)
             zeroed += ("sums",)
-        kernel_name = "the GEMM that sends tiles"
+        waiting_kernels = "the GEMM that sends tiles"
         disagreements = Disagreements(f"the rows of A in {name}", group)
-        slots = EpochSlots(name, regions, zeroed, kernel_name, group, disagreements=disagreements)
+        slots = EpochSlots(
+            name, regions, zeroed, waiting_kernels, group, disagreements=disagreements
+        )
         super().__init__(slots)
         self.has_sums, self._N, self._dtype = has_sums, N, dtype
         self._stream: Any = self._device.copy_stream(stream)
@@ -91,7 +93,7 @@ class PartialsBuffer(SlotMemory):
         # Created in advance, because tensors created in a graph capture are invalid outside of it.
         # Mode "row_block" is excluded, because it needs the staging buffer.
         modes: tuple[ScatterMode, ...] = ("tile", "add") if has_sums else ("tile",)
-        self._tile_memories = {mode: self._tile_memory_by_slot(mode) for mode in modes}
+        self._tile_memories_by_mode = {mode: self._build_tile_memories(mode) for mode in modes}
         self._transfers: BoundedDict[Any, Any] = BoundedDict()
 
     def tile_memory(self, mode: ScatterMode) -> TileMemory:
@@ -100,32 +102,32 @@ class PartialsBuffer(SlotMemory):
         Raises:
             CaptureInProgress: the first call with ``"row_block"`` is captured.
         """
-        cached = self._tile_memories.get(mode)
-        if cached is None:
+        tile_memories = self._tile_memories_by_mode.get(mode)
+        if tile_memories is None:
             if self._device.is_capturing():
                 raise CaptureInProgress(
                     "gemm_rs",
                     "the first call that pushes row blocks allocates memory, which must outlive "
                     "the graph. Make one such call before the capture.",
                 )
-            cached = self._tile_memories[mode] = self._tile_memory_by_slot(mode)
-        return cached[self.slots.index]
+            tile_memories = self._tile_memories_by_mode[mode] = self._build_tile_memories(mode)
+        return tile_memories[self.slots.index]
 
-    def pushes(self, rows: int, config: triton.Config, num_chunks: int) -> Any:
+    def push_transfer(self, rows: int, config: triton.Config, num_chunks: int) -> Any:
         """Return the transfer that pushes the staged row block of each peer, ``rows`` rows.
 
         The transfer pushes each chunk when all tiles of the chunk are staged, then sets the chunk's
         flag on the peer.
         """
-        return self._cached(rows, config, num_chunks, self._pushes)
+        return self._cached(rows, config, num_chunks, self._build_push_transfer)
 
-    def products(self, rows: int, config: triton.Config, num_chunks: int) -> Any:
+    def row_block_products(self, rows: int, config: triton.Config, num_chunks: int) -> Any:
         """Return (first row of A, memory for the product, push) of each product of a call.
 
-        Row blocks of peers come first, in the order from rank + 1, in the chunks of ``pushes``. The
-        last product is the row block of this rank, which is not pushed.
+        Row blocks of peers come first, in the order from rank + 1, in the chunks of
+        ``push_transfer``. The last product is the row block of this rank, which is not pushed.
         """
-        return self._cached(rows, config, num_chunks, self._products)
+        return self._cached(rows, config, num_chunks, self._build_row_block_products)
 
     def awaited_flags(self, num_flags: int) -> dict[str, list[int]]:
         """Return the indices of the flags that a call awaits; a row block has ``num_flags``."""
@@ -133,7 +135,7 @@ class PartialsBuffer(SlotMemory):
 
     def free(self) -> None:
         self._stream.close()
-        self._tile_memories.clear()
+        self._tile_memories_by_mode.clear()
         self._transfers.clear()
         self._staging = None
         super().free()
@@ -149,28 +151,30 @@ class PartialsBuffer(SlotMemory):
                 )
         return self._staging
 
-    def _tile_memory_by_slot(self, mode: ScatterMode) -> list[TileMemory]:
-        return [self._slot_tile_memory(slot, mode) for slot in range(SLOTS)]
+    def _build_tile_memories(self, mode: ScatterMode) -> list[TileMemory]:
+        return [self._slot_tile_memory(slot, mode) for slot in range(NUM_SLOTS)]
 
     def _slot_tile_memory(self, slot: int, mode: ScatterMode) -> TileMemory:
-        partials, arrivals = (self.slots.of_slot(slot, name) for name in ("partials", "arrivals"))
+        partials, arrivals, deferred = (
+            self.slots.region_of_slot(slot, name) for name in ("partials", "arrivals", "deferred")
+        )
         own_partial = self.rank * self.slot_stride * partials.local.element_size()
         flags = arrivals.pointers
         if mode == "tile":
             targets = partials.pointers + own_partial
         elif mode == "add":
-            partials = self.slots.of_slot(slot, "sums")
+            partials = self.slots.region_of_slot(slot, "sums")
             targets = partials.pointers
         else:
             addresses = [staged.data_ptr() for staged in self._staging_buffer()]
             addresses[self.rank] = partials.local.data_ptr() + own_partial
-            counters = self.slots.of_slot(slot, "counters").local
+            counters = self.slots.region_of_slot(slot, "counters").local
             targets = torch.tensor(addresses, dtype=torch.int64, device=counters.device)
             first_counters = [each.data_ptr() for each in counters.view(self.num_ranks, MAX_CHUNKS)]
             flags = torch.tensor(first_counters, dtype=torch.int64, device=counters.device)
-        slot_argument = Slot(
+        slot_argument = ScatterSlot(
             partials.local, self.slot_stride, targets, flags, arrivals.local,
-            self.slots.epoch_of(slot), self.slots.of_slot(slot, "deferred").local,
+            self.slots.control_words_of_slot(slot), deferred.local,
         )  # fmt: skip
         return TileMemory(mode, self.rank, self.num_ranks, slot_argument)
 
@@ -184,10 +188,10 @@ class PartialsBuffer(SlotMemory):
             cached = self._transfers[key] = transfers, config
         return cached[0]
 
-    def _pushes(self, rows: int, chunks: Chunks) -> Any:
-        return self._device.transfer(list(self._push(chunks)), [self._stream])
+    def _build_push_transfer(self, rows: int, chunks: Chunks) -> Any:
+        return self._device.transfer(list(self._push_steps(chunks)), [self._stream])
 
-    def _push(self, chunks: Chunks) -> Iterable[Step]:
+    def _push_steps(self, chunks: Chunks) -> Iterable[Step]:
         counters = self.slots["counters"].local
         for step in range(1, self.num_ranks):
             peer = (self.rank + step) % self.num_ranks
@@ -197,28 +201,30 @@ class PartialsBuffer(SlotMemory):
                 # Reset the counter, so that the next use of the slot can count again.
                 yield AwaitFlag(0, counters, counter, tiles)
                 yield SetFlag(0, counters, counter, 0)
-                yield from self._push_chunk(peer, chunk, begin, end)
+                yield from self._chunk_push_steps(peer, chunk, begin, end)
                 begin = end
 
-    def _push_chunk(self, peer: int, chunk: int, begin: int, end: int) -> Iterator[Step]:
+    def _chunk_push_steps(self, peer: int, chunk: int, begin: int, end: int) -> Iterator[Step]:
         """Yield the copies of elements ``begin`` to ``end`` of a peer's row block and its flag."""
         target = self.slots["partials"].peers[peer][self.rank * self.slot_stride :]
         yield Copy(0, target[begin:end], self._staging_buffer()[peer][begin:end])
         flags, flag = self.slots["arrivals"].peers[peer], chunk * self.num_ranks + self.rank
         yield Copy(0, flags[flag : flag + 1], self.slots.epoch[:1])
 
-    def _products(self, rows: int, chunks: Chunks) -> list[tuple[int, torch.Tensor, Any]]:
-        products: list[tuple[int, torch.Tensor, Any]] = []
+    def _build_row_block_products(
+        self, rows: int, chunks: Chunks
+    ) -> list[tuple[int, torch.Tensor, Any]]:
+        row_block_products: list[tuple[int, torch.Tensor, Any]] = []
         for step in range(1, self.num_ranks):
             peer = (self.rank + step) % self.num_ranks
             for chunk, first in enumerate(range(0, rows, chunks.rows[0])):
                 begin, end = first * self._N, (first + chunks.rows[chunk]) * self._N
                 memory = self._staging_buffer()[peer][begin:end].view(-1, self._N)
-                push = [*self._push_chunk(peer, chunk, begin, end)]
-                transfer = self._device.transfer(push, [self._stream])
-                products.append((peer * rows + first, memory, transfer))
+                push_steps = [*self._chunk_push_steps(peer, chunk, begin, end)]
+                transfer = self._device.transfer(push_steps, [self._stream])
+                row_block_products.append((peer * rows + first, memory, transfer))
         own = self.slots["partials"].local[self.rank * self.slot_stride :][: rows * self._N]
-        return [*products, (self.rank * rows, own.view(rows, self._N), None)]
+        return [*row_block_products, (self.rank * rows, own.view(rows, self._N), None)]
 
 
 class GEMMReduceScatterTensorParallelContext(SummingContext[PartialsBuffer]):
@@ -229,21 +235,23 @@ class GEMMReduceScatterTensorParallelContext(SummingContext[PartialsBuffer]):
     Attributes:
         reduce_st: default of ``gemm_rs(reduce_st=…)``.
         exchange: memory of ``"one_launch"`` and ``"serial"``.
-        exchanged_rows: maximum M of ``"one_launch"`` and ``"serial"``.
+        max_exchange_M: maximum M of ``"one_launch"`` and ``"serial"``.
     """
 
-    title, function, creator = "GEMM-ReduceScatter", "gemm_rs", "create_gemm_rs_context"
+    op_name, function, creator = "GEMM-ReduceScatter", "gemm_rs", "create_gemm_rs_context"
 
     def __init__(self, limits: ContextLimits, reduce_st: bool, rs_stream: Any) -> None:
         super().__init__(limits)
         max_M, N, output_dtype, _, group = limits
         self.reduce_st, num_ranks = reduce_st, self.num_ranks
         rows_per_rank = min(max_M, MAX_EXCHANGED_BYTES // (N * output_dtype.itemsize)) // num_ranks
-        self.exchanged_rows = rows_per_rank * num_ranks if num_ranks > 1 else 0
+        self.max_exchange_M = rows_per_rank * num_ranks if num_ranks > 1 else 0
         # Split tiles have MAX_SPLIT_K partials per rank, of up to FEW_ROWS rows in total.
-        split = MAX_SPLIT_K * shard_elements(min(rows_per_rank, -(-FEW_ROWS // num_ranks)) * N)
-        elements = max(1, rows_per_rank * N, split)
-        nbytes = bytes_of_slot(elements, output_dtype, num_ranks)
+        split_numel = MAX_SPLIT_K * padded_shard_numel(
+            min(rows_per_rank, -(-FEW_ROWS // num_ranks)) * N
+        )
+        elements = max(1, rows_per_rank * N, split_numel)
+        nbytes = slot_bytes_for_shards(elements, output_dtype, num_ranks)
         with self.allocating() as add:
             self.buffer = add(
                 PartialsBuffer(

@@ -94,7 +94,7 @@ def gemm_rs(
         num_ctas: number of programs of the reduce-scatter of ``"serial"`` (tuned).
         block_bytes: bytes that one of these programs moves at a time (tuned).
         algorithm: ``"fused"`` (default without tuning), ``"one_launch"`` or ``"serial"`` (both for
-            M <= ``ctx.exchanged_rows``), ``"copy_engine"``, ``"row_blocks"``, ``"collective"`` or
+            M <= ``ctx.max_exchange_M``), ``"copy_engine"``, ``"row_blocks"``, ``"collective"`` or
             ``"async_tp"`` (tuned).
         A_scale, B_scale, use_fast_accum: as in ``matmul``, for fp8 operands. The output has the
             context's dtype. All ranks must use scales of equal granularity.

@@ -18,16 +18,16 @@ from triton_dist.kernels.common.context import (
     tensor_checks,
 )
 from triton_dist.kernels.common.gemm.scales import FP8, NO_SCALING, Scaling, scaling_of
-from triton_dist.kernels.common.gemm.spaces import gemm_ms, library_ms
+from triton_dist.kernels.common.gemm.spaces import predict_gemm_ms, predict_library_ms
 from triton_dist.kernels.common.moe.positions import Positions
 from triton_dist.kernels.common.moe.product import grouped_product, weights_layout
 from triton_dist.kernels.common.moe.routing import BlockMap, block_map, check_ids
 from triton_dist.kernels.common.moe.rows import (
     ROWS_OF_SINGLE_TILE,
-    check_library,
+    check_grouped_library,
     clear_padding_rows,
     gather_rows,
-    has_fast_library,
+    has_library_kernel,
     is_library_candidate,
     multiply_sorted,
     restore_row_order,
@@ -44,7 +44,7 @@ from triton_dist.runtime.launch import BoundedDict, Launch
 ORDERS = ("route", "sorted")
 SILU_MUL = "silu_mul"
 ROUTES_OF_ROW = {"gathered": 1, "position": 0}
-"""``routes_of_row`` of ``grouped_product``, by ``GroupedKey.rows`` of ``Positions``."""
+"""``routes_per_row`` of ``grouped_product``, by ``GroupedKey.rows`` of ``Positions``."""
 # Signatures of operands that passed the checks: checking takes several us, a lookup less.
 _CHECKED_KEYS: BoundedDict[Any, Any] = BoundedDict()
 
@@ -129,7 +129,7 @@ class GroupedKey(NamedTuple):
         routing: Any = topk_ids
         position_sizes: tuple[Any, ...] = ()
         if isinstance(topk_ids, Positions):
-            order, routing, position_sizes = "sorted", topk_ids.ends, topk_ids.shape_of_key
+            order, routing, position_sizes = "sorted", topk_ids.ends, topk_ids.key_parts
 
         def make_key() -> GroupedKey:
             M, topk, rows, *_ = position_sizes or (*routing.shape, "route")
@@ -139,7 +139,7 @@ class GroupedKey(NamedTuple):
             unscaled_key = cls(
                 M, N, K, E, topk, A.dtype, weights_layout(B), rows, order, activation
             )
-            return scaling.key_of(unscaled_key, A, B)
+            return scaling.extend_key(unscaled_key, A, B)
 
         device = current_device().torch_device
         signature = operand_signature(B, A, B, routing), device, position_sizes
@@ -178,8 +178,8 @@ class Call(GEMMCall):
         self.output_dtype = scaling.output_dtype(self.A)
         self.output_columns = self.key.N // (1 if self.activation is None else 2)
         """Columns of the result."""
-        self.chosen = ALGORITHMS[self.algorithm or Tiled.name]
-        self.chosen.check(self)
+        self.chosen_algorithm = ALGORITHMS[self.algorithm or Tiled.name]
+        self.chosen_algorithm.check(self)
 
     def empty_product(self) -> torch.Tensor:
         return self.A.new_empty(self.topk_ids.numel(), self.output_columns, dtype=self.output_dtype)
@@ -227,7 +227,7 @@ class Tiled(Algorithm[Call, GroupedKey]):
         product = grouped_product(
             call.A, call.B, C, blocks, call.gemm_config,
             is_sorted=call.key.order == "sorted", silu_mul=call.activation is not None,
-            scales=call.scales, routes_of_row=ROUTES_OF_ROW.get(call.key.rows),
+            scales=call.scales, routes_per_row=ROUTES_OF_ROW.get(call.key.rows),
         )  # fmt: skip
         return C, blocks, product
 
@@ -240,13 +240,13 @@ class Library(Algorithm[Call, GroupedKey]):
     is_fallback = True
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return [()] if has_fast_library() else []
+        return [()] if has_library_kernel() else []
 
     def fits(self, config: Mapping[str, Any], sizes: GroupedKey) -> bool:
         return is_library_candidate(sizes)
 
     def check(self, call: Call) -> None:
-        check_library("grouped_gemm", self.name, call.key)
+        check_grouped_library("grouped_gemm", self.name, call.key)
 
     def compile(self, call: Call) -> None:
         if isinstance(call.topk_ids, Positions):
@@ -314,5 +314,5 @@ def predict_ms(config: Mapping[str, Any], key: GroupedKey) -> float:
     """Return the predicted milliseconds of a call whose experts have equal numbers of routes."""
     sizes = key.M * key.topk, key.N, key.K, key.dtype
     if config["algorithm"] == Library.name:
-        return library_ms(*sizes, key.E)
-    return gemm_ms(config["gemm_config"], *sizes, experts=key.E)
+        return predict_library_ms(*sizes, key.E)
+    return predict_gemm_ms(config["gemm_config"], *sizes, experts=key.E)

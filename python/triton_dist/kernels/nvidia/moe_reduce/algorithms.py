@@ -18,9 +18,9 @@ from triton_dist.kernels.common.moe.product import grouped_product
 from triton_dist.kernels.common.moe.routing import block_map
 from triton_dist.kernels.common.moe.rows import (
     ROWS_OF_SINGLE_TILE,
-    check_library,
+    check_grouped_library,
     gather_rows,
-    has_fast_library,
+    has_library_kernel,
     is_library_candidate,
     multiply_sorted,
     sorted_scales,
@@ -181,7 +181,7 @@ class SumAlgorithm(Algorithm[SumCall, SumSizes]):
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         if self.product is LibraryProduct:
-            yield from ((each,) for each in self.values_of_last_tunable() if has_fast_library())
+            yield from ((each,) for each in self.values_of_last_tunable() if has_library_kernel())
         else:
             yield from itertools.product(grouped_tiles(), self.values_of_last_tunable())
 
@@ -210,7 +210,7 @@ class SumAlgorithm(Algorithm[SumCall, SumSizes]):
         if self.product is TiledProduct:
             check_tiles(call.ctx_type.function, call.tiles, self.name)
         else:
-            check_library(call.ctx_type.function, self.name, call.key)
+            check_grouped_library(call.ctx_type.function, self.name, call.key)
 
 
 class Chunks(SumAlgorithm):

@@ -15,9 +15,9 @@ from triton_dist.kernels.common.exchange.buffer import (
     ExchangeBuffer,
     LaunchParams,
     all_gather_exchange,
-    bytes_of_slot,
     params_for_device,
     reduce_scatter_exchange,
+    slot_bytes_for_shards,
 )
 from triton_dist.kernels.common.exchange.sums import (
     MAX_ONE_SHOT_BYTES,
@@ -50,7 +50,7 @@ class MoEReduceRSContext(MoESumContext):
     A context manager.
     """
 
-    title, function = "grouped GEMM + ReduceScatter", "run_moe_reduce_rs"
+    op_name, function = "grouped GEMM + ReduceScatter", "run_moe_reduce_rs"
     creator, reductions = "create_moe_rs_context", (PUSH, TOPK_EXCHANGE)
     has_all_rows = False
 
@@ -58,8 +58,8 @@ class MoEReduceRSContext(MoESumContext):
         super().__init__(limits)
         N, dtype, n_chunks_max, group = self.N, self.dtype, self.n_chunks_max, limits.group
         rows = self.block_rows(self.max_tokens)
-        exchanged_rows = min(rows, MAX_EXCHANGED_BYTES // (self.num_ranks * N * dtype.itemsize))
-        nbytes = bytes_of_slot(max(1, exchanged_rows) * N, dtype, self.num_ranks)
+        max_exchange_M = min(rows, MAX_EXCHANGED_BYTES // (self.num_ranks * N * dtype.itemsize))
+        nbytes = slot_bytes_for_shards(max(1, max_exchange_M) * N, dtype, self.num_ranks)
         with self.allocating() as add:
             self.buffer = add(PushedColumns(rows, N, dtype, n_chunks_max, group, self.function))
             disagreements, name = self.buffer.disagreements, f"the exchange of {self.function}"
@@ -98,7 +98,7 @@ class MoEReduceARContext(MoESumContext):
     A context manager.
     """
 
-    title, function = "grouped GEMM + AllReduce", "run_moe_reduce_ar"
+    op_name, function = "grouped GEMM + AllReduce", "run_moe_reduce_ar"
     creator, reductions = "create_moe_ar_context", (TWO_SHOT, ONE_SHOT, TOPK_EXCHANGE)
     has_all_rows = True
     exchange: SumBuffer

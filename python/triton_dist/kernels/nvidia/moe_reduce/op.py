@@ -42,7 +42,7 @@ import triton
 
 from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.context import raise_first_error
-from triton_dist.kernels.common.moe.summing import id_variants, ids_as_text, sum_routes
+from triton_dist.kernels.common.moe.summing import id_variants, ids_digest_text, sum_routes
 from triton_dist.kernels.common.op import op
 from triton_dist.kernels.nvidia.grouped_gemm import grouped_gemm
 from triton_dist.kernels.nvidia.moe_reduce.algorithms import AllReduceCall, ReduceScatterCall
@@ -55,7 +55,7 @@ from triton_dist.kernels.nvidia.moe_reduce.context import MoEReduceARContext, Mo
     sizes=ReduceScatterCall.sizes,
     key_fn=ReduceScatterCall.key_fn,
     key_sizes=("M",),
-    agree_fn=ids_as_text,
+    agree_fn=ids_digest_text,
     input_variants_fn=id_variants,
     version="1",  # change when the shipped results (records/) must no longer be used
 )
@@ -159,7 +159,7 @@ def run_moe_reduce_rs_triton_non_overlap(
     sizes=AllReduceCall.sizes,
     key_fn=AllReduceCall.key_fn,
     key_sizes=("M",),
-    agree_fn=ids_as_text,
+    agree_fn=ids_digest_text,
     input_variants_fn=id_variants,
     version="1",  # change when the shipped results (records/) must no longer be used
 )

@@ -84,7 +84,7 @@ class Sizes(NamedTuple):
 
     shard_nbytes: int
     num_ranks: int
-    requested: str | None
+    requested_algorithm: str | None
     """Algorithm that the keyword ``method`` selects, or ``None``."""
 
 
@@ -118,8 +118,8 @@ class ShardsCall(OpCall):
         if self.straggler_option is not None:
             check_straggler(self.algorithms.function, self.straggler_option)
         if self.method is not None:
-            self.algorithm = self.algorithms.requested(self.method)
-        self.chosen = self.algorithms[self.algorithm or Push.name]
+            self.algorithm = self.algorithms.requested_algorithm(self.method)
+        self.chosen_algorithm = self.algorithms[self.algorithm or Push.name]
         self.params = checked_params(
             self.algorithms.function, self.num_ctas, self.block_bytes, self.num_chunks
         )
@@ -169,7 +169,7 @@ class ShardsCall(OpCall):
         cls.check(x, ctx, output)
         elements = cls.shard_elements(x, ctx)
         key = tune.bucket(elements), x.dtype, fits_vectors(x, elements), ctx.num_ranks
-        return key if method is None else (*key, cls.algorithms.requested(method))
+        return key if method is None else (*key, cls.algorithms.requested_algorithm(method))
 
     @classmethod
     def sizes(
@@ -183,7 +183,7 @@ class ShardsCall(OpCall):
     ) -> Sizes:
         """Return the sizes that determine which configs are worth trying."""
         shard_nbytes = cls.shard_elements(x, ctx) * x.element_size()
-        return Sizes(shard_nbytes, ctx.num_ranks, cls.algorithms.requested(method))
+        return Sizes(shard_nbytes, ctx.num_ranks, cls.algorithms.requested_algorithm(method))
 
     @classmethod
     def shard_elements(cls, x: torch.Tensor, ctx: ShardContext) -> int:
@@ -223,7 +223,7 @@ class Push(_Algorithm):
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
         candidates = dict.fromkeys((params_for_device(), *SMALL_PARAMS, *LARGE_PARAMS))
-        return (params.values for params in candidates)
+        return (params.tunable_values for params in candidates)
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         return is_worth_trying(params_from_config(config), sizes.shard_nbytes)
@@ -257,7 +257,7 @@ class CopyEngine(Push):
     name = "copy_engine"
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return (params.values for params in _COPY_ENGINE_PARAMS)
+        return (params.tunable_values for params in _COPY_ENGINE_PARAMS)
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         if sizes.num_ranks == 1 or sizes.shard_nbytes * sizes.num_ranks < _MIN_COPY_ENGINE_BYTES:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from triton_dist.errors import ContextFinalized
 from triton_dist.kernels.common.collective import context as collective_context
 from triton_dist.kernels.common.collective.pushed import PushedShards
-from triton_dist.kernels.common.exchange.buffer import shard_bytes
+from triton_dist.kernels.common.exchange.buffer import padded_shard_bytes
 from triton_dist.runtime.ranks import Group
 
 
@@ -21,7 +21,7 @@ class ShardContext(collective_context.CollectiveContext):
         self, workspace_nbytes: int, local_world_size: int, group: dist.ProcessGroup | None
     ) -> None:
         super().__init__(workspace_nbytes, local_world_size, group)
-        shard_nbytes = shard_bytes(workspace_nbytes, self.num_ranks)
+        shard_nbytes = padded_shard_bytes(workspace_nbytes, self.num_ranks)
         with self.allocating() as add:
             disagreements = self.buffer.disagreements
             self._pushed = add(PushedShards(shard_nbytes, group, self.name, disagreements))
@@ -29,7 +29,7 @@ class ShardContext(collective_context.CollectiveContext):
     @staticmethod
     def slot_bytes(nbytes: int, num_ranks: int) -> int:
         """Return the bytes of a slot, which receives one shard from each rank."""
-        return num_ranks * shard_bytes(nbytes, num_ranks)
+        return num_ranks * padded_shard_bytes(nbytes, num_ranks)
 
     @property
     def pushed(self) -> PushedShards:

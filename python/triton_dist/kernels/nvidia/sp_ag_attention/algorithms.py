@@ -93,7 +93,7 @@ class AttentionCall(OpCall):
             self.is_causal and self.zigzag, len(self.lengths), self.ctx.num_ranks,
         )  # fmt: skip
         self.backend = self.backend or backends()[0]
-        self.chosen = ALGORITHMS[self.algorithm or CopyEngine.name]
+        self.chosen_algorithm = ALGORITHMS[self.algorithm or CopyEngine.name]
         if self.backend not in backends():
             expected = f"None or one of {', '.join(map(repr, backends()))}"
             raise InvalidArgument("sp_ag_attention", "backend", self.backend, expected)
@@ -216,7 +216,7 @@ class AttentionCall(OpCall):
                     dq[:, rows] += dq_part
                     dkv[source, 0, :, keys], dkv[source, 1, :, keys] = dkv_part
 
-        self.chosen.gather(self, attend)  # type: ignore[attr-defined]
+        self.chosen_algorithm.run_gathered(self, attend)  # type: ignore[attr-defined]
         if num_ranks == 1:
             dk, dv = dkv[0]
         else:

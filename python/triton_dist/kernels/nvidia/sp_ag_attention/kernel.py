@@ -6,7 +6,7 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.kernels.common.peers import flag_of, timeout_word_of
+from triton_dist.kernels.common.peers import current_flag, timeout_words_at
 
 
 @jit(do_not_specialize=["call_tag", "source"])
@@ -15,8 +15,8 @@ def kernel_await_shard(pushed, call_tag, source):
 
     Kernels that follow on the stream can read the shard.
     """
-    value = flag_of(pushed.epoch, call_tag)
-    dl.wait(pushed.arrivals + source, 1, value, timeout_word_of(pushed.epoch), True)
+    value = current_flag(pushed.epoch, call_tag)
+    dl.wait(pushed.arrivals + source, 1, value, timeout_words_at(pushed.epoch), True)
 
 
 @jit(do_not_specialize=["rows", "tokens", "part_tokens", "first"])

@@ -104,7 +104,7 @@ class UlyssesCall(OpCall):
             self.batch * self.total, self.widths, first.dtype, ctx.replicas, self.batch > 1,
             lengths is not None, size,
         )  # fmt: skip
-        self.chosen = algorithms[self.algorithm or Push.name]
+        self.chosen_algorithm = algorithms[self.algorithm or Push.name]
         self.params = checked_params(
             function, self.num_ctas, self.block_bytes, self.num_chunks, _DEFAULT, MAX_CTAS // 2
         )
@@ -137,7 +137,7 @@ class UlyssesCall(OpCall):
     def digest(self) -> int:
         """Call tag, a digest of the arguments that must be equal on all ranks."""
         return digest_of(
-            self.is_pre_attn, self.batch, self.lengths, self.widths, self.params.values
+            self.is_pre_attn, self.batch, self.lengths, self.widths, self.params.tunable_values
         )
 
     @property
@@ -248,13 +248,13 @@ class Push(_Algorithm):
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
         candidates = dict.fromkeys((params_for_device(_DEFAULT), *_PUSH))
-        return (params.values for params in candidates)
+        return (params.tunable_values for params in candidates)
 
     def fits(self, config: Mapping[str, Any], sizes: UlyssesKey) -> bool:
         # Each program must have a block of q to send per chunk, or the config must be the smallest.
         nbytes = sizes.M // sizes.num_ranks * sizes.widths[0] * sizes.dtype.itemsize
         ctas, block_bytes, chunks = (config[name] for name in self.tunables)
-        smallest = _PUSH[0].values
+        smallest = _PUSH[0].tunable_values
         return nbytes >= ctas * block_bytes * chunks or (ctas, block_bytes, chunks) == smallest
 
     def compile(self, call: UlyssesCall) -> None:
@@ -265,7 +265,7 @@ class Push(_Algorithm):
         buffer, params = call.ctx.buffer, call.params
         buffer.begin(1, params.num_ctas, params.num_chunks)
         self.repeat(buffer.launcher, call, out)
-        buffer.timeout_words.end()
+        buffer.timeout_words.end_call()
 
     def repeat(self, launcher: Any, call: UlyssesCall, out: Sequence[Any]) -> None:
         """Launch the kernel, or repeat the launch of an earlier call with other addresses."""

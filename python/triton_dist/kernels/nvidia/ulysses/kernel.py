@@ -26,7 +26,7 @@ from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange.protocol import (
     after_wait,
     await_programs,
-    begin,
+    begin_exchange,
     chunk_flag,
     notify_ranks,
 )
@@ -280,7 +280,7 @@ def kernel_exchange_heads(
     copies to the results. Program WORKERS + p receives the elements that the programs p of the
     other ranks send. ``lengths_ptr``, ``length``, ``total`` and ``batch``: see ``TokenCounts``.
     """
-    call = begin(slots, peers, call_tag, rank, plan)
+    call = begin_exchange(slots, peers, call_tag, rank, plan)
     counts = TokenCounts(by_rank=lengths_ptr, equal=length, total=total, batch=batch)
     worker = tl.program_id(0)
     if worker < plan.WORKERS:

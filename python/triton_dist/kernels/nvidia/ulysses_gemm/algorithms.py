@@ -95,7 +95,7 @@ class UlyssesGEMMCall(OpCall):
         if self.validated_key is None:
             checked_buffer(self.ctx, UlyssesContext, function, "create_ulysses_context")
             raise_first_error(function, self.checks())
-        self.chosen: _Algorithm = algorithms[self.algorithm or Fused.name]  # type: ignore[assignment]
+        self.chosen_algorithm: _Algorithm = algorithms[self.algorithm or Fused.name]  # type: ignore[assignment]
         tensors: dict[str, Any] = {"o": self.x, "k": None, "v": None}
         if self.is_pre_attn:  # tensors with the shapes of the projections, but without their memory
             memory, tokens = self.x.new_empty(()), self.x.shape[:2]
@@ -106,13 +106,13 @@ class UlyssesGEMMCall(OpCall):
         # A ``validated_key`` of () skips the checks of the exchange, which then makes its key.
         self.exchange = UlyssesCall(
             self.is_pre_attn, tensors, self.ctx, self.seq_lens, self.num_ctas, self.block_bytes,
-            self.num_chunks, self.chosen.exchange, (), function,
+            self.num_chunks, self.chosen_algorithm.exchange, (), function,
         )  # fmt: skip
         self.key = self.validated_key or UlyssesGEMMKey(
             self.exchange.key, self.x.shape[2] if self.is_pre_attn else self.B.shape[1],
             layout_of(self.B), self.bias is not None,
         )  # fmt: skip
-        self.chosen.check(self)
+        self.chosen_algorithm.check(self)
 
     @property
     def head_shapes(self) -> tuple[tuple[int, int], ...]:

@@ -18,7 +18,7 @@ from triton_dist.kernels.common.gemm.tile import (
     store_tile,
     tile_in_group,
 )
-from triton_dist.kernels.common.peers import flag_of, target_at, timeout_word_of
+from triton_dist.kernels.common.peers import current_flag, target_at, timeout_words_at
 from triton_dist.kernels.common.scatter.tiles import (
     make_operands,
     multiply_operands,
@@ -140,7 +140,7 @@ def kernel_receive_heads(
 
     Each peer sets one flag. The blocks that the rank sends to itself are already in ``results``.
     """
-    token = await_pushed(pushed, flag_of(pushed.epoch, call_tag), 0, rank, plan.NUM_RANKS)
+    token = await_pushed(pushed, current_flag(pushed.epoch, call_tag), 0, rank, plan.NUM_RANKS)
     slots_ptr = pushed.shards + after_wait(tl.zeros((), tl.int64), token)
     counts = TokenCounts(by_rank=lengths_ptr, equal=length, total=total, batch=batch)
     worker = tl.program_id(0)
@@ -154,7 +154,7 @@ def wait_for_chunks(pushed, value, source, first_row, last_row, chunk_rows, NUM_
     token = 0
     for chunk in range(first_row // chunk_rows, last_row // chunk_rows + 1):
         flag = pushed.arrivals + chunk * NUM_RANKS + source
-        token += dl.wait(flag, 1, value, timeout_word_of(pushed.epoch), True)
+        token += dl.wait(flag, 1, value, timeout_words_at(pushed.epoch), True)
     return token
 
 
@@ -172,7 +172,7 @@ def kernel_gemm_received(
     STEPS: tl.constexpr = WIDTH // tile.K
     BLOCK_M: tl.constexpr = tile.M
     BLOCK_N: tl.constexpr = tile.N
-    value = flag_of(pushed.epoch, call_tag)
+    value = current_flag(pushed.epoch, call_tag)
     # Without rows, one row of tiles still waits for all ranks, as the protocol of slots requires.
     tiles_m, tiles_n = tl.cdiv(max(rows, 1), tile.M), tl.cdiv(N, tile.N)
     if DESCRIPTORS:
