@@ -27,8 +27,8 @@ from tests.compile.scattered import (
 from triton_dist.kernels.common.gemm.spaces import (
     PERSISTENT_TILES,
     POINTER_TILES,
+    tile_configs,
     tile_shapes,
-    tiles,
 )
 from triton_dist.kernels.common.scatter.kernel import scattered_gemm
 from triton_dist.kernels.common.scatter.partials import Slot, TileMemory
@@ -191,7 +191,7 @@ def test_deferred_tiles_are_awaited_then_added_in_whole_vectors(sm90, scatter, n
 @pytest.mark.parametrize("num_ranks", quick([(2,), (8,)], (8,)))
 def test_a_row_block_is_awaited_then_added_in_whole_vectors(sm90, num_ranks):
     C, to = matrix(1000, 8192), tile_memory("row_block", 1, num_ranks)
-    (config,) = tiles((64, 256, 64, 8, 1, 1))
+    (config,) = tile_configs((64, 256, 64, 8, 1, 1))
     kernel = compile_launch(add_row_block(C, matrix(8192), config, to, 1000 * num_ranks, 2))
     assert_fits(kernel, has=[ACQUIRE])
     loads = [*re.finditer(r"ld\.global\.cg\S*", kernel.ptx)]

@@ -18,7 +18,7 @@ from tests.compile.scattered import (
     words,
 )
 from tests.compile.test_scaled_gemm_kernels import FP8_WGMMA
-from triton_dist.kernels.common.gemm.quantise import quantisation
+from triton_dist.kernels.common.gemm.quantise import quantise_launch
 from triton_dist.kernels.common.gemm.scales import ScaledKey, Scaling, num_scale_blocks
 from triton_dist.kernels.common.moe.product import grouped_product
 from triton_dist.kernels.common.moe.routing import block_map
@@ -164,5 +164,5 @@ def test_rows_are_quantised_by_hardware_conversion(sm90, K, kind):
     if kind == "block":
         scale = matrix(num_scale_blocks(K), TOKENS, dtype=FP32).t()
     static_scale = matrix(3, dtype=FP32) if kind == "static" else None
-    kernel = compile_launch(quantisation(x, out, scale, True, static_scale))
+    kernel = compile_launch(quantise_launch(x, out, scale, True, static_scale))
     assert_fits(kernel, has=["cvt.rn.satfinite.e4m3x2.f32", "ld.global.v4.b32"])

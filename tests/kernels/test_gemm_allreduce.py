@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from triton_dist.kernels.common.gemm import spaces
-from triton_dist.kernels.common.gemm.spaces import tiles
+from triton_dist.kernels.common.gemm.spaces import tile_configs
 from triton_dist.kernels.common.scatter.partials import chunks_of_row_block, row_block_rows
 from triton_dist.kernels.common.scatter.tiles import tile_in_scatter_order
 from triton_dist.kernels.nvidia import (
@@ -123,7 +123,7 @@ def test_row_blocks_have_all_rows():
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_the_order_of_tiles_allows_no_circle_of_waits(num_ranks, num_chunks):
     """Each tile once; and what the owner of a tile waits for, its peers have at earlier places."""
-    (config,) = tiles((16, 32, 64, 4, 2, 2))
+    (config,) = tile_configs((16, 32, 64, 4, 2, 2))
     rows, N = 16 * 7, 32 * 3
     chunks = chunks_of_row_block(config, rows, N, num_chunks)
     place = {}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from triton_dist.kernels.common.gemm.quantise import quantisation
+from triton_dist.kernels.common.gemm.quantise import quantise_launch
 from triton_dist.kernels.common.gemm.scales import num_scale_blocks
 from triton_dist.kernels.nvidia import matmul
 from triton_dist.layers.nvidia.stock_weights import E4M3
@@ -85,7 +85,7 @@ def quantise(
     out, scale = _quantised(x, is_block, silu_mul, static_scale)
     if len(out):
         x = x if x.stride(1) == 1 else x.contiguous()
-        quantisation(x, out, scale, silu_mul, static_scale, used_rows).run()
+        quantise_launch(x, out, scale, silu_mul, static_scale, used_rows).run()
     return out, scale
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from triton_dist.kernels.common.gemm.quantise import quantisation
+from triton_dist.kernels.common.gemm.quantise import quantise_launch
 
 
 def quant_bf16_fp8(tensor: torch.Tensor, gsize: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
@@ -14,7 +14,7 @@ def quant_bf16_fp8(tensor: torch.Tensor, gsize: int = 128) -> tuple[torch.Tensor
     out = torch.empty_like(tensor, dtype=torch.float8_e4m3fn)
     scale = tensor.new_empty((-(-tensor.shape[1] // gsize), len(tensor)), dtype=torch.float32).T
     if len(tensor):
-        quantisation(tensor, out, scale, False).run()
+        quantise_launch(tensor, out, scale, False).run()
     return out, scale.reshape(-1).view(len(tensor), -1)  # contiguous, even with one column
 
 

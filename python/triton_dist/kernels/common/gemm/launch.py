@@ -32,7 +32,7 @@ from triton_dist.kernels.common.gemm.spaces import (
     can_specialize_warps,
     config_for_dtype,
     max_rows_of_key,
-    tiles,
+    tile_configs,
 )
 from triton_dist.kernels.common.gemm.tile import Strides
 from triton_dist.kernels.common.peers import GatheredShards
@@ -53,10 +53,10 @@ _DESCRIPTOR_KERNEL_CONSTANTS = ("EPILOGUE_SUBTILE", "GROUP_SIZE_SHARDS", "SPLIT_
 
 
 _SPLIT_K_CONSTANTS = ("GROUP_SIZE_M", "SPLIT_K", "GROUP_SIZE_SHARDS", "EPILOGUE_SUBTILE")
-SPLIT_K_TILES = tiles(
+SPLIT_K_TILES = tile_configs(
     (128, 256, 64, 8, 3, 8, 2, 1), (128, 256, 64, 8, 3, 16, 2, 1), names=_SPLIT_K_CONSTANTS
 )
-WARP_SPECIALIZED_SPLIT_K_TILES = tiles(
+WARP_SPECIALIZED_SPLIT_K_TILES = tile_configs(
     (128, 256, 64, 8, 3, 8, 2, 1, False),
     (128, 256, 64, 8, 3, 16, 2, 1, False),
     (128, 256, 64, 8, 4, 8, 2, 1, True),
@@ -65,14 +65,14 @@ WARP_SPECIALIZED_SPLIT_K_TILES = tiles(
 )
 # For tests in the interpreter: SPLIT_K equal to and above the number of blocks along K, and groups
 # of one, two and all shards.
-INTERPRETED_SPLIT_K_TILES = tiles(
+INTERPRETED_SPLIT_K_TILES = tile_configs(
     (32, 64, 64, 4, 2, 2, 2, 1),
     (16, 32, 64, 4, 2, 4, 5, GROUP_ALL_SHARDS),
     (16, 32, 32, 8, 2, 4, 3, 2),
     names=_SPLIT_K_CONSTANTS,
 )
-# The configs, numbers of sending programs and numbers of chunks of a fused push.
-_TALL, _FLAT, *_INTERPRETED = tiles(
+# Fused push: (config, number of sending programs, number of chunks).
+_ROWS_128, _ROWS_64, *_INTERPRETED = tile_configs(
     (128, 256, 64, 8, 3, 8, GROUP_ALL_SHARDS),
     (64, 256, 64, 4, 4, 8, GROUP_ALL_SHARDS),
     (32, 64, 64, 4, 2, 2, GROUP_ALL_SHARDS),
@@ -80,8 +80,8 @@ _TALL, _FLAT, *_INTERPRETED = tiles(
     names=("GROUP_SIZE_M", "GROUP_SIZE_SHARDS"),
 )
 FUSED_PUSH_CANDIDATES = (
-    *((_TALL, *numbers) for numbers in ((16, 4), (16, 2), (16, 8), (8, 4), (20, 4))),
-    (_FLAT, 16, 4),
+    *((_ROWS_128, *counts) for counts in ((16, 4), (16, 2), (16, 8), (8, 4), (20, 4))),
+    (_ROWS_64, 16, 4),
 )
 INTERPRETED_FUSED_PUSH_CANDIDATES = ((_INTERPRETED[0], 1, 2), (_INTERPRETED[1], 2, 3))
 
@@ -192,7 +192,7 @@ def sharded_gemm(
     rank: int = 0,
     num_ranks: int = 1,
     gathered: GatheredShards | None = None,
-    split: SplitWorkspace | None = None,
+    split_workspace: SplitWorkspace | None = None,
     scales: tuple[Scales, int] = (NO_SCALES, 0),
 ) -> Launch:
     """Return the launch that computes ``C = concat(shards) @ B``.
@@ -213,7 +213,7 @@ def sharded_gemm(
             thread at the default tile, sm_90).
         rank, num_ranks: this rank and the number of shards.
         gathered: memory with the gathered shards of all ranks; ``None`` on a single rank.
-        split: workspace, required for SPLIT_K above 1.
+        split_workspace: workspace, required for SPLIT_K above 1.
         scales: result of ``Scaling.kernel_argument``.
 
     Raises:
@@ -225,17 +225,28 @@ def sharded_gemm(
     num_tiles = num_ranks * triton.cdiv(local_shard.shape[0], block_m) * triton.cdiv(N, block_n)
     source = gathered or GatheredShards(local_shard, local_shard, local_shard, 1, 1)
     push = source.push
-    num_senders = 0 if push is None else push.num_comm_sms
-    shards = Shards(source.rows, source.arrivals, source.epoch, None, None, None, *scales[0])
+    num_comm_sms = 0 if push is None else push.num_comm_sms
+    shards = Shards(
+        source.rows,
+        source.arrivals,
+        source.epoch,
+        None,
+        None,
+        None,
+        *scales[0],
+    )
     if push is not None:
         shards = shards._replace(
             rows_table=push.shards, arrivals_table=push.arrivals, consumed=push.consumed
         )
-    operands, sharding = (local_shard, shards, B, C, M, N, K), (rank, num_ranks, source.chunk_rows)
+    operands, sharding = (
+        (local_shard, shards, B, C, M, N, K),
+        (rank, num_ranks, source.chunk_rows),
+    )
     plan = GEMMPlan(
         GATHERED=gathered is not None, B_COLUMN_MAJOR=B.stride(0) == 1,
         PRECISION=dot_precision(local_shard.dtype), FLAGS_PER_RANK=source.flags_per_rank,
-        NUM_SMS=num_sms, NUM_COMM_SMS=num_senders,
+        NUM_SMS=num_sms, NUM_COMM_SMS=num_comm_sms,
         NUM_CHUNKS=1 if push is None else push.num_chunks,
         NUM_WARPS=config.num_warps, NUM_STAGES=0, INT64_OFFSETS=False, SCALING=scales[1],
     )  # fmt: skip
@@ -249,11 +260,14 @@ def sharded_gemm(
         splits = options.get("SPLIT_K", 1)
         if splits > 1:
             needed = workspace_size(config, num_tiles, num_sms)
-            sizes = split and (split.partials.numel(), split.counters.numel())
+            sizes = split_workspace and (
+                split_workspace.partials.numel(),
+                split_workspace.counters.numel(),
+            )
             if sizes is None or needed[0] > sizes[0] or needed[1] > sizes[1]:
                 expected = f"a workspace of {needed[0]} fp32 and {needed[1]} counters"
-                raise InvalidArgument("sharded_gemm", "split", sizes, expected)
-            options["partials"] = split
+                raise InvalidArgument("sharded_gemm", "split_workspace", sizes, expected)
+            options["workspace"] = split_workspace
         kernel: Any = kernel_gemm_persistent
         if is_specialized:
             # Imported late, because not every Triton has Gluon.
@@ -266,7 +280,7 @@ def sharded_gemm(
 
             plan = plan._replace(NUM_STAGES=options["num_stages"], NUM_WARPS=0)
             options["num_warps"] = WARPS_PER_GROUP
-        grid = (min(num_sms, num_tiles * splits + num_senders),)
+        grid = (min(num_sms, num_tiles * splits + num_comm_sms),)
         return Launch(
             kernel, grid, (*operands, max(B.stride()), *sharding), {**options, "gemm_plan": plan}
         )
@@ -279,7 +293,7 @@ def sharded_gemm(
     )
     return Launch(
         kernel_gemm_non_persistent,
-        (num_tiles + num_senders,),
+        (num_tiles + num_comm_sms,),
         # Use the strides of the gathered rows, because a one-row ``local_shard`` may have any.
         (*operands, Strides(*source.rows.stride(), *B.stride()), *sharding),
         {**options, "gemm_plan": plan},

@@ -10,7 +10,7 @@ from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS
 from triton_dist.runtime.launch import Launch
 
-_MAXIMUM = tl.constexpr(448.0)
+_FP8_MAX = tl.constexpr(448.0)
 """Largest number of ``float8_e4m3fn``."""
 _TILE_ELEMENTS = 4096
 
@@ -52,20 +52,20 @@ def kernel_quantise(
         x = x / (1.0 + tl.exp(-x)) * up
     if static_scale_ptr is None:
         # The lower bound avoids a division by 0 for a row of zeros.
-        scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-12) / _MAXIMUM
+        scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-12) / _FP8_MAX
         tl.store(scale_ptr + row * stride_sm + tl.program_id(1) * stride_sk, scale, mask=row < rows)
         x = x / scale[:, None]
     else:
-        number = tl.arange(0, STATIC_SCALES)
-        is_scale = number < num_static_scales
-        scale = tl.max(tl.load(static_scale_ptr + number, mask=is_scale, other=0.0), 0)
+        scale_index = tl.arange(0, STATIC_SCALES)
+        is_scale = scale_index < num_static_scales
+        scale = tl.max(tl.load(static_scale_ptr + scale_index, mask=is_scale, other=0.0), 0)
         tl.store(scale_ptr, scale)
-        x = tl.clamp(x / scale, -_MAXIMUM, _MAXIMUM, tl.PropagateNan.ALL)
+        x = tl.clamp(x / scale, -_FP8_MAX, _FP8_MAX, tl.PropagateNan.ALL)
     out = out_ptr + row.to(tl.int64)[:, None] * columns + column[None, :]
     tl.store(out, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def quantisation(
+def quantise_launch(
     x: torch.Tensor,
     out: torch.Tensor,
     scale: torch.Tensor,

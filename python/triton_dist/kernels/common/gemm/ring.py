@@ -25,14 +25,14 @@ class BlockScales(NamedTuple):
     """Addresses of the scales of one group's half of a tile, at the first step along K.
 
     Scales are per 128 elements of K. ``a`` is a block with one address per row. The scale of the
-    left half of the columns is at ``b``, of the right half at ``b + right``. Strides are in
+    left half of the columns is at ``b``, of the right half at ``b + right_offset``. Strides are in
     elements.
     """
 
     a: Any
     stride_ak: Any
     b: Any
-    right: Any
+    right_offset: Any
     stride_bk: Any
 
 
@@ -67,7 +67,7 @@ def multiply_promoted(
         b_scale_ptr = block_scales.b
         a_scale = gl.load(a_scale_ptr, cache_modifier=".cg")
         left_b_scale = gl.load(b_scale_ptr)
-        right_b_scale = gl.load(b_scale_ptr + block_scales.right)
+        right_b_scale = gl.load(b_scale_ptr + block_scales.right_offset)
     for step in range(num_steps):
         mbarrier.wait(full.index(stage), phase)
         if A_BY_THREADS:
@@ -93,7 +93,7 @@ def multiply_promoted(
             b_scale_ptr += gl.where(step + 1 < num_steps, block_scales.stride_bk, 0)
             a_scale = gl.load(a_scale_ptr, cache_modifier=".cg")
             left_b_scale = gl.load(b_scale_ptr)
-            right_b_scale = gl.load(b_scale_ptr + block_scales.right)
+            right_b_scale = gl.load(b_scale_ptr + block_scales.right_offset)
         product = warpgroup_mma_wait(0, deps=(product,))
         mbarrier.arrive(empty.index(stage))
         if SCALING == BLOCKWISE:

@@ -283,13 +283,13 @@ class Scaling(NamedTuple):
                 if isinstance(scale, torch.Tensor):
                     shown = f"{scale.dtype}, shape {tuple(scale.shape)}"
                 yield name, shown, scale is None, f"None: {a} is {A.dtype}, not fp8"
-        good = out_dtype is None or out_dtype in (OUTPUT_DTYPES if is_fp8 else (A.dtype,))
+        is_valid = out_dtype is None or out_dtype in (OUTPUT_DTYPES if is_fp8 else (A.dtype,))
         expected = "torch.bfloat16, torch.float16 or torch.float32" if is_fp8 else f"{a}'s dtype"
-        yield "out_dtype", out_dtype, good, f"None or {expected}"
+        yield "out_dtype", out_dtype, is_valid, f"None or {expected}"
         if bias is not None:
             yield "bias", bias, isinstance(bias, torch.Tensor), "None or a tensor"
-            good = tuple(bias.shape) == (B.shape[1],) and bias.is_contiguous()
-            yield "bias.shape", tuple(bias.shape), good, f"[N] = {(B.shape[1],)}, contiguous"
+            is_valid = tuple(bias.shape) == (B.shape[1],) and bias.is_contiguous()
+            yield "bias.shape", tuple(bias.shape), is_valid, f"[N] = {(B.shape[1],)}, contiguous"
             dtype = self.output_dtype(A)
             yield "bias.dtype", bias.dtype, bias.dtype is dtype, f"the output's {dtype}"
             yield "bias.device", bias.device, bias.device == A.device, f"{A.device}, like {a}"
@@ -513,8 +513,8 @@ def _fp8_checks(
     yield f"{b}.dtype", B.dtype, B.dtype is torch.float8_e4m3fn, expected
     *experts, K, N = B.shape
     expected = "unit stride along K: an fp8 {} must be K-major, the transpose of a contiguous {}"
-    good = B.stride(-2) == 1 or K == 1
-    yield f"{b}.stride()", B.stride(), good, expected.format(b, [*experts, N, K])
+    is_valid = B.stride(-2) == 1 or K == 1
+    yield f"{b}.stride()", B.stride(), is_valid, expected.format(b, [*experts, N, K])
     for name, scale in (("A_scale", A_scale), ("B_scale", B_scale)):
         yield name, scale, isinstance(scale, torch.Tensor), f"a tensor, because {a} is fp8"
         yield f"{name}.dtype", scale.dtype, scale.dtype is torch.float32, "torch.float32"
@@ -529,5 +529,5 @@ def _fp8_checks(
         f"{' or contiguous' if experts else ''} for {a}, and [{along_k}, {along_n}] with strides "
         f"(1, {along_k}) or a contiguous [{along_n}, {along_k}] for {b}{of_expert}"
     )
-    good = Scaling(A_scale, B_scale).recipe(A, B) is not None
-    yield "A_scale, B_scale", passed, good, expected
+    is_valid = Scaling(A_scale, B_scale).recipe(A, B) is not None
+    yield "A_scale, B_scale", passed, is_valid, expected

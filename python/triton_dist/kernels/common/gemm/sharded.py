@@ -344,7 +344,7 @@ def _to_rows(
 
 @jit
 def publish_partial(
-    accumulator, partials, tile, split, SPLIT_K: tl.constexpr, NUM_WARPS: tl.constexpr
+    accumulator, workspace, tile, split, SPLIT_K: tl.constexpr, NUM_WARPS: tl.constexpr
 ):
     """Store partial number ``split`` of a tile, and increment the tile's counter.
 
@@ -354,19 +354,19 @@ def publish_partial(
     size: tl.constexpr = accumulator.shape[0] * accumulator.shape[1]
     start = (tile * SPLIT_K + split).to(tl.int64) * size
     # Use ordinary stores instead of TMA, because a release does not order TMA stores.
-    block_ptr = partials.partials + start + tl.arange(0, size)
+    block_ptr = workspace.partials + start + tl.arange(0, size)
     tl.store(block_ptr, _to_register_order(accumulator, NUM_WARPS))
     tl.debug_barrier()  # One thread issues the release, so first wait for all threads' stores.
-    previous_count = tl.atomic_add(partials.counters + tile, 1, sem="acq_rel", scope="gpu")
+    previous_count = tl.atomic_add(workspace.counters + tile, 1, sem="acq_rel", scope="gpu")
     is_last = previous_count == SPLIT_K - 1
     if is_last:
-        tl.store(partials.counters + tile, 0)
+        tl.store(workspace.counters + tile, 0)
     return is_last
 
 
 @jit
 def sum_of_partials(
-    accumulator, partials, tile, split, SPLIT_K: tl.constexpr, NUM_WARPS: tl.constexpr
+    accumulator, workspace, tile, split, SPLIT_K: tl.constexpr, NUM_WARPS: tl.constexpr
 ):
     """Return the fp32 sum of all partials of split tile number ``tile``.
 
@@ -375,7 +375,7 @@ def sum_of_partials(
     block_m: tl.constexpr = accumulator.shape[0]
     block_n: tl.constexpr = accumulator.shape[1]
     size: tl.constexpr = block_m * block_n
-    partial_ptr = partials.partials + tile.to(tl.int64) * (SPLIT_K * size) + tl.arange(0, size)
+    partial_ptr = workspace.partials + tile.to(tl.int64) * (SPLIT_K * size) + tl.arange(0, size)
     # The loads bypass L1, which may hold stale partials.
     if SPLIT_K == 2:  # The order of two addends does not matter, so load only the other partial.
         other = tl.load(partial_ptr + (1 - split) * size, cache_modifier=".cg")
@@ -435,7 +435,7 @@ def finish_tile(
     shard,
     row,
     column,
-    partials,
+    workspace,
     split_tile,
     split,
     num_splits,
@@ -453,11 +453,11 @@ def finish_tile(
     if SPLIT_K > 1:  # noqa: SIM102  # constexpr and runtime conditions stay apart
         if num_splits > 1:
             is_complete = publish_partial(
-                accumulator, partials, split_tile, split, SPLIT_K, NUM_WARPS
+                accumulator, workspace, split_tile, split, SPLIT_K, NUM_WARPS
             )
             if is_complete:
                 accumulator = sum_of_partials(
-                    accumulator, partials, split_tile, split, SPLIT_K, NUM_WARPS
+                    accumulator, workspace, split_tile, split, SPLIT_K, NUM_WARPS
                 )
     if is_complete:
         accumulator = add_bias(accumulator, scales, column, N, SCALING)
@@ -487,15 +487,16 @@ def kernel_gemm_persistent(
     EPILOGUE_SUBTILE: tl.constexpr,
     GROUP_SIZE_SHARDS: tl.constexpr = 1,
     SPLIT_K: tl.constexpr = 1,
-    partials=None,
+    workspace=None,
 ):
     """Compute C with tensor descriptors (TMA from sm_90 on).
 
     Grid (min(NUM_SMS, work items + NUM_COMM_SMS),). A work item is a tile, or one of ``SPLIT_K``
-    splits of a tile in a last wave that is not full. ``partials`` is required for ``SPLIT_K`` above
-    1. This rank's shard and the gathered shards have separate loops, because a K loop must read
-    from one descriptor to be pipelined. The loops over work items and over K stay nested. Flattened
-    into one loop that contains a wait, they are not pipelined (2201 instead of 622 us, H200).
+    splits of a tile in a last wave that is not full. ``workspace`` is required for ``SPLIT_K``
+    above 1. This rank's shard and the gathered shards have separate loops, because a K loop must
+    read from one descriptor to be pipelined. The loops over work items and over K stay nested.
+    Flattened into one loop that contains a wait, they are not pipelined (2201 instead of 622 us,
+    H200).
     """
     PRECISION: tl.constexpr = gemm_plan.PRECISION
     B_COLUMN_MAJOR: tl.constexpr = gemm_plan.B_COLUMN_MAJOR
@@ -546,7 +547,7 @@ def kernel_gemm_persistent(
         )  # fmt: skip
         finish_tile(
             c_desc, accumulator, rank, m * BLOCK_SIZE_M, n * BLOCK_SIZE_N,
-            partials, tile - unsplit_tiles, split, num_splits, shards, N, SCALING,
+            workspace, tile - unsplit_tiles, split, num_splits, shards, N, SCALING,
             EPILOGUE_SUBTILE, SPLIT_K, NUM_WARPS, BLOCK_SIZE_M, BLOCK_SIZE_N,
         )  # fmt: skip
 
@@ -585,7 +586,7 @@ def kernel_gemm_persistent(
                 )  # fmt: skip
             finish_tile(
                 c_desc, accumulator, shard, row, n * BLOCK_SIZE_N,
-                partials, tile - unsplit_tiles, split, num_splits, shards, N, SCALING,
+                workspace, tile - unsplit_tiles, split, num_splits, shards, N, SCALING,
                 EPILOGUE_SUBTILE, SPLIT_K, NUM_WARPS, BLOCK_SIZE_M, BLOCK_SIZE_N,
             )  # fmt: skip
 

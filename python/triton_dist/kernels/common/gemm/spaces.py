@@ -28,7 +28,7 @@ MAX_SPLIT_K = 8
 _MAX_PROMOTED_REGISTERS = 192
 # A GEMM counts as compute-bound if its arithmetic takes this many times as long as its memory
 # traffic.
-_COMPUTE_BOUND = 2.0
+_MIN_COMPUTE_BOUND_RATIO = 2.0
 
 
 def max_rows_of_key(rows: int, num_ranks: int = 1) -> int:
@@ -66,7 +66,7 @@ def can_specialize_warps(dtype: torch.dtype) -> bool:
     return dtype.itemsize <= 2 and compiles_for_hopper() and has_gluon_for_hopper()
 
 
-def tiles(
+def tile_configs(
     *rows: tuple[int, ...],
     names: tuple[str, ...] = ("GROUP_SIZE_M", "EPILOGUE_SUBTILE"),
     **constants: bool,
@@ -85,7 +85,7 @@ def tiles(
     )
 
 
-PERSISTENT_TILES = tiles(
+PERSISTENT_TILES = tile_configs(
     (128, 256, 64, 8, 3, 8, False),
     (128, 256, 64, 8, 4, 8, True),
     (128, 256, 64, 8, 3, 16, False),
@@ -100,7 +100,7 @@ PERSISTENT_TILES = tiles(
     (64, 64, 128, 4, 4, 8, False),
     (128, 256, 64, 8, 3, 1, False),
 )
-POINTER_TILES = tiles(
+POINTER_TILES = tile_configs(
     (128, 256, 64, 8, 3, 8),
     (128, 128, 64, 8, 3, 8),
     (128, 128, 32, 4, 4, 8),
@@ -111,7 +111,7 @@ POINTER_TILES = tiles(
 )
 # With EPILOGUE_SUBTILE the two halves of an output tile share staging memory: the second half waits
 # until the first is stored. The saved shared memory is enough for a fourth pipeline stage.
-WARP_SPECIALIZED_TILES = tiles(
+WARP_SPECIALIZED_TILES = tile_configs(
     (128, 256, 64, 8, 3, 8, False),
     (128, 256, 64, 8, 3, 16, False),
     (128, 256, 64, 8, 4, 8, True),
@@ -121,7 +121,9 @@ WARP_SPECIALIZED_TILES = tiles(
 )
 # Small tiles: the small matrices of interpreted tests then have several tiles, some of them
 # partial.
-INTERPRETED_TILES = tiles((32, 64, 64, 4, 2, 2), (16, 32, 64, 4, 2, 4), (64, 64, 32, 4, 2, 1))
+INTERPRETED_TILES = tile_configs(
+    (32, 64, 64, 4, 2, 2), (16, 32, 64, 4, 2, 4), (64, 64, 32, 4, 2, 1)
+)
 
 
 def get_config_space(persistent: bool = True) -> list[triton.Config]:
@@ -179,7 +181,7 @@ _MAX_VALUES_PER_WARP = 64 * 128 // 4
 
 # With few rows the time to read B limits the GEMM. Narrow tiles then fill one wave of 132 SMs for N
 # from 4096 to 16384, and deep pipelines keep many loads in flight.
-_FEW_ROWS_TILES = tiles(
+_FEW_ROWS_TILES = tile_configs(
     (16, 32, 128, 4, 5, 8),
     (16, 32, 256, 4, 4, 8),
     (16, 64, 64, 4, 5, 8),
@@ -192,13 +194,13 @@ _FEW_ROWS_TILES = tiles(
     (64, 64, 256, 4, 3, 8),
 )
 # SPLIT_K programs multiply a tile (``scatter/one_launch.py``). Wide tiles read A less often.
-SPLIT_TILES = tiles(
+SPLIT_TILES = tile_configs(
     *((16, 256, 64, 4, 5, 8, splits) for splits in (2, 4, 5, 8)),
     *((32, 256, 64, 8, 5, 8, splits) for splits in (4, 5)),
     *((64, 128, 64, 8, 8, 8, splits) for splits in (2, 4)),
     names=("GROUP_SIZE_M", "SPLIT_K"),
 )
-_FEW_ROWS_POINTER_TILES = tiles((16, 64, 128, 4, 3, 8), (16, 128, 64, 4, 4, 8))
+_FEW_ROWS_POINTER_TILES = tile_configs((16, 64, 128, 4, 3, 8), (16, 128, 64, 4, 4, 8))
 
 
 def _with_free_registers(configs: Sequence[triton.Config]) -> list[triton.Config]:
@@ -252,8 +254,8 @@ def fits_split(tiles: triton.Config, M: int, N: int) -> bool:
     splits, sizes = tiles.kwargs.get("SPLIT_K", 1), tiles.kwargs
     num_tiles = -(-M // sizes["BLOCK_SIZE_M"]) * -(-N // sizes["BLOCK_SIZE_N"])
     num_sms = current_device().num_sms
-    few = M <= FEW_ROWS and num_sms < 2 * num_tiles * splits <= 2 * num_sms
-    return bool(splits == 1 or few)
+    fits_wave = M <= FEW_ROWS and num_sms < 2 * num_tiles * splits <= 2 * num_sms
+    return bool(splits == 1 or fits_wave)
 
 
 def _gemm_config(config: Mapping[str, Any]) -> triton.Config:
@@ -291,13 +293,13 @@ def prune_fn_by_group_size_m(
     """
     if _gemm_config(config).kwargs.get("GROUP_SIZE_M") != 1:
         return True
-    ranks = next(
+    num_ranks = next(
         (arg.num_ranks for arg in (*args, *kwargs.values()) if hasattr(arg, "num_ranks")), 1
     )
-    M, K, N = A.shape[0] * ranks, A.shape[1], B.shape[1]
+    M, K, N = A.shape[0] * num_ranks, A.shape[1], B.shape[1]
     arithmetic = 2.0 * M * N * K / (get_tensorcore_tflops(A.dtype) * 1e12)
     traffic = (M * K + K * N + M * N) * A.element_size() / (device_peak().memory_gbps * 1e9)
-    return arithmetic / traffic <= _COMPUTE_BOUND
+    return arithmetic / traffic <= _MIN_COMPUTE_BOUND_RATIO
 
 
 def fits_registers(tiles: triton.Config, recipe: Recipe | None, use_fast_accum: bool) -> bool:
@@ -334,9 +336,9 @@ def fits_gemm(
         and scaling_of(**kwargs).output_dtype(A).itemsize == 2
     ):
         return False
-    launched = {"gemm_config": config_for_dtype(_gemm_config(config), A.dtype)}
-    return prune_fn_by_shared_memory(launched, A) and prune_fn_by_group_size_m(
-        launched, A, B, *args, **kwargs
+    launched_config = {"gemm_config": config_for_dtype(_gemm_config(config), A.dtype)}
+    return prune_fn_by_shared_memory(launched_config, A) and prune_fn_by_group_size_m(
+        launched_config, A, B, *args, **kwargs
     )
 
 
@@ -349,20 +351,21 @@ def fits_gemm(
 # checks them on both halves.
 
 # Share of the peak that tensor cores reach. Each instruction costs as much as 18 more columns.
-_TENSOR_CORES, _EXTRA_COLUMNS = 0.93, 18
+_TENSOR_CORE_SHARE, _EXTRA_COLUMNS = 0.93, 18
 _SM_GBPS = 120.0  # into one SM: 64 bytes per clock
 _LATENCY_US = 0.86
 # Relative time of a step in the warp-specialized kernel, and in the kernel on pointers.
-_SPECIALIZED, _POINTERS = 0.94, 1.3
+_SPECIALIZED_FACTOR, _POINTER_FACTOR = 0.94, 1.3
 _ZERO_FILL_GBPS = 1200.0  # of rows beyond the end of A by TMA, for all SMs together
-_TILE_US, _STORE_US = 2.3, 77e-6  # outside of a tile's steps: in total, and per element
-_MISSES = 0.4  # share of the data of later waves that is no longer in the L2 cache
+_TILE_US, _ELEMENT_US = 2.3, 77e-6  # outside of a tile's steps: in total, and per element
+_L2_MISS_SHARE = 0.4  # share of the data of later waves that is no longer in the L2 cache
 # Times that overlap are combined by a p-norm. First p: in an SM; second: with memory or a link.
-_ORDER_IN_SM, _ORDER = 8.0, 3.0
+_ORDER_IN_SM, _NORM_ORDER = 8.0, 3.0
 _LAUNCH_US, _SPLIT_US = 2.0, 16.0
 # Shares of the peaks that a library's GEMM and a transfer reach. A library's grouped GEMM takes
-# ``_GROUPED_US`` in addition to its product and copies.
-_LIBRARY_FLOPS, _LIBRARY_MEMORY, _LINK, _GROUPED_US = 0.78, 0.875, 0.85, 60.0
+# ``_LIBRARY_GROUPED_US`` in addition to its product and copies.
+_LIBRARY_FLOPS_SHARE, _LIBRARY_MEMORY_SHARE, _LINK_SHARE = 0.78, 0.875, 0.85
+_LIBRARY_GROUPED_US = 60.0
 _BLOCK_US, _BLOCK_BYTES = 2.0, 8192  # a program of an exchange moves this many bytes in this time
 
 
@@ -373,72 +376,77 @@ def _norm(order: float, *times: float) -> float:
 @functools.lru_cache(maxsize=4096)
 def predict_gemm_ms(
     config: triton.Config, M: int, N: int, K: int, dtype: torch.dtype,
-    persistent: bool = True, shards: int = 1, experts: int = 0,
+    persistent: bool = True, num_shards: int = 1, num_experts: int = 0,
 ) -> float:  # fmt: skip
     """Return the predicted milliseconds of [M, K] @ [K, N] in our kernels.
 
     Args:
         config: tiles for 16-bit operands, as in config spaces.
         persistent: use the kernel on descriptors, else the kernel on pointers.
-        shards: number of parts of A's rows, which are tiled separately.
-        experts: if not 0, number of parts of A's rows, each multiplied by its own B.
+        num_shards: number of parts of A's rows, which are tiled separately.
+        num_experts: if not 0, number of parts of A's rows, each multiplied by its own B.
     """
-    peak, config, shards = device_peak(), config_for_dtype(config, dtype), experts or shards
-    tile, item, sms = config.kwargs, dtype.itemsize, peak.sms
+    peak, config = device_peak(), config_for_dtype(config, dtype)
+    num_shards = num_experts or num_shards
+    tile, item_bytes, sms = config.kwargs, dtype.itemsize, peak.sms
     M, N = max(M, 1), max(N, 1)  # an empty product has no tiles, by whose number we divide
     block_m, block_n, block_k = (tile[f"BLOCK_SIZE_{axis}"] for axis in "MNK")
-    rows = math.ceil(M / shards)
+    rows = math.ceil(M / num_shards)
     tiles_m, tiles_n = math.ceil(rows / block_m), math.ceil(N / block_n)
-    num_tiles, splits = tiles_m * tiles_n * shards, tile.get("SPLIT_K", 1)
-    if experts and 2 * rows > block_m:  # the last tile of an expert is half full on average
-        num_tiles = math.ceil((rows / block_m + 0.5) * tiles_n * shards)
-    full, last = divmod(num_tiles, sms)
-    waves = full + math.ceil(last * splits / sms) / splits
+    num_tiles, splits = tiles_m * tiles_n * num_shards, tile.get("SPLIT_K", 1)
+    if num_experts and 2 * rows > block_m:  # the last tile of an expert is half full on average
+        num_tiles = math.ceil((rows / block_m + 0.5) * tiles_n * num_shards)
+    num_full_waves, num_left_tiles = divmod(num_tiles, sms)
+    num_waves = num_full_waves + math.ceil(num_left_tiles * splits / sms) / splits
 
-    tile_bytes, flops_per_us = (block_m + block_n) * block_k * item, _flops_per_us(dtype)
-    concurrent = min(tile.get("PROGRAMS", 1 if persistent else 2), math.ceil(num_tiles / sms))
+    tile_bytes, flops_per_us = (block_m + block_n) * block_k * item_bytes, _flops_per_us(dtype)
+    step_flops = 2.0 * block_m * (block_n + _EXTRA_COLUMNS) * block_k * sms
+    programs_per_sm = min(tile.get("PROGRAMS", 1 if persistent else 2), math.ceil(num_tiles / sms))
     step_us = _norm(
         _ORDER_IN_SM,
-        2.0 * block_m * (block_n + _EXTRA_COLUMNS) * block_k * sms / flops_per_us / _TENSOR_CORES,
+        step_flops / flops_per_us / _TENSOR_CORE_SHARE,
         tile_bytes / (_SM_GBPS * 1e3),
-        _LATENCY_US / max(config.num_stages - 1, 1) / concurrent,
+        _LATENCY_US / max(config.num_stages - 1, 1) / programs_per_sm,
     )
-    step_us *= _SPECIALIZED if tile.get("WARP_SPECIALIZED") else 1.0 if persistent else _POINTERS
+    kernel_factor = 1.0 if persistent else _POINTER_FACTOR
+    step_us *= _SPECIALIZED_FACTOR if tile.get("WARP_SPECIALIZED") else kernel_factor
 
     # Only the last group of tile rows has rows beyond the end of A. Its tiles run together.
     group = min(tile.get("GROUP_SIZE_M", 1), tiles_m)
-    last_rows = tiles_m - (tiles_m - 1) // group * group
-    last_tiles, zeros_us = last_rows * tiles_n * shards, 0.0
-    if persistent and not experts:
-        zeros = min(last_tiles, sms) / last_rows * (tiles_m * block_m - rows) * block_k * item
-        zeros_us = zeros / (_ZERO_FILL_GBPS * 1e3)
-    last_waves = min(math.ceil(last_tiles / sms), waves)
-    steps_us = step_us * (waves - last_waves) + max(step_us, zeros_us) * last_waves
+    last_tile_rows = tiles_m - (tiles_m - 1) // group * group
+    last_tiles, zero_fill_us = last_tile_rows * tiles_n * num_shards, 0.0
+    if persistent and not num_experts:
+        padding_rows = tiles_m * block_m - rows
+        padding_bytes = min(last_tiles, sms) / last_tile_rows * padding_rows * block_k * item_bytes
+        zero_fill_us = padding_bytes / (_ZERO_FILL_GBPS * 1e3)
+    last_waves = min(math.ceil(last_tiles / sms), num_waves)
+    steps_us = step_us * (num_waves - last_waves) + max(step_us, zero_fill_us) * last_waves
     # Two sub-tiles take two stores. Half of one overlaps, except in the warp-specialized kernel.
-    stores = (2 if tile.get("WARP_SPECIALIZED") else 1.5) if tile.get("EPILOGUE_SUBTILE") else 1
-    tile_us = _TILE_US + block_m * block_n * _STORE_US * stores
-    compute_us = math.ceil(K / block_k) * steps_us + waves * tile_us
+    num_stores = (2 if tile.get("WARP_SPECIALIZED") else 1.5) if tile.get("EPILOGUE_SUBTILE") else 1
+    tile_us = _TILE_US + block_m * block_n * _ELEMENT_US * num_stores
+    compute_us = math.ceil(K / block_k) * steps_us + num_waves * tile_us
 
     columns = min(math.ceil(min(num_tiles, sms) / group), tiles_n)
-    wave_bytes = (min(group * block_m, M) + min(columns * block_n, N)) * K * item
-    once = (M * K + K * N * max(experts, 1) + M * N) * item
-    memory_us = (once + _MISSES * max(waves * wave_bytes - once, 0.0)) / (peak.memory_gbps * 1e3)
-    overhead_us = _LAUNCH_US + (_SPLIT_US if waves % 1 else 0.0)
-    return (overhead_us + _norm(_ORDER, compute_us, memory_us)) / 1e3
+    wave_bytes = (min(group * block_m, M) + min(columns * block_n, N)) * K * item_bytes
+    min_bytes = (M * K + K * N * max(num_experts, 1) + M * N) * item_bytes
+    reread_bytes = _L2_MISS_SHARE * max(num_waves * wave_bytes - min_bytes, 0.0)
+    memory_us = (min_bytes + reread_bytes) / (peak.memory_gbps * 1e3)
+    overhead_us = _LAUNCH_US + (_SPLIT_US if num_waves % 1 else 0.0)
+    return (overhead_us + _norm(_NORM_ORDER, compute_us, memory_us)) / 1e3
 
 
-def predict_library_ms(M: int, N: int, K: int, dtype: torch.dtype, experts: int = 0) -> float:
+def predict_library_ms(M: int, N: int, K: int, dtype: torch.dtype, num_experts: int = 0) -> float:
     """Return the predicted milliseconds of [M, K] @ [K, N] in a library with unknown tiles.
 
-    With ``experts``, predict a grouped GEMM between copies that sort the rows and restore their
+    With ``num_experts``, predict a grouped GEMM between copies that sort the rows and restore their
     order.
     """
-    byte_us = 1 / (device_peak().memory_gbps * 1e3 * _LIBRARY_MEMORY)
-    compute_us = 2.0 * M * N * K / _flops_per_us(dtype) / _LIBRARY_FLOPS
+    byte_us = 1 / (device_peak().memory_gbps * 1e3 * _LIBRARY_MEMORY_SHARE)
+    compute_us = 2.0 * M * N * K / _flops_per_us(dtype) / _LIBRARY_FLOPS_SHARE
     total_us = max(compute_us, (M * K + K * N + M * N) * dtype.itemsize * byte_us) + _LAUNCH_US
-    if experts:
-        extra = 2 * M * (K + N) + (experts - 1) * K * N  # copied rows, other experts' weights
-        total_us += _GROUPED_US + extra * dtype.itemsize * byte_us
+    if num_experts:
+        extra = 2 * M * (K + N) + (num_experts - 1) * K * N  # copied rows, other experts' weights
+        total_us += _LIBRARY_GROUPED_US + extra * dtype.itemsize * byte_us
     return total_us / 1e3
 
 
@@ -458,17 +466,21 @@ class TransferCost(NamedTuple):
 
 def predict_op_ms(
     config: Mapping[str, Any], cost: TransferCost, M: int, N: int, K: int, dtype: torch.dtype,
-    received: float, shards: int = 1, copies: int = 1,
+    received_bytes: float, num_shards: int = 1, copies_per_block: int = 1,
 ) -> float:  # fmt: skip
-    """Return the predicted milliseconds of a GEMM and a transfer of ``received`` bytes per rank, in
-    which programs send ``copies`` of each block at the same time."""
-    gemm_config, gbps = config.get("gemm_config"), device_peak().link_gbps * _LINK
+    """Return the predicted milliseconds of a GEMM and a transfer.
+
+    Each rank receives ``received_bytes``. A program sends each block to ``copies_per_block`` slots
+    at the same time.
+    """
+    gemm_config, gbps = config.get("gemm_config"), device_peak().link_gbps * _LINK_SHARE
     if gemm_config is not None:
-        gemm = predict_gemm_ms(gemm_config, M, N, K, dtype, bool(config["persistent"]), shards)
+        gemm = predict_gemm_ms(gemm_config, M, N, K, dtype, bool(config["persistent"]), num_shards)
     else:
         gemm = predict_library_ms(M, N, K, dtype)
-        sent = copies * (config.get("num_comm_sms") or config.get("num_ctas") or math.inf)
-        gbps = min(gbps, sent * config.get("block_bytes", _BLOCK_BYTES) / (_BLOCK_US * 1e3))
-    gemm, link = gemm * cost.slowdown, received / (gbps * 1e6)
+        programs = config.get("num_comm_sms") or config.get("num_ctas") or math.inf
+        bytes_in_flight = programs * copies_per_block * config.get("block_bytes", _BLOCK_BYTES)
+        gbps = min(gbps, bytes_in_flight / (_BLOCK_US * 1e3))
+    gemm, link = gemm * cost.slowdown, received_bytes / (gbps * 1e6)
     overlaps = (config.get("num_chunks") or 1) >= cost.overlapping_chunks
-    return cost.overhead_us / 1e3 + _norm(_ORDER if overlaps else 1.0, gemm, link)
+    return cost.overhead_us / 1e3 + _norm(_NORM_ORDER if overlaps else 1.0, gemm, link)

@@ -239,7 +239,7 @@ def _apply_scales_and_bias(
 
 
 @gluon.jit
-def _finish_split(GROUP: gl.constexpr, accumulator, partials, tile, split, SPLIT_K: gl.constexpr):
+def _finish_split(GROUP: gl.constexpr, accumulator, workspace, tile, split, SPLIT_K: gl.constexpr):
     """Publish this group's half of a partial product, like ``sharded.publish_partial``.
 
     Return (whether this split is the last, sum). The sum of all splits is valid only if this split
@@ -253,14 +253,14 @@ def _finish_split(GROUP: gl.constexpr, accumulator, partials, tile, split, SPLIT
     rows = gl.arange(0, HALF_M, layout=gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, BLOCK_SIZE_N, layout=gl.SliceLayout(0, LAYOUT))
     offsets = rows[:, None] * BLOCK_SIZE_N + columns[None, :]
-    first_ptr = partials.partials + (tile.to(gl.int64) * (2 * SPLIT_K) + GROUP) * SIZE
+    first_ptr = workspace.partials + (tile.to(gl.int64) * (2 * SPLIT_K) + GROUP) * SIZE
     gl.store(first_ptr + split * (2 * SIZE) + offsets, accumulator)
     # Synchronise the group, because one thread issues the release for the stores of all threads.
     tl.debug_barrier()
-    before = gl.atomic_add(partials.counters + tile, ONE, sem="acq_rel", scope="gpu")
-    is_last = (before >> (16 * GROUP)) & 0xFFFF == SPLIT_K - 1
+    previous_count = gl.atomic_add(workspace.counters + tile, ONE, sem="acq_rel", scope="gpu")
+    is_last = (previous_count >> (16 * GROUP)) & 0xFFFF == SPLIT_K - 1
     if is_last:
-        gl.atomic_add(partials.counters + tile, -SPLIT_K * ONE, sem="relaxed", scope="gpu")
+        gl.atomic_add(workspace.counters + tile, -SPLIT_K * ONE, sem="relaxed", scope="gpu")
         # Also load this program's partial, because keeping it in registers spills with Triton 3.9.
         accumulator = gl.load(first_ptr + offsets, cache_modifier=".cg")
         for _ in range(1, SPLIT_K):
@@ -292,7 +292,7 @@ def _store_half(c_desc, accumulator, staging, shard, row, column, EPILOGUE_SUBTI
 
 @gluon.jit
 def _consume(
-    GROUP: gl.constexpr, c_ptr, partials, scales, a_ring, b_ring, staging, full, empty, M, N, K,
+    GROUP: gl.constexpr, c_ptr, workspace, scales, a_ring, b_ring, staging, full, empty, M, N, K,
     rank, num_ranks, gemm_plan: gl.constexpr, BLOCK_SIZE_N: gl.constexpr,
     GROUP_SIZE_M: gl.constexpr, EPILOGUE_SUBTILE: gl.constexpr, GROUP_SIZE_SHARDS: gl.constexpr,
     SPLIT_K: gl.constexpr,
@@ -357,7 +357,7 @@ def _consume(
                     block_scales = BlockScales(
                         a=a_scale_ptr + gl.minimum(row_index, rows - 1), stride_ak=rows,
                         b=scales.b_scale + column // 128 * scales.stride_bn,
-                        right=gl.where(has_right_block, scales.stride_bn, 0), stride_bk=1,
+                        right_offset=gl.where(has_right_block, scales.stride_bn, 0), stride_bk=1,
                     )  # fmt: skip
                     # Scales of a gathered shard arrive before its rows. Only the producer waits for
                     # rows, so wait here until it has loaded the first stage.
@@ -388,7 +388,7 @@ def _consume(
             if SPLIT_K > 1:  # noqa: SIM102  # constexpr and runtime conditions stay apart
                 if num_splits > 1:
                     is_complete, accumulator = _finish_split(
-                        GROUP, accumulator, partials, tile - unsplit_tiles, split, SPLIT_K
+                        GROUP, accumulator, workspace, tile - unsplit_tiles, split, SPLIT_K
                     )
             if is_complete:
                 with dl.mark("store"):
@@ -423,7 +423,7 @@ def kernel_gemm_warp_specialized(
     EPILOGUE_SUBTILE: gl.constexpr,
     GROUP_SIZE_SHARDS: gl.constexpr = 1,
     SPLIT_K: gl.constexpr = 1,
-    partials=None,
+    workspace=None,
 ):
     """Compute C like ``kernel_gemm_persistent``. Launch with 4 warps.
 
@@ -438,20 +438,24 @@ def kernel_gemm_warp_specialized(
     SCALING: gl.constexpr = gemm_plan.SCALING
     PROMOTES: gl.constexpr = SCALING >= PROMOTED
     STORE_N: gl.constexpr = BLOCK_SIZE_N // 2 if EPILOGUE_SUBTILE or PROMOTES else BLOCK_SIZE_N
-    operand: gl.constexpr = gl.NVMMASharedLayout(
+    operand_layout: gl.constexpr = gl.NVMMASharedLayout(
         swizzle_byte_width=128, element_bitwidth=a_dtype.primitive_bitwidth
     )
-    output: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-    a_ring = gl.allocate_shared_memory(a_dtype, [NUM_STAGES, BLOCK_SIZE_M, BLOCK_SIZE_K], operand)
+    output_layout: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=128, element_bitwidth=16, rank=3
+    )
+    a_ring = gl.allocate_shared_memory(
+        a_dtype, [NUM_STAGES, BLOCK_SIZE_M, BLOCK_SIZE_K], operand_layout
+    )
     if gemm_plan.B_COLUMN_MAJOR:
         b_ring = gl.allocate_shared_memory(
-            b_dtype, [NUM_STAGES, BLOCK_SIZE_N, BLOCK_SIZE_K], operand
+            b_dtype, [NUM_STAGES, BLOCK_SIZE_N, BLOCK_SIZE_K], operand_layout
         )
     else:
         b_ring = gl.allocate_shared_memory(
-            b_dtype, [NUM_STAGES, BLOCK_SIZE_K, BLOCK_SIZE_N], operand
+            b_dtype, [NUM_STAGES, BLOCK_SIZE_K, BLOCK_SIZE_N], operand_layout
         )
-    staging = gl.allocate_shared_memory(dtype, [2, 1, BLOCK_SIZE_M // 2, STORE_N], output)
+    staging = gl.allocate_shared_memory(dtype, [2, 1, BLOCK_SIZE_M // 2, STORE_N], output_layout)
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     # A stage is full after one TMA arrival, and empty after both consumer groups have read it.
@@ -461,12 +465,12 @@ def kernel_gemm_warp_specialized(
     gl.warp_specialize(
         [
             (_consume, (
-                0, c_ptr, partials, shards, a_ring, b_ring, staging, full, empty, M, N, K, rank,
+                0, c_ptr, workspace, shards, a_ring, b_ring, staging, full, empty, M, N, K, rank,
                 num_ranks, gemm_plan, BLOCK_SIZE_N, GROUP_SIZE_M, EPILOGUE_SUBTILE,
                 GROUP_SIZE_SHARDS, SPLIT_K,
             )),
             (_consume, (
-                1, c_ptr, partials, shards, a_ring, b_ring, staging, full, empty, M, N, K, rank,
+                1, c_ptr, workspace, shards, a_ring, b_ring, staging, full, empty, M, N, K, rank,
                 num_ranks, gemm_plan, BLOCK_SIZE_N, GROUP_SIZE_M, EPILOGUE_SUBTILE,
                 GROUP_SIZE_SHARDS, SPLIT_K,
             )),

@@ -21,7 +21,7 @@ from triton_dist.kernels.common.gemm.spaces import (
     fits_registers,
     max_rows_of_key,
     prune_fn_by_shared_memory,
-    tiles,
+    tile_configs,
 )
 from triton_dist.kernels.common.moe.skew import skewed_ids
 from triton_dist.runtime.device import current_device
@@ -35,7 +35,7 @@ _MIN_ROWS_PER_EXPERT, _MAX_ROUTES = 16, 1 << 16
 
 
 _OPTIONAL_CONSTANTS = ("GROUP_SIZE_M", "PROGRAMS")
-GROUPED_TILES = tiles(
+GROUPED_TILES = tile_configs(
     (128, 256, 64, 8, 3, 8, 1),
     (128, 256, 64, 8, 4, 8, 1),
     (128, 256, 64, 8, 3, 16, 1),
@@ -60,7 +60,7 @@ GROUPED_TILES = tiles(
     names=_OPTIONAL_CONSTANTS,
 )
 # Only for fp8 operands with BLOCK scales.
-WARP_SPECIALIZED_GROUPED_TILES = tiles(
+WARP_SPECIALIZED_GROUPED_TILES = tile_configs(
     (128, 256, 64, 8, 4, 8, 1),
     (128, 256, 64, 8, 4, 1, 1),
     (128, 128, 64, 8, 6, 8, 1),
@@ -68,7 +68,7 @@ WARP_SPECIALIZED_GROUPED_TILES = tiles(
     WARP_SPECIALIZED=True,
 )
 # Small tiles: small GEMMs in the interpreter then have several tiles per expert, some partial.
-INTERPRETED_GROUPED_TILES = tiles(
+INTERPRETED_GROUPED_TILES = tile_configs(
     (16, 32, 32, 4, 2, 2, 1),
     (32, 64, 64, 4, 2, 1, 2),
     (64, 32, 64, 4, 2, 4, 1),

@@ -164,7 +164,7 @@ def _consume(
         right_block = gl.minimum(column + right, N - 1) // 128 - column // 128
         block_scales = BlockScales(
             a=a_scale_ptr, stride_ak=scales.stride_ak, b=b_scale_ptr,
-            right=right_block * scales.stride_bn, stride_bk=scales.stride_bk,
+            right_offset=right_block * scales.stride_bn, stride_bk=scales.stride_bk,
         )  # fmt: skip
         if grouped_plan.NUM_SOURCES > 1:  # noqa: SIM102  # constexpr conditions stay apart
             if steps > 0:

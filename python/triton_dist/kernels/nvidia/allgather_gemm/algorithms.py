@@ -67,7 +67,7 @@ _VALID_NUM_CHUNKS, _VALID_NUM_COMM_SMS = range(1, MAX_CHUNKS + 1), range(1, MAX_
 _COMMON_STREAM_COUNTS = range(1, 9)
 # Numbers of chunks that are tried with each of the first four warp-specialized tiles. The fourth is
 # the largest tile that supports BLOCK scales.
-_NUM_CHUNKS_OF_SPECIALIZED = ((2, 4), (2, 4), (), (2,))
+_WARP_SPECIALIZED_CHUNK_COUNTS = ((2, 4), (2, 4), (), (2,))
 # Numbers of programs to try for an all-gather before the GEMM.
 _SERIAL_COMM_SMS = (128, 64, 32, 16, 8)
 # Minimum and maximum bytes that one of these programs moves at a time.
@@ -192,7 +192,7 @@ class _OverlappedGEMM(SelectableAlgorithm[Call, Sizes]):
         try:
             call.ctx.sleep(call.straggler_option)
             C = _empty_product(call)
-            self._consume(call, C, gathered)
+            self._run_consumer(call, C, gathered)
             if call.gathered is not None:
                 shard = call.local_shard.detach()  # the all-gather does not copy the local shard
                 first = call.ctx.rank * len(shard)
@@ -209,7 +209,7 @@ class _OverlappedGEMM(SelectableAlgorithm[Call, Sizes]):
 
     @abstractmethod
     def start(self, call: Call) -> GatheredShards:
-        """Start the all-gather; return the result of ``describe``."""
+        """Start the all-gather; return the result of ``gathered_shards``."""
 
     @staticmethod
     def _consumer_launch(call: Call, C: torch.Tensor, gathered: GatheredShards) -> Launch:
@@ -220,11 +220,11 @@ class _OverlappedGEMM(SelectableAlgorithm[Call, Sizes]):
             num_sms=ctx.device.num_sms, persistent=bool(call.persistent),
             rank=ctx.rank, num_ranks=ctx.num_ranks,
             gathered=gathered if ctx.num_ranks > 1 else None,
-            split=ctx.split_workspace if tiles.kwargs.get("SPLIT_K", 1) > 1 else None,
+            split_workspace=ctx.split_workspace if tiles.kwargs.get("SPLIT_K", 1) > 1 else None,
             scales=call.scaling.kernel_argument(call.A, call.B, gathered.scales),
         )  # fmt: skip
 
-    def _consume(self, call: Call, C: torch.Tensor, gathered: GatheredShards) -> None:
+    def _run_consumer(self, call: Call, C: torch.Tensor, gathered: GatheredShards) -> None:
         """Launch the consumer. Reuse the pre-built launch if only addresses have changed."""
         local_shard, B, tiles = call.local_shard, call.B, call.gemm_config
         tensors = {"local_ptr": local_shard, "b_ptr": B, "c_ptr": C}
@@ -282,7 +282,7 @@ class Push(CopyEngine):
             *(split_k_tiles() if current_device().prefers_descriptors else ()),
         ):
             yield tiles, True, 1, 1
-        for tiles, chunks in zip(specialized, _NUM_CHUNKS_OF_SPECIALIZED, strict=False):
+        for tiles, chunks in zip(specialized, _WARP_SPECIALIZED_CHUNK_COUNTS, strict=False):
             for num_chunks in chunks:
                 yield tiles, True, 1, num_chunks
 

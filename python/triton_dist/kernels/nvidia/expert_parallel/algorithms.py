@@ -25,7 +25,7 @@ from triton_dist.kernels.common.exchange.buffer import (
     checked_params,
     params_for_device,
 )
-from triton_dist.kernels.common.gemm.quantise import quantisation
+from triton_dist.kernels.common.gemm.quantise import quantise_launch
 from triton_dist.kernels.common.gemm.scales import FP8
 from triton_dist.kernels.common.moe.skew import SKEWS
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
@@ -431,7 +431,7 @@ class Collective(Push):
             scale = x.new_empty((groups, len(x)), dtype=torch.float32).T
             x = torch.empty_like(x, dtype=call.wire_dtype)
             if len(x):
-                quantisation(call.x.detach(), x, scale, False).run()
+                quantise_launch(call.x.detach(), x, scale, False).run()
             # PyTorch treats a single column as contiguous for any strides. Libraries require that
             # the last stride is 1.
             scale = scale.reshape(-1).view(len(x), groups)

@@ -376,4 +376,6 @@ def predict_ms(config: Mapping[str, Any], sizes: SummingSizes) -> float:
     words = 2 if exchange.endswith("packets") else 1  # half of each packet is a flag, not data
     received_bytes = M * N * sizes.item_bytes * (ranks - 1) / ranks * num_products_received * words
     cost, copies = _COSTS[config["algorithm"]], words * (ranks - 1)
-    return predict_op_ms(config, cost, M, N, K, sizes.A.dtype, received_bytes, copies=copies)
+    return predict_op_ms(
+        config, cost, M, N, K, sizes.A.dtype, received_bytes, copies_per_block=copies
+    )

@@ -54,7 +54,7 @@ from triton_dist.runtime.launch import Launch
 _NUM_PUSHED_SHAPES, _NUM_LARGEST_SHAPES = 7, 3
 _CHUNK_COUNTS, _FEW_CHUNK_COUNTS = (1, 2, 4, 8), (1, 2)
 # Config of the kernel that sums in ``"row_blocks"``, and minimum elements of a product per SM.
-(_SUM_TILES,) = spaces.tiles((64, 256, 64, 8, 1, 1))
+(_SUM_TILES,) = spaces.tile_configs((64, 256, 64, 8, 1, 1))
 _MIN_ELEMENTS_PER_SM = 128 * 128
 # An fp8 product by cuBLAS must have a multiple of this number of rows: it refused 19 rows.
 _FP8_ROW_MULTIPLE = 16
@@ -387,4 +387,6 @@ def predict_ms(config: Mapping[str, Any], sizes: SummingSizes) -> float:
     (M, K), N, ranks = sizes.A.shape, sizes.B.shape[1], sizes.num_ranks
     received_bytes = M * N * sizes.item_bytes * (ranks - 1) / ranks
     cost = _COSTS[config["algorithm"]]
-    return predict_op_ms(config, cost, M, N, K, sizes.A.dtype, received_bytes, copies=ranks - 1)
+    return predict_op_ms(
+        config, cost, M, N, K, sizes.A.dtype, received_bytes, copies_per_block=ranks - 1
+    )

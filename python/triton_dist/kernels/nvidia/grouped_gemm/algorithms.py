@@ -315,4 +315,4 @@ def predict_ms(config: Mapping[str, Any], key: GroupedKey) -> float:
     sizes = key.M * key.topk, key.N, key.K, key.dtype
     if config["algorithm"] == Library.name:
         return predict_library_ms(*sizes, key.E)
-    return predict_gemm_ms(config["gemm_config"], *sizes, experts=key.E)
+    return predict_gemm_ms(config["gemm_config"], *sizes, num_experts=key.E)
