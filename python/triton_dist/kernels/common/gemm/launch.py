@@ -226,23 +226,12 @@ def sharded_gemm(
     source = gathered or GatheredShards(local_shard, local_shard, local_shard, 1, 1)
     push = source.push
     num_comm_sms = 0 if push is None else push.num_comm_sms
-    shards = Shards(
-        source.rows,
-        source.arrivals,
-        source.epoch,
-        None,
-        None,
-        None,
-        *scales[0],
-    )
+    shards = Shards(source.rows, source.arrivals, source.epoch, None, None, None, *scales[0])
     if push is not None:
         shards = shards._replace(
             rows_table=push.shards, arrivals_table=push.arrivals, consumed=push.consumed
         )
-    operands, sharding = (
-        (local_shard, shards, B, C, M, N, K),
-        (rank, num_ranks, source.chunk_rows),
-    )
+    operands, sharding = (local_shard, shards, B, C, M, N, K), (rank, num_ranks, source.chunk_rows)
     plan = GEMMPlan(
         GATHERED=gathered is not None, B_COLUMN_MAJOR=B.stride(0) == 1,
         PRECISION=dot_precision(local_shard.dtype), FLAGS_PER_RANK=source.flags_per_rank,
@@ -260,10 +249,7 @@ def sharded_gemm(
         splits = options.get("SPLIT_K", 1)
         if splits > 1:
             needed = workspace_size(config, num_tiles, num_sms)
-            sizes = split_workspace and (
-                split_workspace.partials.numel(),
-                split_workspace.counters.numel(),
-            )
+            sizes = split_workspace and tuple(each.numel() for each in split_workspace)
             if sizes is None or needed[0] > sizes[0] or needed[1] > sizes[1]:
                 expected = f"a workspace of {needed[0]} fp32 and {needed[1]} counters"
                 raise InvalidArgument("sharded_gemm", "split_workspace", sizes, expected)
