@@ -59,7 +59,7 @@ def prepared(
     split = SplitWorkspace(partials, matrix(256, dtype=torch.int32))
     return sharded_gemm(
         own, B, C, config, num_sms=132, persistent=persistent, rank=rank if gathered else 0,
-        num_ranks=ranks, gathered=shards if gathered else None, split=split,
+        num_ranks=ranks, gathered=shards if gathered else None, split_workspace=split,
     )  # fmt: skip
 
 

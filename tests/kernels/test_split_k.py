@@ -71,7 +71,9 @@ def test_a_sum_of_parts_is_the_product(size, parts, num_sms, dtype):
         ):  # the second finds counters in use
             B = LAYOUTS[layout](uniform(2, (K, N), dtype))
             C = torch.full((M, N), NAN, dtype=dtype, device=A.device)
-            sharded_gemm(A, B, C, config, num_sms=num_sms, persistent=True, split=split).run()
+            sharded_gemm(
+                A, B, C, config, num_sms=num_sms, persistent=True, split_workspace=split
+            ).run()
             expected = (A.double() @ B.double()).to(dtype)
             assert_allclose(C, expected, rtol=tolerance(dtype), atol=tolerance(dtype))
         assert not split.counters.any()
@@ -187,7 +189,7 @@ def test_a_workspace_that_is_too_small_is_refused(split, there):
     with pytest.raises(InvalidArgument, match=message):
         sharded_gemm(
             A, B, C, config, num_sms=1000, persistent=True,
-            split=split and workspace(*split),
+            split_workspace=split and workspace(*split),
         )  # fmt: skip
 
 
