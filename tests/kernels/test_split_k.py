@@ -185,7 +185,7 @@ def test_a_workspace_that_is_too_small_is_refused(split, there):
     config = tiles(64, 64, SPLIT_K=1)
     sharded_gemm(A, B, C, config, num_sms=3, persistent=True)  # needs none
     config = tiles(32, 64, SPLIT_K=2)
-    message = f"split is {there}, expected a workspace of 36864 fp32 and 9 counters"
+    message = f"split_workspace is {there}, expected a workspace of 36864 fp32 and 9 counters"
     with pytest.raises(InvalidArgument, match=message):
         sharded_gemm(
             A, B, C, config, num_sms=1000, persistent=True,
