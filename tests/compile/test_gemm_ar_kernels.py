@@ -34,7 +34,7 @@ from triton_dist.kernels.common.gemm.spaces import (
 )
 from triton_dist.kernels.common.scatter.kernel import scattered_gemm
 from triton_dist.kernels.common.scatter.one_launch import exchanged_gemm
-from triton_dist.kernels.common.scatter.partials import Slot, TileMemory
+from triton_dist.kernels.common.scatter.partials import ScatterSlot, TileMemory
 from triton_dist.kernels.common.scatter.to_all import TwoShotLaunches, copy_sums
 from triton_dist.runtime.triton_compat import triton_version
 
@@ -58,7 +58,7 @@ KINDS = {
 
 def tile_memory(rank=1, num_ranks=4, dtype=torch.bfloat16):
     flags, table, left = words(), words(num_ranks), matrix(4096, dtype=torch.int32)
-    slot = Slot(matrix(1, dtype=dtype), 1 << 21, table, table, flags, flags, left)
+    slot = ScatterSlot(matrix(1, dtype=dtype), 1 << 21, table, table, flags, flags, left)
     return TileMemory("all", rank, num_ranks, slot, table, table)
 
 

@@ -31,7 +31,7 @@ from triton_dist.kernels.common.gemm.spaces import (
     tile_shapes,
 )
 from triton_dist.kernels.common.scatter.kernel import scattered_gemm
-from triton_dist.kernels.common.scatter.partials import Slot, TileMemory
+from triton_dist.kernels.common.scatter.partials import ScatterSlot, TileMemory
 from triton_dist.kernels.common.scatter.tiles import add_deferred_tiles
 from triton_dist.kernels.common.scatter.to_owners import ReduceScatterLaunches, add_row_block
 from triton_dist.testing.compile_only import compile_only
@@ -54,7 +54,7 @@ def prepared(
 def tile_memory(scatter, rank, num_ranks, dtype=torch.bfloat16):
     flags, table, left = words(), words(num_ranks), matrix(4096, dtype=torch.int32)
     partials = matrix(1, dtype=torch.float32 if scatter == "add" else dtype)
-    slot = Slot(partials, 1 << 23, table, table, flags, flags, left)
+    slot = ScatterSlot(partials, 1 << 23, table, table, flags, flags, left)
     sums = (table, table) if scatter == "all" else ()
     return TileMemory(scatter, rank, num_ranks, slot, *sums)
 

@@ -30,7 +30,7 @@ from triton_dist.kernels.common.gemm.spaces import (
 from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.kernels.common.scatter.kernel import scattered_gemm
 from triton_dist.kernels.common.scatter.one_launch import exchanged_gemm
-from triton_dist.kernels.common.scatter.partials import Slot, TileMemory
+from triton_dist.kernels.common.scatter.partials import ScatterSlot, TileMemory
 from triton_dist.kernels.common.scatter.to_owners import ReduceScatterLaunches
 from triton_dist.testing.compile_only import compile_only
 
@@ -121,7 +121,9 @@ def test_a_sum_over_ranks_multiplies_fp8(kind, tiles):
     flags, table = words(), words(2)
     options = {"num_sms": 132, "persistent": True, "scales": scales}
     if kind == "gemm_rs":
-        slot = Slot(matrix(1), 1 << 23, table, table, flags, flags, matrix(4096, dtype=torch.int32))
+        slot = ScatterSlot(
+            matrix(1), 1 << 23, table, table, flags, flags, matrix(4096, dtype=torch.int32)
+        )
         launch = scattered_gemm(
             A, B, matrix(M // 2, N), None, tiles, TileMemory("tile", 1, 2, slot),
             kernel=ReduceScatterLaunches.kernel, **options,

@@ -7,7 +7,7 @@ import torch
 import triton.language as tl
 
 from triton_dist import jit
-from triton_dist.kernels.common.scatter.partials import Slot, SumOutput
+from triton_dist.kernels.common.scatter.partials import ScatterSlot, SumOutput
 from triton_dist.kernels.common.scatter.tiles import (
     BEGUN,
     MAY_WAIT,
@@ -51,7 +51,7 @@ def test_what_was_left_is_added_once_and_the_next_call_counts_anew(has_left):
     epoch[BEGUN.value] = PROGRAMS
     flags = torch.zeros(8, dtype=torch.int64)
     left = torch.full((1,), int(has_left), dtype=torch.int32)
-    slot = Slot(partials, rows * N, flags, flags, flags, epoch, left)
+    slot = ScatterSlot(partials, rows * N, flags, flags, flags, epoch, left)
     kernel_add_deferred[(1,)](
         slot, SumOutput(C, None, None, None), N, rows, rows, 1, 0, NUM_SMS=1,
         tile=Tile(16, 16, 0, 1, False, False, "tf32"), summing=Summing(1, "tile", False, 16),
