@@ -45,7 +45,7 @@ class Buffer(Memory, Protocol):
     disagreements: Disagreements
 
 
-BufferT = TypeVar("B", bound=Buffer)
+BufferT = TypeVar("BufferT", bound=Buffer)
 MemoryT = TypeVar("MemoryT", bound=Memory)
 
 
@@ -359,8 +359,8 @@ def operand_checks(
             yield f"{name}.device", tensor.device, tensor.device == device, expected
 
 
-def layout_of(BufferT: torch.Tensor) -> str:
+def layout_of(B: torch.Tensor) -> str:
     """Return "row-major" or "column-major" if TMA can read B, else "strided" (read by pointers)."""
-    if not fits_descriptor(BufferT):
+    if not fits_descriptor(B):
         return "strided"
-    return "column-major" if BufferT.stride(0) == 1 else "row-major"
+    return "column-major" if B.stride(0) == 1 else "row-major"

@@ -94,7 +94,7 @@ class AllGatherGEMMOpInfo(GEMMOpInfo):
         calls = {self.serial_name: serial}
         if self.has_async_tp(A, group, libraries.ALL_GATHER_MATMUL):
             calls[ASYNC_TP] = lambda: libraries.async_tp_matmul(
-                A, B, group, scales=Scaling(**scales).row_wise(A, B)
+                A, B, group, scales=Scaling(**scales).row_wise_scales(A, B)
             )
         return {
             **self.gemms_alone(rows, B, all_scales),

@@ -38,7 +38,9 @@ class GEMMReduceScatterOpInfo(SummedGEMMOpInfo):
             return libraries.reduce_scatter(multiply(A, B, scales), group)
 
         def async_tp() -> torch.Tensor:
-            return libraries.async_tp_matmul_scatter(A, B, group, Scaling(**scales).row_wise(A, B))
+            return libraries.async_tp_matmul_scatter(
+                A, B, group, Scaling(**scales).row_wise_scales(A, B)
+            )
 
         baselines = {
             **self.gemms_alone(A, B, scales),

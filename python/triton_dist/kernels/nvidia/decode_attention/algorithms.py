@@ -131,7 +131,7 @@ class Call(OpCall):
     backend: str | None = None
     algorithm: str | None = None
     validated_key: Any = None
-    chosen: Algorithm[Call, DecodeKey] = field(init=False)
+    chosen_algorithm: Algorithm[Call, DecodeKey] = field(init=False)
 
     def __post_init__(self) -> None:
         self.key = checked_key(self) if self.validated_key is None else self.validated_key

@@ -165,7 +165,7 @@ class DispatchCall(OpCall):
     block_bytes: int | None = None
     algorithm: str | None = None
     validated_key: Any = None
-    chosen: Push = field(init=False)
+    chosen_algorithm: Push = field(init=False)
 
     def __post_init__(self) -> None:
         self.key = self.checked_key() if self.validated_key is None else self.validated_key
