@@ -178,7 +178,8 @@ def rows_by_position(
 
 @jit
 def store_records(tiles_ptr, first, tile, tiles, expert, begin_row, end_row):
-    """Store the first five words of the records of a run of ``tiles`` tiles (``TILE_RECORD_WORDS``).
+    """Store the first five words of the records of a run of ``tiles`` tiles
+    (``TILE_RECORD_WORDS``).
 
     ``tile`` is a block of indices in the run. Return the addresses of the records, and which of
     them exist.

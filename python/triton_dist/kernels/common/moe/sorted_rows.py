@@ -12,7 +12,12 @@ import triton.language as tl
 
 from triton_dist._jit import jit
 from triton_dist.kernels.common.moe.positions import Positions
-from triton_dist.kernels.common.moe.routing import TILE_RECORD_WORDS, BlockMap, max_tiles, store_records
+from triton_dist.kernels.common.moe.routing import (
+    TILE_RECORD_WORDS,
+    BlockMap,
+    max_tiles,
+    store_records,
+)
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch
 

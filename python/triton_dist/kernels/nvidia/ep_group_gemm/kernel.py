@@ -24,7 +24,11 @@ from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange.protocol import chunk_flag, flag_offset, notify_ranks
 from triton_dist.kernels.common.moe.product import multiply_tile, weights_operand
-from triton_dist.kernels.common.moe.routing import TILE_RECORD_WORDS, store_records, tile_of_work_item
+from triton_dist.kernels.common.moe.routing import (
+    TILE_RECORD_WORDS,
+    store_records,
+    tile_of_work_item,
+)
 from triton_dist.kernels.common.moe.sorted_rows import rows_of_experts
 from triton_dist.kernels.common.peers import target_at
 from triton_dist.kernels.nvidia.expert_parallel import begin_ep_call, send_rows

@@ -216,7 +216,7 @@ class AttentionCall(OpCall):
                     dq[:, rows] += dq_part
                     dkv[source, 0, :, keys], dkv[source, 1, :, keys] = dkv_part
 
-        self.chosen_algorithm.run_gathered(self, attend)  # type: ignore[attr-defined]
+        self.chosen_algorithm.gather(self, attend)  # type: ignore[attr-defined]
         if num_ranks == 1:
             dk, dv = dkv[0]
         else:
