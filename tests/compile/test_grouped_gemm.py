@@ -182,7 +182,9 @@ def test_choices_are_read_by_16_bytes_all_at_once(sm90, topk, width, dtype, is_s
     rows = matrix(M * topk, dtype=torch.int32) if is_sorted else None
     products, out = matrix(M * topk, width, dtype=dtype), matrix(M * 4096, dtype=dtype)
     kernel = compile_launch(
-        topk_sum(products, choices, ids, rows, out, E, block_rows=TOKENS, first=512, N=4096)
+        topk_sum(
+            products, choices, ids, rows, out, E, rows_per_block=TOKENS, first_column=512, N=4096
+        )
     )
     assert_fits(kernel)
     if dtype is torch.bfloat16:

@@ -50,7 +50,9 @@ def test_a_launch_made_anew_is_repeated_if_only_addresses_differ(monkeypatch):
         x = torch.ones(rows, columns, dtype=dtype)
         ids, choices = torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2)
         out = torch.empty(3, columns, dtype=dtype)
-        launcher.repeat(topk_sum(x, choices, ids, None, out, 2, block_rows=3, first=0, N=columns))
+        launcher.repeat(
+            topk_sum(x, choices, ids, None, out, 2, rows_per_block=3, first_column=0, N=columns)
+        )
         assert keys[-1][1]["products_ptr"] is x
         assert set(keys[-1][1]) == {"products_ptr", "weights_ptr", "ids_ptr", "out_ptr"}
     first, second, wider, other = (hash(key) for key, _ in keys)

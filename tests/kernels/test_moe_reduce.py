@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.example_keys import EXAMPLE_KEYS
 from triton_dist.kernels.common.moe import rows, spaces
-from triton_dist.kernels.common.moe.columns import column_chunks
+from triton_dist.kernels.common.moe.columns import divide_columns
 from triton_dist.kernels.common.moe.spaces import GROUPED_TILES, grouped_tiles
 from triton_dist.kernels.common.moe.summing import SumSizes
 from triton_dist.kernels.common.moe.topk_sum import topk_sum
@@ -40,11 +40,11 @@ def in_order(products, choices, ids, E):
 
 
 @pytest.mark.parametrize(
-    ("M", "topk", "N", "width", "block_rows"),
+    ("M", "topk", "N", "width", "rows_per_block"),
     [(8, 3, 40, 16, 4), (5, 1, 33, 33, 5), (7, 10, 24, 7, 3), (1, 2, 1, 1, 1)],
 )
 @pytest.mark.parametrize("is_sorted", [False, True])
-def test_choices_are_added_in_their_order(M, topk, N, width, block_rows, is_sorted):
+def test_choices_are_added_in_their_order(M, topk, N, width, rows_per_block, is_sorted):
     generator = torch.Generator().manual_seed(M)
     E = 4
     ids = torch.randint(-1, E + 1, (M, topk), generator=generator)
@@ -55,27 +55,35 @@ def test_choices_are_added_in_their_order(M, topk, N, width, block_rows, is_sort
     products[((ids < 0) | (ids >= E)).flatten()] = float("nan")
     order = torch.randperm(M * topk, generator=generator)
     number = order.argsort().int() if is_sorted else None
-    blocks = -(-M // block_rows)
+    blocks = -(-M // rows_per_block)
     with poisoned_empty():
-        out = torch.empty(blocks * block_rows * N, dtype=BF16)
+        out = torch.empty(blocks * rows_per_block * N, dtype=BF16)
     for first in range(0, N, width):
         columns = products[:, first : first + width]
         columns = columns[order] if is_sorted else columns.contiguous()
         topk_sum(
-            columns, choices, ids, number, out, E, block_rows=block_rows, first=first, N=N
+            columns,
+            choices,
+            ids,
+            number,
+            out,
+            E,
+            rows_per_block=rows_per_block,
+            first_column=first,
+            N=N,
         ).run()
     for block, whole in enumerate(out.view(blocks, -1)):
-        mine = expected[block * block_rows : (block + 1) * block_rows]
+        mine = expected[block * rows_per_block : (block + 1) * rows_per_block]
         for first in range(0, N, width):
             end = min(first + width, N)
-            block = whole[block_rows * first : block_rows * end].view(block_rows, -1)
+            block = whole[rows_per_block * first : rows_per_block * end].view(rows_per_block, -1)
             assert torch.equal(block[: len(mine)], mine[:, first:end])
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 5000), st.integers(1, 64), st.sampled_from([32, 64, 256]))
 def test_columns_are_cut_where_tiles_end(N, num_chunks, multiple):
-    columns = column_chunks(3, N, num_chunks, multiple)
+    columns = divide_columns(3, N, num_chunks, multiple)
     spans = list(columns)
     assert len(spans) == len(columns) <= num_chunks
     assert [first for first, _ in spans] == [0, *(end for _, end in spans[:-1])]

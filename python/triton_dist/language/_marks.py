@@ -20,32 +20,32 @@ from triton_dist.runtime.interpreter_program import current_program_number
 # One thread of every 4 warps writes the mark; $1 is the begin time. The braces scope the register
 # names. Values are written as early as possible, because a producer warp has only 24 registers.
 _MARK_PTX = """{{
-.reg .pred one;
-.reg .b32 thread, place, size;
-.reg .b64 now, at;
+.reg .pred is_writer;
+.reg .b32 thread, lane, program, size;
+.reg .b64 now, record;
 mov.u64 now, %globaltimer;
 mov.u32 thread, %tid.x;
-and.b32 place, thread, 127;
-setp.eq.u32 one, place, 0;
-mov.u64 at, {address};
-@one atom.global.add.u64 at, [at], 1;
-setp.lt.and.u64 one, at, {max_marks}, one;
-mad.lo.u64 at, at, {nbytes}, {address};
-@one st.global.u64 [at+{begin}], $1;
-@one st.global.u64 [at+{end}], {second};
-mov.u32 place, %ctaid.z;
+and.b32 lane, thread, 127;
+setp.eq.u32 is_writer, lane, 0;
+mov.u64 record, {address};
+@is_writer atom.global.add.u64 record, [record], 1;
+setp.lt.and.u64 is_writer, record, {max_marks}, is_writer;
+mad.lo.u64 record, record, {nbytes}, {address};
+@is_writer st.global.u64 [record+{begin}], $1;
+@is_writer st.global.u64 [record+{end}], {second};
+mov.u32 program, %ctaid.z;
 mov.u32 size, %nctaid.y;
-mul.lo.u32 place, place, size;
+mul.lo.u32 program, program, size;
 mov.u32 size, %ctaid.y;
-add.u32 place, place, size;
+add.u32 program, program, size;
 mov.u32 size, %nctaid.x;
-mul.lo.u32 place, place, size;
+mul.lo.u32 program, program, size;
 mov.u32 size, %ctaid.x;
-add.u32 place, place, size;
+add.u32 program, program, size;
 shr.u32 thread, thread, 7;
 shl.b32 thread, thread, 8;
 or.b32 thread, thread, {name};
-@one st.global.v2.u32 [at+{last}], {{thread, place}};
+@is_writer st.global.v2.u32 [record+{last}], {{thread, program}};
 {more}mov.u32 $0, 0;
 }}"""
 _WORD_BYTES = 8
@@ -94,7 +94,9 @@ def _write(marks: marking.Marks, kind: int, operands: list[Any], semantic: Any) 
         end=first + _WORD_BYTES,
         last=first + 2 * _WORD_BYTES,
         second="$2" if is_flag else "now",
-        more=f"@one st.global.u64 [at+{first + 3 * _WORD_BYTES}], $3;\n" if is_flag else "",
+        more=f"@is_writer st.global.u64 [record+{first + 3 * _WORD_BYTES}], $3;\n"
+        if is_flag
+        else "",
     )
     tl.inline_asm_elementwise(
         text, "=r" + ",l" * len(operands), operands, dtype=tl.int32, is_pure=False, pack=1,

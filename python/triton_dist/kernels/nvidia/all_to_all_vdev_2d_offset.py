@@ -90,12 +90,12 @@ class AllToAllContext(RowContext):
         _, chunk, within, is_used = chunk_of_rows(received.counts.flatten(), len(rows_in))
         first = (offsets_out if rank_in_row else offsets_out.t()).flatten()[chunk]
         # Unused positions write to one additional element, which is removed below.
-        place = torch.where(is_used, first + within, len(out)).clamp(max=len(out))
+        target = torch.where(is_used, first + within, len(out)).clamp(max=len(out))
         rows_out = rows_in.new_full((len(out) + 1,), -1)
-        rows_out[place] = rows_in
+        rows_out[target] = rows_in
         total = (offsets_out[-1, -1:] + splits_out[-1, -1:]).int()
-        placed = replace(received, row_of_position=rows_out[:-1], ends=total)
-        placed.expanded(out.view(self.wire_dtype))
+        received_in_out = replace(received, row_of_position=rows_out[:-1], ends=total)
+        received_in_out.expanded(out.view(self.wire_dtype))
         return splits_out, offsets_out
 
 

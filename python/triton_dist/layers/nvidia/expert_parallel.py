@@ -109,7 +109,7 @@ def _run_experts(
     else:
         rows, products = x.new_empty(0), x.new_empty(0)
         hidden = grouped_gemm(received.rows, gate_up, positions, activation="silu_mul")
-    y = grouped_gemm(hidden, down, positions.of_sorted_rows())
+    y = grouped_gemm(hidden, down, positions.for_sorted_rows())
     return ranks.ep_combine(y, received), rows, products
 
 
@@ -128,7 +128,7 @@ def _dispatch(
 
 def _positions(received: Received, exact: bool) -> Positions:
     positions = received.positions
-    return positions.limited(received.num_positions()) if exact else positions
+    return positions.limited_to(received.num_positions()) if exact else positions
 
 
 @torch.library.custom_op("triton_dist::ep_experts", mutates_args=())
@@ -178,7 +178,7 @@ def _ep_experts_backward(
     tokens = None
 
     def expanded(received: Received) -> torch.Tensor:
-        return received.expanded(x.new_empty(positions.number, x.shape[1]))[0]
+        return received.expanded(x.new_empty(positions.max_positions, x.shape[1]))[0]
 
     if not len(products):
         received = _dispatch(x, ids, scales, gate_up, group, max_tokens)
@@ -188,10 +188,10 @@ def _ep_experts_backward(
             tokens = expanded(received)
     received = _dispatch(dy.contiguous(), ids, scales, gate_up, group, max_tokens)
     # ``products`` come from a dispatch of the same ids, so they have the same number of positions.
-    positions = received.positions.limited(len(products))
+    positions = received.positions.limited_to(len(products))
     assert received.weights is not None
-    weights = received.weights[: positions.number]
-    sorted_positions = positions.of_sorted_rows()
+    weights = received.weights[: positions.max_positions]
+    sorted_positions = positions.for_sorted_rows()
     grads = grouped_gemm(received.rows, down.mT, positions)
     weighted, d_products, d_weights = silu_mul_backward(products, grads, weights, positions)
     d_gate_up, d_down = x.new_empty(0), x.new_empty(0)
@@ -286,7 +286,7 @@ def ep_experts_fp8(
     )  # fmt: skip
     hidden, hidden_scale = quantise(products, is_block, True, static_down, positions.ends[-1:])
     y = grouped_gemm(
-        hidden, down, positions.of_sorted_rows(), A_scale=hidden_scale, B_scale=down_scale,
+        hidden, down, positions.for_sorted_rows(), A_scale=hidden_scale, B_scale=down_scale,
         out_dtype=x.dtype,
     )  # fmt: skip
     out: torch.Tensor = group.ep_combine(y, received)

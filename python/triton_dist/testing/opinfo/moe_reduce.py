@@ -177,7 +177,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
                 added = torch.empty_like(zeros)
                 topk_sum(
                     products, expert_weight, ids, rows, added, len(weights),
-                    block_rows=M, first=0, N=N,
+                    rows_per_block=M, first_column=0, N=N,
                 ).run()  # fmt: skip
                 return self.reduce(added, group)
 

@@ -17,7 +17,7 @@ from triton_dist.kernels.common.moe.positions import Positions
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch
 
-_MAX_BLOCK = 2048
+_MAX_BLOCK_COLUMNS = 2048
 
 
 @jit
@@ -25,11 +25,11 @@ def kernel_silu_mul(
     products_ptr, out_ptr, ends_ptr, columns, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Compute out [positions, columns] from gate and up [positions, 2 * columns]. Any grid."""
-    total = tl.load(ends_ptr + EXPERTS - 1)
-    for position in range(tl.program_id(0), total, tl.num_programs(0)):
+    num_used = tl.load(ends_ptr + EXPERTS - 1)
+    for position in range(tl.program_id(0), num_used, tl.num_programs(0)):
         row = tl.cast(position, tl.int64) * columns
-        for first in range(0, columns, BLOCK):
-            column = first + tl.arange(0, BLOCK)
+        for first_column in range(0, columns, BLOCK):
+            column = first_column + tl.arange(0, BLOCK)
             mask = column < columns
             gate = tl.load(products_ptr + 2 * row + column, mask=mask).to(tl.float32)
             up = tl.load(products_ptr + 2 * row + columns + column, mask=mask).to(tl.float32)
@@ -47,17 +47,17 @@ def kernel_silu_mul_backward(
     grads: [positions, columns], gradients of ``weight * silu(gate) * up``, which is stored in
     ``weighted``.
     """
-    total = tl.load(ends_ptr + EXPERTS - 1)
-    for position in range(tl.program_id(0), total, tl.num_programs(0)):
+    num_used = tl.load(ends_ptr + EXPERTS - 1)
+    for position in range(tl.program_id(0), num_used, tl.num_programs(0)):
         row = tl.cast(position, tl.int64) * columns
         weight = tl.load(weights_ptr + position)
         d_weight = tl.zeros((BLOCK,), tl.float32)
-        for first in range(0, columns, BLOCK):
-            column = first + tl.arange(0, BLOCK)
+        for first_column in range(0, columns, BLOCK):
+            column = first_column + tl.arange(0, BLOCK)
             mask = column < columns
-            gate_at = 2 * row + column
-            gate = tl.load(products_ptr + gate_at, mask=mask, other=0.0).to(tl.float32)
-            up = tl.load(products_ptr + gate_at + columns, mask=mask, other=0.0).to(tl.float32)
+            gate_offset = 2 * row + column
+            gate = tl.load(products_ptr + gate_offset, mask=mask, other=0.0).to(tl.float32)
+            up = tl.load(products_ptr + gate_offset + columns, mask=mask, other=0.0).to(tl.float32)
             grad = tl.load(grads_ptr + row + column, mask=mask, other=0.0).to(tl.float32)
             sigmoid = 1.0 / (1.0 + tl.exp(-gate))
             silu = gate * sigmoid
@@ -66,15 +66,15 @@ def kernel_silu_mul_backward(
             d_gate = grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
             dtype = weighted_ptr.dtype.element_ty
             tl.store(weighted_ptr + row + column, (weight * silu * up).to(dtype), mask=mask)
-            tl.store(d_products_ptr + gate_at, d_gate.to(dtype), mask=mask)
-            tl.store(d_products_ptr + gate_at + columns, (grad * silu).to(dtype), mask=mask)
+            tl.store(d_products_ptr + gate_offset, d_gate.to(dtype), mask=mask)
+            tl.store(d_products_ptr + gate_offset + columns, (grad * silu).to(dtype), mask=mask)
         tl.store(d_weights_ptr + position, tl.sum(d_weight, 0))
 
 
 def silu_mul(products: torch.Tensor, positions: Positions) -> torch.Tensor:
     """Return silu(left half) * right half of ``products`` for the used positions."""
     out = products.new_empty(len(products), products.shape[1] // 2)
-    activation(kernel_silu_mul, positions, products, out).run()
+    activation_launch(kernel_silu_mul, positions, products, out).run()
     return out
 
 
@@ -91,17 +91,17 @@ def silu_mul_backward(
         weights: fp32 [positions].
         positions: has the number of used rows.
     """
-    out = torch.empty_like(grads), torch.empty_like(products), torch.empty_like(weights)
-    activation(kernel_silu_mul_backward, positions, products, grads, weights, *out).run()
-    return out
+    outputs = torch.empty_like(grads), torch.empty_like(products), torch.empty_like(weights)
+    activation_launch(kernel_silu_mul_backward, positions, products, grads, weights, *outputs).run()
+    return outputs
 
 
-def activation(
+def activation_launch(
     kernel: Any, positions: Positions, products: torch.Tensor, *tensors: torch.Tensor
 ) -> Launch:
     """Return the launch of ``kernel`` of this module for ``products`` [positions, 2 * columns]."""
     rows, columns = len(products), products.shape[1] // 2
-    block = min(_MAX_BLOCK, triton.next_power_of_2(columns))
+    block = min(_MAX_BLOCK_COLUMNS, triton.next_power_of_2(columns))
     return Launch(
         kernel,
         (min(rows, 8 * current_device().num_sms),),

@@ -37,26 +37,26 @@ _PROGRAMS_PER_SM = 4
 
 @dataclass(frozen=True)
 class ColumnChunks:
-    """Chunks of ``width`` columns that cover N columns of a row block of ``rows`` rows. The last
-    chunk may be narrower."""
+    """Chunks of ``chunk_columns`` columns that cover N columns of a row block of ``rows`` rows. The
+    last chunk may be narrower."""
 
     rows: int
     N: int
-    width: int
+    chunk_columns: int
 
     def __len__(self) -> int:
-        return int(triton.cdiv(self.N, self.width))
+        return int(triton.cdiv(self.N, self.chunk_columns))
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Yield the first column and the end of each chunk."""
-        for first in range(0, self.N, self.width):
-            yield first, min(first + self.width, self.N)
+        for first_column in range(0, self.N, self.chunk_columns):
+            yield first_column, min(first_column + self.chunk_columns, self.N)
 
 
-def column_chunks(rows: int, N: int, num_chunks: int, multiple: int) -> ColumnChunks:
+def divide_columns(rows: int, N: int, num_chunks: int, divisor: int) -> ColumnChunks:
     """Divide N columns into at most ``num_chunks`` chunks whose width is divisible by
-    ``multiple``."""
-    return ColumnChunks(rows, N, int(triton.cdiv(triton.cdiv(N, num_chunks), multiple)) * multiple)
+    ``divisor``."""
+    return ColumnChunks(rows, N, int(triton.cdiv(triton.cdiv(N, num_chunks), divisor)) * divisor)
 
 
 @jit(do_not_specialize=["rows", "call_tag", "rank"])
@@ -66,7 +66,7 @@ def kernel_add_columns(
     pushed,
     rows,
     N,
-    width,
+    chunk_columns,
     shard_stride,
     call_tag,
     rank,
@@ -77,17 +77,17 @@ def kernel_add_columns(
 ):
     """Store the sum of this rank's row block of x and the received row blocks in out [rows, N].
 
-    Row blocks are added in the order of ranks. Any grid. A chunk has ``width`` columns.
+    Row blocks are added in the order of ranks. Any grid. A chunk has ``chunk_columns`` columns.
     ``shard_stride`` is the number of elements between the begins of two sources' row blocks.
     """
-    value = current_flag(pushed.epoch, call_tag)
+    current = current_flag(pushed.epoch, call_tag)
     tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
-    own = x_ptr + rank.to(tl.int64) * rows * N
-    for chunk in range(tl.cdiv(N, width)):
-        first = chunk * width
-        columns = tl.minimum(width, N - first)
+    own_ptr = x_ptr + rank.to(tl.int64) * rows * N
+    for chunk in range(tl.cdiv(N, chunk_columns)):
+        first_column = chunk * chunk_columns
+        columns = tl.minimum(chunk_columns, N - first_column)
         # Wait until this chunk has arrived from all peers.
-        token = await_pushed(pushed, value, chunk, rank, NUM_RANKS)
+        token = await_pushed(pushed, current, chunk, rank, NUM_RANKS)
         shards = pushed.shards + after_wait(tl.zeros((), tl.int64), token)
         for tile in range(
             tl.program_id(0), tiles_m * tl.cdiv(columns, BLOCK_SIZE_N), tl.num_programs(0)
@@ -96,8 +96,8 @@ def kernel_add_columns(
             column = tile // tiles_m * BLOCK_SIZE_N + tl.arange(0, BLOCK_SIZE_N)
             mask = (row < rows)[:, None] & (column < columns)[None, :]
             # Columns of a chunk are contiguous in the addends, but not in out.
-            begin = rows.to(tl.int64) * first + row.to(tl.int64) * columns
-            target = row.to(tl.int64) * N + first
+            begin = rows.to(tl.int64) * first_column + row.to(tl.int64) * columns
+            target = row.to(tl.int64) * N + first_column
             # Triton cannot know this alignment, and would not use 16-byte vectors.
             if ALIGNED:
                 begin = tl.multiple_of(begin, 8)
@@ -108,7 +108,7 @@ def kernel_add_columns(
                 addend = shards + source * shard_stride.to(tl.int64)
                 # Select a pointer instead of branching, so that all loads are in flight together.
                 # The load bypasses L1, which may hold stale data.
-                addend = tl.where(rank == source, own, addend)
+                addend = tl.where(rank == source, own_ptr, addend)
                 sums += tl.load(addend + index, mask=mask, cache_modifier=".cg").to(tl.float32)
             tl.store(
                 out_ptr + target[:, None] + column[None, :],
@@ -139,9 +139,9 @@ class PushedColumns(PushedSlots):
             "arrivals": ((max_chunks * num_ranks,), torch.int64),
         }
         disagreements = Disagreements(f"the tokens of {name}", group)
-        kernels = "the kernel that adds chunks of columns"
+        waiting_kernels = "the kernel that adds chunks of columns"
         slots = EpochSlots(
-            name, regions, ("arrivals",), kernels, group, disagreements=disagreements
+            name, regions, ("arrivals",), waiting_kernels, group, disagreements=disagreements
         )
         super().__init__(slots)
 
@@ -149,17 +149,24 @@ class PushedColumns(PushedSlots):
         self, columns: ColumnChunks, x: torch.Tensor, out: torch.Tensor, call_tag: int
     ) -> Launch:
         """Return the launch that sums the row blocks, as they arrive, into out [rows, N]."""
-        slots, item = self.slots, x.element_size()
+        slots, item_bytes = self.slots, x.element_size()
         pushed = Pushed(slots["shards"].local, slots["arrivals"].local, slots.epoch)
-        block_n = min(_MAX_BLOCK_N, triton.next_power_of_2(columns.width))
+        block_n = min(_MAX_BLOCK_N, triton.next_power_of_2(columns.chunk_columns))
         block_m = _BLOCK_ELEMENTS // block_n
-        tiles = triton.cdiv(columns.rows, block_m) * triton.cdiv(columns.width, block_n)
-        sizes = (columns.rows, columns.N, columns.width, self._shard_stride, call_tag, self.rank)
+        num_tiles = triton.cdiv(columns.rows, block_m) * triton.cdiv(columns.chunk_columns, block_n)
+        sizes = (
+            columns.rows,
+            columns.N,
+            columns.chunk_columns,
+            self._shard_stride,
+            call_tag,
+            self.rank,
+        )
         # A vector holds 8 elements of 16 bits.
-        aligned = item == 2 and columns.N % 8 == 0 and columns.width % 8 == 0
+        aligned = item_bytes == 2 and columns.N % 8 == 0 and columns.chunk_columns % 8 == 0
         return Launch(
             kernel_add_columns,
-            (min(tiles, _PROGRAMS_PER_SM * self._device.num_sms),),
+            (min(num_tiles, _PROGRAMS_PER_SM * self._device.num_sms),),
             (x, out, pushed, *sizes),
             {
                 "NUM_RANKS": self.num_ranks,
@@ -180,15 +187,16 @@ class PushedColumns(PushedSlots):
     ) -> None:
         """Store this rank's rows of the sum of x over ranks in out [rows, N].
 
-        x has [num_ranks, rows, N] elements. ``compute(first, end)`` must queue the kernels that
-        write columns ``first`` to ``end`` of x. ``call_tag`` must be equal on all ranks.
+        x has [num_ranks, rows, N] elements. ``compute(first_column, end)`` must queue the kernels
+        that write columns ``first_column`` to ``end`` of x. ``call_tag`` must be equal on all
+        ranks.
         """
-        slots, awaited, transfer = self.slots, False, None
+        slots, has_awaited_peers, transfer = self.slots, False, None
         slots.take(call_tag, copies_flag_word=True)
         stream = self._device.current_stream()
         try:
-            for chunk, (first, end) in enumerate(columns):
-                compute(first, end)
+            for chunk, (first_column, end) in enumerate(columns):
+                compute(first_column, end)
                 transfer = self.transfer(
                     (slots.index, columns, chunk), partial(self._push, columns, chunk)
                 )
@@ -198,24 +206,24 @@ class PushedColumns(PushedSlots):
                 lambda: self.launch(columns, x, out, call_tag),
                 {"x_ptr": x, "out_ptr": out},
             )
-            awaited = True
+            has_awaited_peers = True
         finally:
             # All transfers use the same streams, so it is sufficient to wait for the last transfer.
             if transfer is not None:
                 transfer.join(stream)
             flags_of_peers = self.flags_of_peers(len(columns))
-            slots.finish(awaited, awaited_flags=lambda: {"arrivals": flags_of_peers})
+            slots.finish(has_awaited_peers, awaited_flags=lambda: {"arrivals": flags_of_peers})
 
     def _push(self, columns: ColumnChunks, chunk: int) -> Iterable[Step]:
         """Yield the copies that push a chunk of each peer's row block."""
-        first, end = list(columns)[chunk]
-        begin, end = columns.rows * first, columns.rows * end
-        own, block = self.rank * self._shard_stride, columns.rows * columns.N
+        first_column, end = list(columns)[chunk]
+        begin, end = columns.rows * first_column, columns.rows * end
+        shard_begin, row_block_numel = self.rank * self._shard_stride, columns.rows * columns.N
         arrivals, flag = self.slots["arrivals"], chunk * self.num_ranks + self.rank
         for step in range(1, self.num_ranks):
             stream = (chunk * (self.num_ranks - 1) + step) % PUSH_STREAMS
             peer = (self.rank + step) % self.num_ranks
-            target = self.slots["shards"].peers[peer][own + begin : own + end]
-            source = InputRows(peer * block + begin, peer * block + end)
+            target = self.slots["shards"].peers[peer][shard_begin + begin : shard_begin + end]
+            source = InputRows(peer * row_block_numel + begin, peer * row_block_numel + end)
             yield Copy(stream, target.view(-1, 1), source)
             yield Copy(stream, arrivals.peers[peer][flag : flag + 1], self.slots.epoch[:1])

@@ -20,41 +20,46 @@ class Positions:
     Attributes:
         ends: int32 [E], end of the positions of each expert. Positions from the last end on are
             unused.
-        number: upper bound of the number of used positions.
-        rows: int32 [number], row of A of each position; ``None``: A has one row per position.
-        tokens: maximum number of tokens of a rank, for the tuning key.
+        max_positions: upper bound of the number of used positions.
+        rows: int32 [max_positions], row of A of each position; ``None``: A has one row per
+            position.
+        max_tokens: maximum number of tokens of a rank, for the tuning key.
         topk: number of experts per token, for the tuning key.
     """
 
     ends: torch.Tensor
-    number: int
+    max_positions: int
     rows: torch.Tensor | None
-    tokens: int
+    max_tokens: int
     topk: int
 
-    def limited(self, number: int) -> Positions:
-        """Return these positions with the upper bound ``number`` of used positions."""
-        number = max(number, 1)
-        rows = None if self.rows is None else self.rows[:number]
-        return Positions(self.ends, number, rows, self.tokens, self.topk)
+    def limited_to(self, max_positions: int) -> Positions:
+        """Return these positions with the upper bound ``max_positions`` of used positions."""
+        max_positions = max(max_positions, 1)
+        rows = None if self.rows is None else self.rows[:max_positions]
+        return Positions(self.ends, max_positions, rows, self.max_tokens, self.topk)
 
-    def of_sorted_rows(self) -> Positions:
+    def for_sorted_rows(self) -> Positions:
         """Return these positions for an A that has one row per position."""
-        return Positions(self.ends, self.number, None, self.tokens, self.topk)
+        return Positions(self.ends, self.max_positions, None, self.max_tokens, self.topk)
 
     @property
     def key_parts(self) -> tuple[int, int, str, int]:
-        """Parts of the tuning key: tokens, topk, how A is indexed, and ``number``."""
+        """Parts of the tuning key: tokens, topk, how A is indexed, and ``max_positions``."""
         kind = "position" if self.rows is None else "gathered"
-        return self.tokens, self.topk, kind, self.number
+        return self.max_tokens, self.topk, kind, self.max_positions
 
     def numel(self) -> int:
-        return self.number
+        return self.max_positions
 
     def checks(self, A: torch.Tensor, B: torch.Tensor) -> Iterator[Check]:
         """Yield the checks of A and B for these positions."""
         E = len(self.ends)
         yield "B.shape", tuple(B.shape), len(B) == E, f"[E = {E}, K, N]"
         shape, K = tuple(A.shape), B.shape[1]
-        fits = A.ndim == 2 and shape[1] == K and (self.rows is not None or len(A) >= self.number)
+        fits = (
+            A.ndim == 2
+            and shape[1] == K
+            and (self.rows is not None or len(A) >= self.max_positions)
+        )
         yield "A.shape", shape, fits, f"[rows of all positions, K = {K}]"

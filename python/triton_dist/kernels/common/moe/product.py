@@ -38,8 +38,8 @@ from triton_dist.kernels.common.gemm.spaces import can_specialize_warps, config_
 from triton_dist.kernels.common.moe.routing import (
     TILE_RECORD_WORDS,
     BlockMap,
-    addresses_of_rows,
     await_positions,
+    row_addresses,
     tile_of_work_item,
 )
 from triton_dist.kernels.common.moe.scales import OperandScales
@@ -127,7 +127,7 @@ def load_weights(
 
 
 @jit
-def weights_operand(
+def make_weights_operand(
     b_ptr, E, N, K, weight_strides, grouped_plan: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
 ):  # fmt: skip
@@ -149,7 +149,7 @@ def weights_operand(
 
 @jit
 def multiply_tile(
-    a_ptr, own_ptr, a_row, b, c_ptr, record, E, N, K, weight_strides, width, route, rank,
+    a_ptr, own_ptr, a_row, b, c_ptr, record, E, N, K, weight_strides, out_columns, route, rank,
     shard_rows, scales, grouped_plan: tl.constexpr, BLOCK_SIZE_M: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_SIZE_K: tl.constexpr,
 ):  # fmt: skip
@@ -163,8 +163,8 @@ def multiply_tile(
     expert, row, end, column = record
     k = tl.arange(0, BLOCK_SIZE_K)
     rows = row + tl.arange(0, BLOCK_SIZE_M)
-    inside = rows < end
-    a_rows = addresses_of_rows(
+    is_row = rows < end
+    a_rows = row_addresses(
         a_ptr, own_ptr, a_row, rank, shard_rows, weight_strides.am, grouped_plan.NUM_SOURCES
     )
     if grouped_plan.A_ALIGNED:
@@ -172,7 +172,7 @@ def multiply_tile(
     scale_rows = 0
     b_scale_ptr = 0
     if SCALING != UNSCALED:
-        scale_rows = addresses_of_rows(
+        scale_rows = row_addresses(
             scales.a, scales.own, a_row, rank, shard_rows, scales.stride_am,
             grouped_plan.NUM_SOURCES,
         )  # fmt: skip
@@ -191,34 +191,35 @@ def multiply_tile(
     steps = tl.where(expert < E, tl.cdiv(K, BLOCK_SIZE_K), 0)
     with dl.mark("mma"):
         for step in range(steps):
-            at = step * BLOCK_SIZE_K
+            k_begin = step * BLOCK_SIZE_K
             # Load weights first, because they do not depend on the routes.
             weights = load_weights(
-                b, expert, at, column, N, K, weight_strides, grouped_plan, COLUMNS, BLOCK_SIZE_K
-            )
+                b, expert, k_begin, column, N, K, weight_strides, grouped_plan, COLUMNS,
+                BLOCK_SIZE_K,
+            )  # fmt: skip
             a = tl.load(
-                a_rows[:, None] + (at + k)[None, :],
-                mask=inside[:, None] & (at + k < K)[None, :],
+                a_rows[:, None] + (k_begin + k)[None, :],
+                mask=is_row[:, None] & (k_begin + k < K)[None, :],
                 other=0.0,
             )
             a_scale = 0
             if SCALING == BLOCKWISE:
                 # The load bypasses L1, which may hold the scales of an earlier call.
                 a_scale = tl.load(
-                    scale_rows + at // SCALE_BLOCK * scales.stride_ak,
-                    mask=inside, other=0.0, cache_modifier=".cg",
+                    scale_rows + k_begin // SCALE_BLOCK * scales.stride_ak,
+                    mask=is_row, other=0.0, cache_modifier=".cg",
                 )  # fmt: skip
             product = add_product(
-                product, a, weights, at, column, N, a_scale, b_scale_ptr, scales,
+                product, a, weights, k_begin, column, N, a_scale, b_scale_ptr, scales,
                 SINGLE_B_SCALE, PRECISION, SCALING,
             )  # fmt: skip
             if grouped_plan.SILU_MUL:
                 weights = load_weights(
-                    b, expert, at, width + column, N, K, weight_strides, grouped_plan, COLUMNS,
-                    BLOCK_SIZE_K,
+                    b, expert, k_begin, out_columns + column, N, K, weight_strides, grouped_plan,
+                    COLUMNS, BLOCK_SIZE_K,
                 )  # fmt: skip
                 up = add_product(
-                    up, a, weights, at, width + column, N, a_scale, b_scale_ptr, scales,
+                    up, a, weights, k_begin, out_columns + column, N, a_scale, b_scale_ptr, scales,
                     SINGLE_B_SCALE, PRECISION, SCALING,
                 )  # fmt: skip
     if TRANSPOSED:
@@ -232,11 +233,13 @@ def multiply_tile(
         a_scale = tl.load(scale_rows, mask=scaled_rows, other=0.0, cache_modifier=".cg")
         product = apply_scales(product, a_scale, b_scale_ptr, scales, column, scaled_columns)
         if grouped_plan.SILU_MUL:
-            up = apply_scales(up, a_scale, b_scale_ptr, scales, width + column, scaled_columns)
+            up = apply_scales(
+                up, a_scale, b_scale_ptr, scales, out_columns + column, scaled_columns
+            )
     if grouped_plan.SILU_MUL:
         product = product / (1.0 + tl.exp(-product)) * up
     out = rows if grouped_plan.SORTED else route
-    c_rows = c_ptr + out.to(tl.int64) * width
+    c_rows = c_ptr + out.to(tl.int64) * out_columns
     if grouped_plan.C_ALIGNED:
         c_rows = tl.multiple_of(c_rows, 16)
     columns = column + tl.arange(0, COLUMNS)
@@ -244,13 +247,13 @@ def multiply_tile(
         tl.store(
             c_rows[:, None] + columns[None, :],
             product.to(c_ptr.dtype.element_ty),
-            mask=inside[:, None] & (columns < width)[None, :],
+            mask=is_row[:, None] & (columns < out_columns)[None, :],
         )
 
 
 @jit(do_not_specialize=["E", "routes_per_row", "rank", "shard_rows"])
 def kernel_grouped_gemm(
-    a_ptr, b_ptr, c_ptr, blocks, E, N, K, weight_strides, width, routes_per_row,
+    a_ptr, b_ptr, c_ptr, blocks, E, N, K, weight_strides, out_columns, routes_per_row,
     grouped_plan: tl.constexpr, BLOCK_SIZE_M: tl.constexpr, BLOCK_SIZE_N: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr, GROUP_SIZE_M: tl.constexpr, sources=None, rank=0, shard_rows=1,
     scales=None,
@@ -263,11 +266,11 @@ def kernel_grouped_gemm(
     (``peers.GatheredShards``). ``scales``: ``GroupedScales``, unless UNSCALED.
     """
     COLUMNS: tl.constexpr = BLOCK_SIZE_N // 2 if grouped_plan.SILU_MUL else BLOCK_SIZE_N
-    tiles_n = tl.cdiv(width, COLUMNS)
-    b = weights_operand(b_ptr, E, N, K, weight_strides, grouped_plan, COLUMNS, BLOCK_SIZE_K)
+    tiles_n = tl.cdiv(out_columns, COLUMNS)
+    b = make_weights_operand(b_ptr, E, N, K, weight_strides, grouped_plan, COLUMNS, BLOCK_SIZE_K)
     # The host does not know the number of tiles.
     work_items = tl.load(blocks.num_tiles) * tiles_n
-    awaited = 0
+    awaited_position = 0
     own_ptr = a_ptr
     if grouped_plan.NUM_SOURCES > 1:
         own_ptr = sources.local_shard
@@ -276,20 +279,22 @@ def kernel_grouped_gemm(
             blocks.tiles, work_item, tiles_n, BLOCK_SIZE_M, GROUP_SIZE_M
         )
         rows = row + tl.arange(0, BLOCK_SIZE_M)
-        inside = rows < end
+        is_row = rows < end
         route = rows
         if not grouped_plan.A_SORTED:
-            route = tl.load(blocks.routes + rows, mask=inside, other=0)
+            route = tl.load(blocks.routes + rows, mask=is_row, other=0)
         a_row = route // routes_per_row
         if grouped_plan.NUM_SOURCES > 1:
             # Word 6 of a tile's record: largest position of the sources of the tile's rows.
-            last = tl.load(blocks.tiles + tile * TILE_RECORD_WORDS + 6)
-            awaited, wait_token = await_positions(awaited, last, sources, rank, grouped_plan)
+            last_position = tl.load(blocks.tiles + tile * TILE_RECORD_WORDS + 6)
+            awaited_position, wait_token = await_positions(
+                awaited_position, last_position, sources, rank, grouped_plan
+            )
             a_row = dl.consume_token(a_row, wait_token)
         multiply_tile(
             a_ptr, own_ptr, a_row, b, c_ptr, (expert, row, end, n * COLUMNS), E, N, K,
-            weight_strides, width, route, rank, shard_rows, scales, grouped_plan, BLOCK_SIZE_M,
-            COLUMNS, BLOCK_SIZE_K,
+            weight_strides, out_columns, route, rank, shard_rows, scales, grouped_plan,
+            BLOCK_SIZE_M, COLUMNS, BLOCK_SIZE_K,
         )  # fmt: skip
 
 
@@ -350,18 +355,19 @@ def grouped_product(
     options = config_for_dtype(config, A.dtype).all_kwargs()
     options.pop("EPILOGUE_SUBTILE", None)
     options.setdefault("GROUP_SIZE_M", 8)
-    programs = current_device().num_sms * options.pop("PROGRAMS", 1)
+    max_programs = current_device().num_sms * options.pop("PROGRAMS", 1)
     columns = options["BLOCK_SIZE_N"] // (2 if silu_mul else 1)
     work_items = len(blocks.tiles) * -(-C.shape[1] // columns)
     layout = weights_layout(B)
-    item = A.element_size()
+    item_bytes = A.element_size()
     # A block of a descriptor must begin at a multiple of 16 bytes.
-    halves_fit = not silu_mul or layout != "row-major" or C.shape[1] * item % _ALIGNMENT == 0
+    are_halves_aligned = C.shape[1] * item_bytes % _ALIGNMENT == 0
+    halves_fit = not silu_mul or layout != "row-major" or are_halves_aligned
     rows = A if gathered is None else gathered.rows
     memory = BlockMapArgument(blocks.routes, blocks.tiles, blocks.num_tiles)
     strides = WeightStrides(rows.stride(0), *B.stride())
     plan = GroupedPlan(
-        A_ALIGNED=all(n % _ALIGNMENT == 0 for n in (rows.stride(0) * item, A.data_ptr())),
+        A_ALIGNED=all(n % _ALIGNMENT == 0 for n in (rows.stride(0) * item_bytes, A.data_ptr())),
         C_ALIGNED=C.shape[1] * C.element_size() % _ALIGNMENT == 0,
         SORTED=is_sorted,
         A_SORTED=routes_per_row == 0,
@@ -382,7 +388,7 @@ def grouped_product(
         options |= {"sources": sources, "rank": rank, "shard_rows": A.shape[0]}
     if routes_per_row is None:
         routes_per_row = len(blocks.routes) // rows.shape[0]
-    width = C.shape[1]
+    out_columns = C.shape[1]
     E, K, N = B.shape
     kernel: Any = kernel_grouped_gemm
     fits_specialized = (
@@ -390,7 +396,7 @@ def grouped_product(
         and (scales is not None and scales.is_block and K % BLOCK_ELEMENTS == 0)
         and (plan.A_ALIGNED and plan.DESCRIPTORS and plan.B_COLUMN_MAJOR)
         and B.stride(0) % B.stride(2) == 0  # experts are stacked along the columns
-        and not (silu_mul and width % columns)
+        and not (silu_mul and out_columns % columns)
     )
     if options.pop("WARP_SPECIALIZED", False) and fits_specialized:
         # Imported late, because not every Triton has Gluon.
@@ -402,7 +408,7 @@ def grouped_product(
         options["num_warps"] = 4  # Triton adds the other groups
     return Launch(
         kernel,
-        (min(programs, work_items),),
-        (rows, B, C, memory, E, N, K, strides, width, max(1, routes_per_row)),
+        (min(max_programs, work_items),),
+        (rows, B, C, memory, E, N, K, strides, out_columns, max(1, routes_per_row)),
         {**options, "grouped_plan": plan},
     )

@@ -68,14 +68,16 @@ def experts_of(ids_ptr, source, local_route, valid, routes, E):
 
 @jit(do_not_specialize=["chunks", "chunk_segments", "routes", "rank", "E"])
 def kernel_count_routes(
-    ids_ptr, counts_ptr, before_ptr, chunks, chunk_segments, routes, rank, E, E_PAD: tl.constexpr,
-    NUM_SOURCES: tl.constexpr, SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, EXPERTS: tl.constexpr,
+    ids_ptr, counts_ptr, earlier_counts_ptr, chunks, chunk_segments, routes, rank, E,
+    PADDED_E: tl.constexpr, NUM_SOURCES: tl.constexpr, SEGMENT: tl.constexpr,
+    SEGMENTS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Count routes per expert. Grid (all chunks, cdiv(E + 1, EXPERTS)).
 
     A source has ``chunks`` chunks of ``chunk_segments`` segments. Write the arrays ``counts`` [all
-    chunks, E_PAD] and ``before`` [E + 1, all segments]. ``before[expert, segment]`` is the number
-    of the expert's routes in earlier segments of the chunk.
+    chunks, PADDED_E] and ``earlier_counts`` [E + 1, all segments].
+    ``earlier_counts[expert, segment]`` is the number of the expert's routes in earlier segments of
+    the chunk.
     """
     chunk = tl.program_id(0)
     source = (rank + chunk // chunks) % NUM_SOURCES
@@ -89,28 +91,28 @@ def kernel_count_routes(
         expert = experts_of(ids_ptr, source, local_route, valid, routes, E)
         counted = tl.sum((expert[:, :, None] == experts[None, None, :]).to(tl.int32), 1)
         tl.store(
-            before_ptr + experts[None, :] * (tl.num_programs(0) * chunk_segments)
+            earlier_counts_ptr + experts[None, :] * (tl.num_programs(0) * chunk_segments)
             + (chunk * chunk_segments + segment)[:, None],
             # Exclusive prefix sum over the segments of this iteration.
             count[None, :] + tl.cumsum(counted, 0) - counted,
             mask=(segment < chunk_segments)[:, None] & (experts <= E)[None, :],
         )  # fmt: skip
         count += tl.sum(counted, 0)
-    tl.store(counts_ptr + chunk * E_PAD + experts, count, mask=experts <= E)
+    tl.store(counts_ptr + chunk * PADDED_E + experts, count, mask=experts <= E)
 
 
 @jit
-def sum_of_chunks(counts_ptr, begin, end, E, E_PAD: tl.constexpr, CHUNKS: tl.constexpr):
-    """Return [E_PAD]: the number of routes of each expert in chunks ``begin`` to ``end - 1``.
+def sum_counts(counts_ptr, begin, end, E, PADDED_E: tl.constexpr, CHUNKS: tl.constexpr):
+    """Return [PADDED_E]: the number of routes of each expert in chunks ``begin`` to ``end - 1``.
 
     ``CHUNKS`` chunks are read at a time.
     """
-    experts = tl.arange(0, E_PAD)
-    total = tl.zeros((E_PAD,), tl.int32)
+    experts = tl.arange(0, PADDED_E)
+    total = tl.zeros((PADDED_E,), tl.int32)
     for first in range(begin, end, CHUNKS):
         chunk = first + tl.arange(0, CHUNKS)
         counts = tl.load(
-            counts_ptr + chunk[:, None] * E_PAD + experts[None, :],
+            counts_ptr + chunk[:, None] * PADDED_E + experts[None, :],
             mask=(chunk < end)[:, None] & (experts <= E)[None, :],
             other=0,
         )
@@ -129,9 +131,9 @@ class MapMemory(NamedTuple):
 
 
 @jit
-def place_routes(
-    ids_ptr, counts_ptr, before_ptr, map_memory, segment, segments, chunks, chunk_segments, routes,
-    rank, E, E_PAD: tl.constexpr, NUM_SOURCES: tl.constexpr, SEGMENT: tl.constexpr,
+def assign_rows(
+    ids_ptr, counts_ptr, earlier_counts_ptr, map_memory, segment, segments, chunks, chunk_segments,
+    routes, rank, E, PADDED_E: tl.constexpr, NUM_SOURCES: tl.constexpr, SEGMENT: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Store the row of each route of segment ``segment``, and the route of each of these rows.
@@ -144,9 +146,9 @@ def place_routes(
     local_route = (segment - chunk // chunks * chunks * chunk_segments) * SEGMENT + lane
     valid = local_route < routes
     expert = experts_of(ids_ptr, source, local_route, valid, routes, E)
-    before = tl.load(before_ptr + expert * segments + segment, mask=valid, other=0)
-    earlier = sum_of_chunks(counts_ptr, 0, chunk, E, E_PAD, CHUNKS)
-    total = earlier + sum_of_chunks(counts_ptr, chunk, NUM_SOURCES * chunks, E, E_PAD, CHUNKS)
+    before = tl.load(earlier_counts_ptr + expert * segments + segment, mask=valid, other=0)
+    earlier = sum_counts(counts_ptr, 0, chunk, E, PADDED_E, CHUNKS)
+    total = earlier + sum_counts(counts_ptr, chunk, NUM_SOURCES * chunks, E, PADDED_E, CHUNKS)
     # First come rows of experts with smaller numbers, then the expert's rows of earlier chunks.
     first = tl.cumsum(total, 0) - total + earlier
     # Routes of the same expert before this route in the segment.
@@ -158,17 +160,18 @@ def place_routes(
 
 
 @jit
-def rows_by_position(
-    counts_ptr, expert, chunks, E_PAD: tl.constexpr, NUM_SOURCES: tl.constexpr,
-    SOURCES_PAD: tl.constexpr, CHUNKS: tl.constexpr,
+def cumulative_rows_by_position(
+    counts_ptr, expert, chunks, PADDED_E: tl.constexpr, NUM_SOURCES: tl.constexpr,
+    PADDED_SOURCES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Return [SOURCES_PAD]: an expert's number of rows from sources up to and at each position."""
-    position = tl.arange(0, SOURCES_PAD)
-    rows = tl.zeros((SOURCES_PAD,), tl.int32)
+    """Return [PADDED_SOURCES]: an expert's number of rows from sources up to and at each
+    position."""
+    position = tl.arange(0, PADDED_SOURCES)
+    rows = tl.zeros((PADDED_SOURCES,), tl.int32)
     for first in range(0, chunks, CHUNKS):
         chunk = first + tl.arange(0, CHUNKS)
         counts = tl.load(
-            counts_ptr + (position[:, None] * chunks + chunk[None, :]) * E_PAD + expert,
+            counts_ptr + (position[:, None] * chunks + chunk[None, :]) * PADDED_E + expert,
             mask=(position < NUM_SOURCES)[:, None] & (chunk < chunks)[None, :],
             other=0,
         )
@@ -195,24 +198,24 @@ def store_records(tiles_ptr, first, tile, tiles, expert, begin_row, end_row):
 
 @jit
 def write_tiles(
-    counts_ptr, map_memory, expert, chunks, group_ends, block_m, E, E_PAD: tl.constexpr,
-    NUM_SOURCES: tl.constexpr, SOURCES_PAD: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    counts_ptr, map_memory, expert, chunks, group_ends, block_m, E, PADDED_E: tl.constexpr,
+    NUM_SOURCES: tl.constexpr, PADDED_SOURCES: tl.constexpr, NUM_GROUPS: tl.constexpr,
     SEGMENT: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Store the records of an expert's tiles, and the end of its rows."""
-    experts = tl.arange(0, E_PAD)
-    position = tl.arange(0, SOURCES_PAD)
-    total = sum_of_chunks(counts_ptr, 0, NUM_SOURCES * chunks, E, E_PAD, CHUNKS)
+    experts = tl.arange(0, PADDED_E)
+    position = tl.arange(0, PADDED_SOURCES)
+    total = sum_counts(counts_ptr, 0, NUM_SOURCES * chunks, E, PADDED_E, CHUNKS)
     rows = tl.sum(tl.where(experts == expert, total, 0), 0)
     row = tl.sum(tl.where(experts < expert, total, 0), 0)
     tl.store(map_memory.ends + expert, row + rows)
-    by_position = tl.zeros((SOURCES_PAD,), tl.int32)
+    by_position = tl.zeros((PADDED_SOURCES,), tl.int32)
     if NUM_SOURCES > 1:
-        by_position = rows_by_position(
-            counts_ptr, expert, chunks, E_PAD, NUM_SOURCES, SOURCES_PAD, 128 // SOURCES_PAD
+        by_position = cumulative_rows_by_position(
+            counts_ptr, expert, chunks, PADDED_E, NUM_SOURCES, PADDED_SOURCES, 128 // PADDED_SOURCES
         )
-    arrived_rows = tl.zeros((E_PAD,), tl.int32)
-    earlier_tiles = tl.zeros((E_PAD,), tl.int32)  # tiles of earlier groups
+    arrived_rows = tl.zeros((PADDED_E,), tl.int32)
+    earlier_tiles = tl.zeros((PADDED_E,), tl.int32)  # tiles of earlier groups
     written_tiles = 0  # tiles of all experts written so far
     end = 0
     for group in tl.static_range(NUM_GROUPS):
@@ -222,7 +225,7 @@ def write_tiles(
         if group == NUM_GROUPS - 1:
             ready_tiles = tl.cdiv(total, block_m)
         else:
-            arrived_rows += sum_of_chunks(counts_ptr, begin, end, E, E_PAD, CHUNKS)
+            arrived_rows += sum_counts(counts_ptr, begin, end, E, PADDED_E, CHUNKS)
             ready_tiles = arrived_rows // block_m
         tiles_by_expert = ready_tiles - earlier_tiles
         first = written_tiles + tl.sum(tl.where(experts < expert, tiles_by_expert, 0), 0)
@@ -250,9 +253,10 @@ def write_tiles(
 
 @jit(do_not_specialize=["chunks", "chunk_segments", "routes", "rank", "group_ends", "block_m", "E"])
 def kernel_map_blocks(
-    ids_ptr, counts_ptr, before_ptr, map_memory, chunks, chunk_segments, routes, rank, group_ends,
-    block_m, E, E_PAD: tl.constexpr, NUM_SOURCES: tl.constexpr, SOURCES_PAD: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, SEGMENT: tl.constexpr, CHUNKS: tl.constexpr,
+    ids_ptr, counts_ptr, earlier_counts_ptr, map_memory, chunks, chunk_segments, routes, rank,
+    group_ends, block_m, E, PADDED_E: tl.constexpr, NUM_SOURCES: tl.constexpr,
+    PADDED_SOURCES: tl.constexpr, NUM_GROUPS: tl.constexpr, SEGMENT: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Write the block map. Grid (all chunks * ``chunk_segments`` + E + 1,).
 
@@ -261,14 +265,14 @@ def kernel_map_blocks(
     program = tl.program_id(0)
     if program <= E:
         write_tiles(
-            counts_ptr, map_memory, program, chunks, group_ends, block_m, E, E_PAD, NUM_SOURCES,
-            SOURCES_PAD, NUM_GROUPS, SEGMENT, CHUNKS,
+            counts_ptr, map_memory, program, chunks, group_ends, block_m, E, PADDED_E, NUM_SOURCES,
+            PADDED_SOURCES, NUM_GROUPS, SEGMENT, CHUNKS,
         )  # fmt: skip
     else:
-        place_routes(
-            ids_ptr, counts_ptr, before_ptr, map_memory, program - E - 1,
-            NUM_SOURCES * chunks * chunk_segments, chunks, chunk_segments, routes, rank, E, E_PAD,
-            NUM_SOURCES, SEGMENT, CHUNKS,
+        assign_rows(
+            ids_ptr, counts_ptr, earlier_counts_ptr, map_memory, program - E - 1,
+            NUM_SOURCES * chunks * chunk_segments, chunks, chunk_segments, routes, rank, E,
+            PADDED_E, NUM_SOURCES, SEGMENT, CHUNKS,
         )  # fmt: skip
 
 
@@ -293,26 +297,25 @@ def tile_of_work_item(
 
 
 @jit
-def await_positions(awaited, last, sources, rank, grouped_plan: tl.constexpr):
-    """Wait for the shards of the positions after ``awaited``, up to and including ``last``.
+def await_positions(awaited_position, last_position, sources, rank, grouped_plan: tl.constexpr):
+    """Wait for the shards of the positions after ``awaited_position``, up to and including
+    ``last_position``.
 
     Return (largest position for which this program has waited, wait token of ``dl.wait``).
     """
     wait_token = 0
-    while awaited < last:
-        awaited += 1
-        source = shard_in_arrival_order(awaited, rank, grouped_plan.NUM_SOURCES)
+    while awaited_position < last_position:
+        awaited_position += 1
+        source = shard_in_arrival_order(awaited_position, rank, grouped_plan.NUM_SOURCES)
         flag_ptr = sources.arrivals + source * grouped_plan.FLAGS_PER_RANK
         # Flags are copies of the peers' epoch words: a count of calls and a tag of call sizes.
-        value = tl.load(sources.epoch)
-        wait_token += dl.wait(flag_ptr, 1, value, timeout_words_at(sources.epoch), True)
-    return awaited, wait_token
+        current = tl.load(sources.epoch)
+        wait_token += dl.wait(flag_ptr, 1, current, timeout_words_at(sources.epoch), True)
+    return awaited_position, wait_token
 
 
 @jit
-def addresses_of_rows(
-    gathered_ptr, own_ptr, row, rank, shard_rows, stride, NUM_SOURCES: tl.constexpr
-):
+def row_addresses(gathered_ptr, own_ptr, row, rank, shard_rows, stride, NUM_SOURCES: tl.constexpr):
     """Return the addresses of rows of all sources.
 
     If there are several sources, this rank's rows are at ``own_ptr``, other rows at
@@ -391,16 +394,16 @@ def block_map(
         expected = f"at most {MAX_GROUPS} ascending positions, the last {num_sources}"
         raise InvalidArgument("block_map", "group_ends", group_ends, expected)
     routes = M // num_sources * topk
-    e_pad = max(16, 1 << (E + 1).bit_length())
-    chunks_at_a_time = _COUNTS_PER_STEP // e_pad
+    padded_E = max(16, 1 << (E + 1).bit_length())
+    chunks_at_a_time = _COUNTS_PER_STEP // padded_E
     chunks, chunk_segments = _chunks_and_segments(routes, max(1, chunks_at_a_time // num_sources))
     all_chunks, total = num_sources * chunks, routes * num_sources
-    counts, before, routes_of, rows_of, row_ends, num_tiles, tiles = int32_vectors(
-        topk_ids.device, all_chunks * e_pad, all_chunks * chunk_segments * (E + 1), total, total,
+    counts, earlier_counts, routes_of, rows_of, row_ends, num_tiles, tiles = int32_vectors(
+        topk_ids.device, all_chunks * padded_E, all_chunks * chunk_segments * (E + 1), total, total,
         E + 1, 1, max_tiles(total, E + 1, block_m) * TILE_RECORD_WORDS.value,
     )  # fmt: skip
     options = {
-        "E_PAD": e_pad,
+        "PADDED_E": padded_E,
         "NUM_SOURCES": num_sources,
         "SEGMENT": _SEGMENT_ROUTES,
         "num_warps": 4,
@@ -409,7 +412,7 @@ def block_map(
     count = Launch(
         kernel_count_routes,
         (all_chunks, -(-(E + 1) // _EXPERTS_PER_STEP)),
-        (topk_ids, counts, before, *chunking, E),
+        (topk_ids, counts, earlier_counts, *chunking, E),
         {**options, "SEGMENTS": _SEGMENTS_PER_STEP, "EXPERTS": _EXPERTS_PER_STEP},
     )
     packed_ends = sum(end << 8 * group for group, end in enumerate(ends))
@@ -417,10 +420,10 @@ def block_map(
     map_launch = Launch(
         kernel_map_blocks,
         (all_chunks * chunk_segments + E + 1,),
-        (topk_ids, counts, before, map_memory, *chunking, packed_ends, block_m, E),
+        (topk_ids, counts, earlier_counts, map_memory, *chunking, packed_ends, block_m, E),
         {
             **options,
-            "SOURCES_PAD": 1 << (num_sources - 1).bit_length(),
+            "PADDED_SOURCES": 1 << (num_sources - 1).bit_length(),
             "NUM_GROUPS": len(ends),
             "CHUNKS": chunks_at_a_time,
         },

@@ -18,7 +18,7 @@ from triton_dist.runtime.launch import Launch
 
 ROWS_OF_SINGLE_TILE = 1 << 20
 """Number of rows of a tile that is so large that each expert has a single tile."""
-_BLOCK = 2048
+_MAX_COPY_COLUMNS = 2048
 _LIBRARY_CAPABILITY = "9.0"
 
 
@@ -53,10 +53,10 @@ def scaled_grouped_mm(
     functional: Any = torch.nn.functional
     if not hasattr(functional, "scaled_grouped_mm"):  # torch below 2.11
         multiply: Any = torch._scaled_grouped_mm
-        old: torch.Tensor = multiply(
+        product_of_old_torch: torch.Tensor = multiply(
             A, B, a_scale, b_scale, offs=ends, out_dtype=dtype, use_fast_accum=use_fast_accum
         )
-        return old
+        return product_of_old_torch
     by_row = functional.ScalingType.RowWise
     product: torch.Tensor = functional.scaled_grouped_mm(
         A, B, a_scale, by_row, b_scale, by_row,
@@ -76,11 +76,12 @@ def has_library_kernel() -> bool:
 
 
 def is_library_candidate(key: Any) -> bool:
-    """Return whether torch's kernel is worth trying: for bf16 or e4m3, if ``library_supports``."""
-    return key.dtype in (torch.bfloat16, torch.float8_e4m3fn) and library_supports(key)
+    """Return whether torch's kernel is worth trying: for bf16 or e4m3, if
+    ``grouped_library_supports``."""
+    return key.dtype in (torch.bfloat16, torch.float8_e4m3fn) and grouped_library_supports(key)
 
 
-def library_supports(key: Any) -> bool:
+def grouped_library_supports(key: Any) -> bool:
     """Return whether torch can multiply by weights with the sizes, dtype and layout in ``key``.
 
     For fp8, torch on Hopper supports e4m3 operands with scales per tensor or row, and bf16 output.
@@ -94,8 +95,9 @@ def library_supports(key: Any) -> bool:
 
 
 def check_grouped_library(function: str, algorithm: str, key: Any) -> None:
-    """Raise ``InvalidArgument`` unless ``library_supports(key)``, which ``algorithm`` requires."""
-    if not library_supports(key):
+    """Raise ``InvalidArgument`` unless ``grouped_library_supports(key)``, which ``algorithm``
+    requires."""
+    if not grouped_library_supports(key):
         expected = "another algorithm: K, N and the strides of the weights must be multiples of 16 "
         expected += "bytes, fp8 operands e4m3 without block scales, and their output bf16"
         raise InvalidArgument(function, "algorithm", algorithm, expected)
@@ -193,9 +195,9 @@ def _copy(
     routes_per_row: int,
 ) -> Launch:
     rows, columns = out.shape
-    item = out.element_size()
-    block = min(_BLOCK, triton.next_power_of_2(columns))
-    aligned = all(size * item % 16 == 0 for size in (columns, source.stride(0)))
+    item_bytes = out.element_size()
+    block = min(_MAX_COPY_COLUMNS, triton.next_power_of_2(columns))
+    aligned = all(size * item_bytes % 16 == 0 for size in (columns, source.stride(0)))
     return Launch(
         kernel_copy_rows,
         (rows, triton.cdiv(columns, block)),

@@ -28,7 +28,7 @@ _TILES_PER_STEP = 128
 def tiles_of_positions(positions: Positions, block_m: int) -> BlockMap:
     """Return the map of positions to tiles of ``block_m`` rows. Its launch has not run yet."""
     ends, E = positions.ends, len(positions.ends)
-    tiles = ends.new_empty(max_tiles(positions.number, E, block_m), TILE_RECORD_WORDS.value)
+    tiles = ends.new_empty(max_tiles(positions.max_positions, E, block_m), TILE_RECORD_WORDS.value)
     num_tiles = ends.new_empty(1)
     lanes = triton.next_power_of_2(E)
     options = {"EXPERTS": E, "EXPERT_LANES": lanes, "BLOCK": _TILES_PER_STEP, "num_warps": 4}
@@ -39,9 +39,9 @@ def tiles_of_positions(positions: Positions, block_m: int) -> BlockMap:
 
 def gather_positions(positions: Positions, A: torch.Tensor) -> tuple[torch.Tensor, Launch]:
     """Return memory for a row of A per position, and the launch that fills the used rows."""
-    out = A.new_empty(positions.number, A.shape[1])
+    out = A.new_empty(positions.max_positions, A.shape[1])
     block = min(4096, triton.next_power_of_2(A.shape[1]))
-    grid = (min(positions.number, 8 * current_device().num_sms),)
+    grid = (min(positions.max_positions, 8 * current_device().num_sms),)
     arguments = A, A.stride(0), positions.rows, positions.ends, out, A.shape[1]
     options = {"EXPERTS": len(positions.ends), "BLOCK": block, "num_warps": 8}
     return out, Launch(kernel_gather_positions, grid, arguments, options)
@@ -63,16 +63,16 @@ def kernel_tiles_of_ends(
 ):  # fmt: skip
     """Write the records of each expert's tiles (``TILE_RECORD_WORDS``). Grid (EXPERTS,)."""
     expert = tl.program_id(0)
-    lane, begin, end, number = rows_of_experts(ends_ptr, block_m, EXPERTS, EXPERT_LANES)
-    first = tl.sum(tl.where(lane < expert, number, 0), 0)
-    tiles = tl.sum(tl.where(lane == expert, number, 0), 0)
+    lane, begin, end, tiles_of_experts = rows_of_experts(ends_ptr, block_m, EXPERTS, EXPERT_LANES)
+    first = tl.sum(tl.where(lane < expert, tiles_of_experts, 0), 0)
+    tiles = tl.sum(tl.where(lane == expert, tiles_of_experts, 0), 0)
     begin_row = tl.sum(tl.where(lane == expert, begin, 0), 0)
     end_row = tl.sum(tl.where(lane == expert, end, 0), 0)
     for first_tile in range(0, tiles, BLOCK):
         tile = first_tile + tl.arange(0, BLOCK)
         store_records(tiles_ptr, first, tile, tiles, expert, begin_row, end_row)
     if expert == 0:
-        tl.store(num_tiles_ptr, tl.sum(number, 0))
+        tl.store(num_tiles_ptr, tl.sum(tiles_of_experts, 0))
 
 
 @jit

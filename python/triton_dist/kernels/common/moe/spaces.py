@@ -107,7 +107,7 @@ def fits_grouped(
     m, n = gemm_config.kwargs["BLOCK_SIZE_M"], gemm_config.kwargs["BLOCK_SIZE_N"]
     rows = max_rows_of_key(tokens) * topk / E
     has_enough_rows = rows <= _MAX_TILES_PER_EXPERT * m or m == _MAX_BLOCK_M
-    launched = {"gemm_config": config_for_dtype(gemm_config, dtype)}
+    launched_config = {"gemm_config": config_for_dtype(gemm_config, dtype)}
     if gemm_config.kwargs.get("WARP_SPECIALIZED"):
         is_block = dtype in FP8 and key.recipe == Recipe.BLOCK.value
         if not is_block or key.K % BLOCK_ELEMENTS or key.layout != "column-major":
@@ -120,7 +120,7 @@ def fits_grouped(
         m <= max(_MAX_BLOCK_M_FEW_ROWS, 4 * rows)
         and has_enough_rows
         and n < 2 * max(columns, _MIN_COLUMNS)
-        and prune_fn_by_shared_memory(launched, torch.empty(0, dtype=dtype, device="meta"))
+        and prune_fn_by_shared_memory(launched_config, torch.empty(0, dtype=dtype, device="meta"))
     )
 
 
@@ -148,8 +148,8 @@ def other_batches(
     if routing_skew is not None:
         return [skewed_ids(topk_ids, E, routing_skew)]
     tokens, routes = len(topk_ids), topk_ids.numel()
-    few, many = routes < _MIN_ROWS_PER_EXPERT * E, routes > _MAX_ROUTES
-    if few or many or current_device().interprets:
+    has_few, has_many = routes < _MIN_ROWS_PER_EXPERT * E, routes > _MAX_ROUTES
+    if has_few or has_many or current_device().interprets:
         return []
     generator = torch.Generator().manual_seed(tokens)
     rows = torch.randint(tokens, (_NUM_OTHER_BATCHES, tokens), generator=generator, device="cpu")

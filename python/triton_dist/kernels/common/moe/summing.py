@@ -47,7 +47,7 @@ from triton_dist.kernels.common.gemm.scales import (
     Scaling,
     scaling_of,
 )
-from triton_dist.kernels.common.moe.columns import ColumnChunks, PushedColumns, column_chunks
+from triton_dist.kernels.common.moe.columns import ColumnChunks, PushedColumns, divide_columns
 from triton_dist.kernels.common.moe.product import weights_layout
 from triton_dist.kernels.common.moe.routing import (
     MAX_EXPERTS,
@@ -101,7 +101,7 @@ class MoESumContext(GEMMContext[PushedColumns], ABC):
     """Names of the op and of the function that creates its contexts, for errors."""
     reductions: ClassVar[tuple[str, ...]]
     """Names of the reductions except ``COLLECTIVE``, the most general first."""
-    has_all_rows: ClassVar[bool]
+    returns_all_rows: ClassVar[bool]
     """True if each rank gets all rows of the sum, False if it gets its share of the rows."""
     exchange: ExchangeBuffer
 
@@ -146,7 +146,7 @@ class MoESumContext(GEMMContext[PushedColumns], ABC):
     def compile_finish(self, rows: torch.Tensor, M: int) -> None:
         pass
 
-    def block_rows(self, M: int) -> int:
+    def rows_per_rank(self, M: int) -> int:
         """Return the number of rows that a rank adds, for M tokens."""
         return -(-M // self.num_ranks)
 
@@ -176,8 +176,8 @@ def create(
     def checks() -> Iterator[Check]:
         yield range_check(MAX_TOPK, "topk", topk)
         expected = f"a positive multiple of topk = {topk}: routes, not tokens"
-        good = max_token_num >= 1 and max_token_num % topk == 0
-        yield "max_token_num", max_token_num, good, expected
+        is_valid = max_token_num >= 1 and max_token_num % topk == 0
+        yield "max_token_num", max_token_num, is_valid, expected
         tokens = ctx_type.tokens_check("", max_token_num // topk, world_size)
         yield "max_token_num", max_token_num, tokens[2], f"topk = {topk} times {tokens[3]}"
         yield range_check(MAX_EXPERTS, "num_experts", num_experts)
@@ -243,14 +243,14 @@ def route_checks(
     )
     ids = tuple(chosen_experts.shape)
     expected = f"[M, topk{'' if topk is None else f' = {topk}'}], at least one token"
-    good = len(ids) == 2 and ids[0] >= 1 and 1 <= ids[1] <= MAX_TOPK and topk in (None, ids[1])
-    yield "chosen_experts.shape", ids, good, expected
+    is_valid = len(ids) == 2 and ids[0] >= 1 and 1 <= ids[1] <= MAX_TOPK and topk in (None, ids[1])
+    yield "chosen_experts.shape", ids, is_valid, expected
     ids_dtype = chosen_experts.dtype
-    good = ids_dtype in (torch.int32, torch.int64)
-    yield "chosen_experts.dtype", ids_dtype, good, "torch.int32 or torch.int64"
+    is_valid = ids_dtype in (torch.int32, torch.int64)
+    yield "chosen_experts.dtype", ids_dtype, is_valid, "torch.int32 or torch.int64"
     shape = tuple(weights.shape)
-    good = len(shape) == 3 and min(shape) > 0 and shape[0] == E
-    yield "weights.shape", shape, good, f"[E = {E}, K_per_rank, N]"
+    is_valid = len(shape) == 3 and min(shape) > 0 and shape[0] == E
+    yield "weights.shape", shape, is_valid, f"[E = {E}, K_per_rank, N]"
     expected = f"a row for each of {ids[0] * ids[1]} routes, of K_per_rank = {shape[1]}"
     rows = tuple(x.shape)
     yield (
@@ -303,10 +303,10 @@ class SumCall(GEMMCall):
         key = SkewedKey.without_skew(key)
         self.key: Any = key if isinstance(key, SumKey | ScaledKey) else key[0]
         self.scales = OperandScales.of(self.x, self.weights, scaling)
-        self.tiles = self.config or self.gemm_config
+        self.tile_config = self.config or self.gemm_config
         """Tile config of our grouped GEMM; ``None`` for the library."""
         num_chunks = self.num_chunks if self.n_chunks is None else self.n_chunks
-        self.chunks = 1 if num_chunks is None else num_chunks
+        self.num_column_chunks = 1 if num_chunks is None else num_chunks
         self.chosen_algorithm = self.algorithms[self.algorithm or next(iter(self.algorithms))]
         self.chosen_algorithm.check(self)
 
@@ -398,18 +398,19 @@ class SumCall(GEMMCall):
         key = cls.check_operands(x, weights, ids, choices, ctx, scaling_of(**arguments))
         return SumSizes(key, arguments.get("n_chunks"), arguments.get("config"))
 
-    def empty(self, *shape: int) -> torch.Tensor:
+    def new_empty(self, *shape: int) -> torch.Tensor:
         """Return uninitialised memory with the dtype of the context."""
         return self.x.new_empty(shape, dtype=self.ctx.dtype)
 
     @property
-    def columns(self) -> ColumnChunks:
+    def column_chunks(self) -> ColumnChunks:
         """Chunks of columns of this call. Their width is a multiple of the tile width."""
-        width = _LIBRARY_WIDTH if self.tiles is None else self.tiles.kwargs["BLOCK_SIZE_N"]
+        tiles = self.tile_config
+        width = _LIBRARY_WIDTH if tiles is None else tiles.kwargs["BLOCK_SIZE_N"]
         if self.scales is not None and self.scales.is_block:
             width = max(width, BLOCK_ELEMENTS)  # both are powers of two
-        rows = self.ctx.block_rows(self.key.M)
-        return column_chunks(rows, self.key.N, self.chunks, width)
+        rows = self.ctx.rows_per_rank(self.key.M)
+        return divide_columns(rows, self.key.N, self.num_column_chunks, width)
 
 
 def check_config(function: str, config: object) -> None:
@@ -470,11 +471,11 @@ def sum_routes(
     raise_first_error(function, route_checks(x, weights, chosen_experts, expert_weight, E, None))
     check_config(function, config)
     if config is None:
-        limits = multiply(x, weights, chosen_experts, **scales)
+        products = multiply(x, weights, chosen_experts, **scales)
     else:
-        limits = multiply.fn(x, weights, chosen_experts, gemm_config=config, **scales)
+        products = multiply.fn(x, weights, chosen_experts, gemm_config=config, **scales)
     M, N = len(chosen_experts), weights.shape[2]
-    total: torch.Tensor = limits.new_empty(M, N)
+    total: torch.Tensor = products.new_empty(M, N)
     routing = expert_weight.detach(), chosen_experts
-    topk_sum(limits, *routing, None, total, E, block_rows=M, first=0, N=N).run()
+    topk_sum(products, *routing, None, total, E, rows_per_block=M, first_column=0, N=N).run()
     return total

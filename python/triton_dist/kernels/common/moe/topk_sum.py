@@ -45,7 +45,7 @@ TOPK_EXCHANGE_BYTES = 4 << 20
 _BLOCK_ELEMENTS, _MAX_BLOCK_N = 2048, 1024
 
 
-@jit(do_not_specialize=["M", "E", "block_rows"])
+@jit(do_not_specialize=["M", "E", "rows_per_block"])
 def kernel_topk_sum(
     products_ptr,
     weights_ptr,
@@ -54,25 +54,26 @@ def kernel_topk_sum(
     out_ptr,
     M,
     E,
-    block_rows,
-    first,
-    width,
+    rows_per_block,
+    first_column,
+    num_columns,
     N,
     TOPK: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_N: tl.constexpr,
 ):
-    """Sum ``width`` columns, from ``first`` on, of M tokens. Grid (token blocks, column blocks).
+    """Sum ``num_columns`` columns, from ``first_column`` on, of M tokens. Grid (token blocks,
+    column blocks).
 
-    products: [M * TOPK, width]; the row of a route is ``rows[route]``, or its index if ``rows`` is
-    ``None``. out: row blocks of ``block_rows`` tokens, with block_rows * N elements each. Inside a
-    row block the columns of this launch are contiguous, [block_rows, width], and begin at element
-    ``block_rows * first``.
+    products: [M * TOPK, num_columns]; the row of a route is ``rows[route]``, or its index if
+    ``rows`` is ``None``. out: row blocks of ``rows_per_block`` tokens, with rows_per_block * N
+    elements each. Inside a row block the columns of this launch are contiguous, [rows_per_block,
+    num_columns], and begin at element ``rows_per_block * first_column``.
     """
     token = tl.program_id(0) * BLOCK_SIZE_M + tl.arange(0, BLOCK_SIZE_M)
     column = tl.program_id(1) * BLOCK_SIZE_N + tl.arange(0, BLOCK_SIZE_N)
-    valid, inside = token < M, column < width
+    valid, inside = token < M, column < num_columns
     total = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), tl.float32)
     for choice in tl.static_range(TOPK):
         route = token * TOPK + choice
@@ -83,7 +84,7 @@ def kernel_topk_sum(
         row = route
         if rows_ptr is not None:
             row = tl.load(rows_ptr + route, mask=has_expert, other=0)
-        products = products_ptr + row.to(tl.int64) * width
+        products = products_ptr + row.to(tl.int64) * num_columns
         # Triton cannot derive the alignment of a row.
         if ALIGNED:
             products = tl.multiple_of(products, 16)
@@ -94,9 +95,10 @@ def kernel_topk_sum(
         )
         total += weight[:, None] * product.to(tl.float32)
     # Address of the token's columns in its row block; see the docstring.
-    block = (token // block_rows).to(tl.int64)
-    in_block = (token % block_rows).to(tl.int64)
-    out = out_ptr + block * block_rows * N + block_rows.to(tl.int64) * first + in_block * width
+    block = (token // rows_per_block).to(tl.int64)
+    in_block = (token % rows_per_block).to(tl.int64)
+    block_begin = block * rows_per_block * N + rows_per_block.to(tl.int64) * first_column
+    out = out_ptr + block_begin + in_block * num_columns
     if ALIGNED:
         out = tl.multiple_of(out, 16)
     tl.store(
@@ -114,32 +116,33 @@ def topk_sum(
     out: torch.Tensor,
     E: int,
     *,
-    block_rows: int,
-    first: int,
+    rows_per_block: int,
+    first_column: int,
     N: int,
 ) -> Launch:
     """Return the launch that sums the products of some columns over choices.
 
     Args:
-        products: [M * topk, width], contiguous: columns ``first`` to ``first + width`` of N.
+        products: [M * topk, num_columns], contiguous: columns from ``first_column`` on of N.
         expert_weight: [M, topk], contiguous, of any floating dtype.
         topk_ids: [M, topk]; ids that are not in 0 to E - 1 add nothing.
         rows: row of each route in ``products``; ``None`` if rows are in the order of routes.
-        out: row blocks in the layout of ``kernel_topk_sum``. If ``width`` is N and ``block_rows``
-            is M, this is [M, N].
+        out: row blocks in the layout of ``kernel_topk_sum``. If ``num_columns`` is N and
+            ``rows_per_block`` is M, this is [M, N].
         E: number of experts.
-        block_rows: number of tokens of a row block.
-        first, N: first column, and total number of columns.
+        rows_per_block: number of tokens of a row block.
+        first_column, N: first column, and total number of columns.
     """
-    (M, topk), width = topk_ids.shape, products.shape[1]
-    block_n = min(_MAX_BLOCK_N, triton.next_power_of_2(width))
+    (M, topk), num_columns = topk_ids.shape, products.shape[1]
+    block_n = min(_MAX_BLOCK_N, triton.next_power_of_2(num_columns))
     block_m = max(1, _BLOCK_ELEMENTS // block_n)
-    item = products.element_size()
-    aligned = all(size * item % 16 == 0 for size in (width, N, first))
+    item_bytes = products.element_size()
+    aligned = all(size * item_bytes % 16 == 0 for size in (num_columns, N, first_column))
+    sizes = M, E, rows_per_block, first_column, num_columns, N
     return Launch(
         kernel_topk_sum,
-        (triton.cdiv(M, block_m), triton.cdiv(width, block_n)),
-        (products, expert_weight, topk_ids, rows, out, M, E, block_rows, first, width, N),
+        (triton.cdiv(M, block_m), triton.cdiv(num_columns, block_n)),
+        (products, expert_weight, topk_ids, rows, out, *sizes),
         {
             "TOPK": topk,
             "ALIGNED": aligned and products.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0,
@@ -226,9 +229,9 @@ def kernel_topk_exchange(
                 )  # fmt: skip
             target = target_at(slots.table, peer, slots.data) + call.offset
             tl.store(target + rank.to(tl.int64) * shard_stride + index, sums, mask=column < N)
-    value = chunk_flag(call, 0)
-    notify_ranks(call, 0, value, plan)
-    wait_token = await_peers(peers, 0, value, plan)
+    current = chunk_flag(call, 0)
+    notify_ranks(call, 0, current, plan)
+    wait_token = await_peers(peers, 0, current, plan)
     for block in range(tl.program_id(0), rows * blocks_per_row, tl.num_programs(0)):
         column = block % blocks_per_row * plan.BLOCK + column_in_block
         index = (block // blocks_per_row).to(tl.int64) * N + column

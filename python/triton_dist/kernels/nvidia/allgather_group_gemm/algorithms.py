@@ -96,11 +96,10 @@ class Call(GEMMCall):
         check_tiles("ag_group_gemm", self.tiles)
         self.chosen_algorithm = chosen = ALGORITHMS[self.algorithm or Arrivals.name]
         assert isinstance(chosen, _GatherAlgorithm)
-        self.gather = self.gather or chosen.gathers[0]
-        if self.gather not in chosen.gathers:
-            expected = (
-                f"one of {', '.join(map(repr, chosen.gathers))} for algorithm={chosen.name!r}"
-            )
+        self.gather = self.gather or chosen.gather_methods[0]
+        if self.gather not in chosen.gather_methods:
+            names = ", ".join(map(repr, chosen.gather_methods))
+            expected = f"one of {names} for algorithm={chosen.name!r}"
             raise InvalidArgument("ag_group_gemm", "gather", self.gather, expected)
         chosen.check(self)
 
@@ -162,7 +161,7 @@ class Call(GEMMCall):
 class _GatherAlgorithm(Algorithm[Call, RoutedKey]):
     """Base class of the algorithms."""
 
-    gathers: tuple[str, ...]
+    gather_methods: tuple[str, ...]
     """All-gathers that the algorithm can use, the default first."""
 
 
@@ -174,7 +173,7 @@ class Arrivals(_GatherAlgorithm):
 
     name = "arrivals"
     tunables = ("gemm_config", "num_groups", "gather")
-    gathers = (PUSH, RING)
+    gather_methods = (PUSH, RING)
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         tiles = grouped_tiles()
@@ -248,7 +247,7 @@ class Arrivals(_GatherAlgorithm):
 class _GatherThenMultiply(_GatherAlgorithm):
     """Gather all shards, then multiply. Only the computation of the map overlaps."""
 
-    gathers = (EXCHANGE, COLLECTIVE)
+    gather_methods = (EXCHANGE, COLLECTIVE)
 
     def check(self, call: Call) -> None:
         num_ranks, max_M = call.ctx.num_ranks, call.ctx.max_exchange_M

@@ -21,9 +21,9 @@ from triton_dist.kernels.common.context import (
 from triton_dist.kernels.common.moe.product import grouped_product, weights_layout
 from triton_dist.kernels.common.moe.routing import TILE_RECORD_WORDS, BlockMap, max_tiles
 from triton_dist.kernels.common.moe.rows import (
+    grouped_library_supports,
     has_library_kernel,
     is_library_candidate,
-    library_supports,
 )
 from triton_dist.kernels.common.moe.spaces import fits_grouped, grouped_tiles
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall, check_tiles
@@ -45,7 +45,7 @@ from triton_dist.kernels.nvidia.grouped_gemm import Call as GroupedGemmCall
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch
 
-_COPY_PROGRAMS = (32, 16, 64)
+_NUM_COPY_PROGRAMS = (32, 16, 64)
 _BLOCK_BYTES = 8192
 """Bytes of a row that a copy program of ``"fused"`` sends at once."""
 _OWN_FIRST_SHARES = (1.0, 0.25)
@@ -103,7 +103,7 @@ class Call(OpCall):
     routing_skew: str | None = None
     gemm_config: triton.Config | None = None
     num_ctas: int | None = None
-    own_first: float | None = None
+    own_first_share: float | None = None
     algorithm: str | None = None
     validated_key: Any = None
 
@@ -137,11 +137,11 @@ class Call(OpCall):
         fits = B.ndim == 3 and tuple(B.shape[:2]) == shape and B.shape[2] > 0
         yield "B.shape", tuple(B.shape), fits, f"[E / W, hidden, N] = [{shape[0]}, {shape[1]}, N]"
         yield gradient_check("B", B)
-        share, copies, most = self.own_first, self.num_ctas, max_programs(None, 1)
+        share, num_ctas, max_ctas = self.own_first_share, self.num_ctas, max_programs(None, 1)
         fits = share is None or (isinstance(share, (int, float)) and 0 <= share <= 1)
-        yield "own_first", share, fits, "None, or 0 to 1"
-        fits = copies is None or (is_int(copies) and 1 <= copies <= most)
-        yield "num_ctas", copies, fits, f"None, or 1 to {most}"
+        yield "own_first_share", share, fits, "None, or 0 to 1"
+        fits = num_ctas is None or (is_int(num_ctas) and 1 <= num_ctas <= max_ctas)
+        yield "num_ctas", num_ctas, fits, f"None, or 1 to {max_ctas}"
         expected = f"None or {SILU_MUL!r}"
         yield "activation", self.activation, self.activation in (None, SILU_MUL), expected
         fits = self.activation is None or B.shape[2] % 2 == 0
@@ -170,7 +170,7 @@ class Serial(Algorithm[Call, EPGroupGEMMKey]):
 
     name: str = "serial"
     tunables: ClassVar[tuple[str, ...]] = ("gemm_config",)
-    product: ClassVar[str] = "tiled"
+    product_algorithm: ClassVar[str] = "tiled"
     """Algorithm of the grouped GEMM."""
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
@@ -181,17 +181,17 @@ class Serial(Algorithm[Call, EPGroupGEMMKey]):
 
     def compile(self, call: Call) -> None:
         call.dispatch.compile()
-        call.product(call.dispatch.result(), self.product).compile()
+        call.product(call.dispatch.result(), self.product_algorithm).compile()
 
     def run(self, call: Call) -> Any:
         received = call.run_dispatch()
-        return call.product(received, self.product).run(), received
+        return call.product(received, self.product_algorithm).run(), received
 
 
 class Library(Serial):
     """``ep_dispatch``, a copy that sorts rows by expert, then torch's grouped GEMM."""
 
-    name, tunables, product = "library", (), "library"
+    name, tunables, product_algorithm = "library", (), "library"
     is_fallback = True
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
@@ -201,7 +201,7 @@ class Library(Serial):
         return is_library_candidate(sizes)
 
     def check(self, call: Call) -> None:
-        if not library_supports(call.key):
+        if not grouped_library_supports(call.key):
             expected = "another algorithm: K, N and the strides of B must be multiples of 16 bytes"
             raise InvalidArgument(call.function, "algorithm", self.name, expected)
 
@@ -212,13 +212,13 @@ class Fused(Algorithm[Call, EPGroupGEMMKey]):
     Tiles that have only rows of this rank come first.
     """
 
-    name, tunables = "fused", ("gemm_config", "num_ctas", "own_first")
+    name, tunables = "fused", ("gemm_config", "num_ctas", "own_first_share")
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        for copies in _COPY_PROGRAMS:
+        for num_ctas in _NUM_COPY_PROGRAMS:
             for share in _OWN_FIRST_SHARES:
                 for tiles in grouped_tiles():
-                    yield tiles, copies, share
+                    yield tiles, num_ctas, share
 
     def fits(self, config: Mapping[str, Any], sizes: EPGroupGEMMKey) -> bool:
         tiles = config["gemm_config"]
@@ -247,7 +247,7 @@ class Fused(Algorithm[Call, EPGroupGEMMKey]):
         C, (order, product) = self.launches(call, received)
         call.dispatch.launch_kernel(received.layout, copies=0)
         call.ctx.buffer.launcher.repeat(order)
-        call.ctx.buffer.repeat(product, call.num_ctas or _COPY_PROGRAMS[0])
+        call.ctx.buffer.repeat(product, call.num_ctas or _NUM_COPY_PROGRAMS[0])
         return C, received
 
     def launches(self, call: Call, received: Received) -> tuple[torch.Tensor, list[Launch]]:
@@ -255,12 +255,12 @@ class Fused(Algorithm[Call, EPGroupGEMMKey]):
         ctx, dispatch, config = call.ctx, call.dispatch, call.gemm_config
         assert config is not None
         block_m, E = config.kwargs["BLOCK_SIZE_M"], ctx.local_experts
-        ends, number = received.ends, received.positions.number
-        C = call.x.new_empty(number, call.key.N // (1 if call.activation is None else 2))
-        tiles = ends.new_empty(max_tiles(number, E, block_m), TILE_RECORD_WORDS.value)
+        ends, max_positions = received.ends, received.positions.max_positions
+        C = call.x.new_empty(max_positions, call.key.N // (1 if call.activation is None else 2))
+        tiles = ends.new_empty(max_tiles(max_positions, E, block_m), TILE_RECORD_WORDS.value)
         num_tiles = ends.new_empty(2)
         plan = dispatch.plan()._replace(BLOCK=max(1, _BLOCK_BYTES // call.x.element_size()))
-        share = _OWN_FIRST_SHARES[0] if call.own_first is None else call.own_first
+        share = _OWN_FIRST_SHARES[0] if call.own_first_share is None else call.own_first_share
         options = {
             "EXPERTS": E, "EXPERT_LANES": triton.next_power_of_2(E), "NUM_RANKS": plan.NUM_RANKS,
             "LANES": plan.LANES, "BLOCK": _TILES_PER_STEP, "num_warps": 4,
@@ -275,22 +275,25 @@ class Fused(Algorithm[Call, EPGroupGEMMKey]):
             received.rows, call.B, C, blocks, config, is_sorted=True,
             silu_mul=call.activation is not None, routes_per_row=1,
         )  # fmt: skip
-        _, B, _, memory, _, _, K, strides, width, _ = product.args
+        _, B, _, memory, _, _, K, strides, output_columns, _ = product.args
         grouped_plan = product.options["grouped_plan"]
         grouped_plan = grouped_plan._replace(
             NUM_SOURCES=plan.NUM_RANKS,
             A_ALIGNED=grouped_plan.A_ALIGNED and call.x.data_ptr() % 16 == 0,
         )
         rows = ctx.buffer.memory["rows"]
-        sent = DispatchTensors(call.x, call.topk_ids, call.expert_map, received.rows, rows.pointers)
-        copies = call.num_ctas or _COPY_PROGRAMS[0]
-        digest = digest_of(dispatch.limit, plan.TOPK, self.name, call.x.dtype, copies)
+        tensors = DispatchTensors(
+            call.x, call.topk_ids, call.expert_map, received.rows, rows.pointers
+        )
+        num_copy_programs = call.num_ctas or _NUM_COPY_PROGRAMS[0]
+        digest = digest_of(dispatch.limit, plan.TOPK, self.name, call.x.dtype, num_copy_programs)
         arguments = (
-            sent, ctx.buffer.regions(torch.int32)[1], B, C, memory, dispatch.tokens,
-            dispatch.limit, dispatch.logical_experts, ctx.rank, copies, digest, K, strides, width,
+            tensors, ctx.buffer.regions(torch.int32)[1], B, C, memory, dispatch.tokens,
+            dispatch.limit, dispatch.logical_experts, ctx.rank, num_copy_programs, digest, K,
+            strides, output_columns,
         )  # fmt: skip
         options = {**product.options, "ep_plan": plan, "grouped_plan": grouped_plan}
-        grid = (copies + product.grid[0],)  # type: ignore[index]
+        grid = (num_copy_programs + product.grid[0],)  # type: ignore[index]
         return C, [order, Launch(kernel_dispatch_grouped_gemm, grid, arguments, options)]
 
 

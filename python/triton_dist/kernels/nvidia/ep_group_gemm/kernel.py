@@ -23,7 +23,7 @@ import triton.language as tl
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange.protocol import chunk_flag, flag_offset, notify_ranks
-from triton_dist.kernels.common.moe.product import multiply_tile, weights_operand
+from triton_dist.kernels.common.moe.product import make_weights_operand, multiply_tile
 from triton_dist.kernels.common.moe.routing import (
     TILE_RECORD_WORDS,
     store_records,
@@ -60,75 +60,83 @@ def kernel_order_tiles(
     source = tl.arange(0, LANES)
     lane, begin, end, num_tiles = rows_of_experts(ends_ptr, block_m, EXPERTS, EXPERT_LANES)
     is_expert = lane < EXPERTS
-    sent = tl.load(
+    routes = tl.load(
         counts_ptr + lane[:, None] * NUM_RANKS + source[None, :],
         mask=is_expert[:, None] & (source < NUM_RANKS)[None, :], other=0,
     )  # fmt: skip
     # Rows of an expert are sorted by source rank.
-    first_own_row = tl.sum(tl.where((source < rank)[None, :], sent, 0), 1)
-    end_own_row = tl.sum(tl.where((source <= rank)[None, :], sent, 0), 1)
+    first_own_row = tl.sum(tl.where((source < rank)[None, :], routes, 0), 1)
+    end_own_row = tl.sum(tl.where((source <= rank)[None, :], routes, 0), 1)
     # After a wait that gave up, ends are 0 and counts are arbitrary. Bounded, they select no tiles.
     first = tl.minimum(tl.maximum(tl.cdiv(first_own_row, block_m), 0), num_tiles)
-    stop = tl.where(end_own_row == end - begin, num_tiles, end_own_row // block_m)
-    num_own = tl.where(lane < num_own_first, tl.maximum(tl.minimum(stop, num_tiles) - first, 0), 0)
-    leading = tl.where(num_own > 0, first, num_tiles)
-    total_own = tl.sum(num_own, 0)
+    end_own_tile = tl.where(end_own_row == end - begin, num_tiles, end_own_row // block_m)
+    num_own_tiles = tl.maximum(tl.minimum(end_own_tile, num_tiles) - first, 0)
+    num_own_tiles = tl.where(lane < num_own_first, num_own_tiles, 0)
+    tiles_before_own = tl.where(num_own_tiles > 0, first, num_tiles)
+    total_own = tl.sum(num_own_tiles, 0)
     is_earlier = lane < expert
-    first_own_tile = tl.sum(tl.where(is_earlier, num_own, 0), 0)
-    first_other_tile = total_own + tl.sum(tl.where(is_earlier, num_tiles - num_own, 0), 0)
-    num_own = tl.sum(tl.where(lane == expert, num_own, 0), 0)
-    leading = tl.sum(tl.where(lane == expert, leading, 0), 0)
+    first_own_tile = tl.sum(tl.where(is_earlier, num_own_tiles, 0), 0)
+    first_other_tile = total_own + tl.sum(tl.where(is_earlier, num_tiles - num_own_tiles, 0), 0)
+    num_own_tiles = tl.sum(tl.where(lane == expert, num_own_tiles, 0), 0)
+    tiles_before_own = tl.sum(tl.where(lane == expert, tiles_before_own, 0), 0)
     tiles = tl.sum(tl.where(lane == expert, num_tiles, 0), 0)
     begin_row = tl.sum(tl.where(lane == expert, begin, 0), 0)
     end_row = tl.sum(tl.where(lane == expert, end, 0), 0)
-    for part in tl.static_range(3):
+    for run in tl.static_range(3):
         # Runs of consecutive tiles: this rank's, those before, and those after.
-        first_of_run, tiles_of_run, skipped = first_own_tile, num_own, leading
-        if part == 1:
-            first_of_run, tiles_of_run, skipped = first_other_tile, leading, 0
-        if part == 2:
-            first_of_run, tiles_of_run = first_other_tile + leading, tiles - num_own - leading
-            skipped = leading + num_own
-        row = begin_row + skipped * block_m
+        first_of_run, tiles_of_run = first_own_tile, num_own_tiles
+        tiles_before_run = tiles_before_own
+        if run == 1:
+            first_of_run, tiles_of_run, tiles_before_run = first_other_tile, tiles_before_own, 0
+        if run == 2:
+            first_of_run = first_other_tile + tiles_before_own
+            tiles_of_run = tiles - num_own_tiles - tiles_before_own
+            tiles_before_run = tiles_before_own + num_own_tiles
+        row = begin_row + tiles_before_run * block_m
         for first_tile in range(0, tiles_of_run, BLOCK):
             tile = first_tile + tl.arange(0, BLOCK)
             record, mask = store_records(
                 tiles_ptr, first_of_run, tile, tiles_of_run, expert, row,
                 tl.minimum(row + tiles_of_run * block_m, end_row),
             )  # fmt: skip
-            tl.store(record + 6, 0 if part == 0 else 1, mask=mask)
+            tl.store(record + 6, 0 if run == 0 else 1, mask=mask)
     if expert == 0:
         tl.store(num_tiles_ptr, tl.sum(num_tiles, 0))
         tl.store(num_tiles_ptr + 1, 0)
 
 
 @jit
-def await_rows(have_arrived, waits, copies, peers, call, ep_plan: tl.constexpr):
-    """Wait for the rows of all ranks if ``waits`` is 1 and ``have_arrived`` is 0.
+def await_rows(have_arrived, must_wait, num_copy_programs, peers, call, ep_plan: tl.constexpr):
+    """Wait for the rows of all ranks if ``must_wait`` is 1 and ``have_arrived`` is 0.
 
     Return (new value of ``have_arrived``, wait token).
     """
     wait_token = 0
-    if have_arrived < waits:
-        value = chunk_flag(call, 0)
-        first_flag = peers.arrivals + flag_offset(0, value, ep_plan.NUM_RANKS)
+    if have_arrived < must_wait:
+        current = chunk_flag(call, 0)
+        first_flag = peers.arrivals + flag_offset(0, current, ep_plan.NUM_RANKS)
         flags = first_flag + tl.arange(0, ep_plan.FLAG_LANES)
-        count = copies * ep_plan.NUM_RANKS
-        wait_token += dl.wait(flags, count, value, peers.timeout_words, True)
-        have_arrived = waits
+        count = num_copy_programs * ep_plan.NUM_RANKS
+        wait_token += dl.wait(flags, count, current, peers.timeout_words, True)
+        have_arrived = must_wait
     return have_arrived, wait_token
 
 
-@jit(do_not_specialize=["tokens", "max_tokens", "num_experts", "rank", "copies", "digest"])
+@jit(
+    do_not_specialize=[
+        "tokens", "max_tokens", "num_experts", "rank", "num_copy_programs", "digest"
+    ]
+)  # fmt: skip
 def kernel_dispatch_grouped_gemm(
-    sent, peers, b_ptr, c_ptr, blocks, tokens, max_tokens, num_experts, rank, copies, digest, K,
-    weight_strides, width, ep_plan: tl.constexpr, grouped_plan: tl.constexpr,
+    tensors, peers, b_ptr, c_ptr, blocks, tokens, max_tokens, num_experts, rank, num_copy_programs,
+    digest, K, weight_strides, output_columns, ep_plan: tl.constexpr, grouped_plan: tl.constexpr,
     BLOCK_SIZE_M: tl.constexpr, BLOCK_SIZE_N: tl.constexpr, BLOCK_SIZE_K: tl.constexpr,
     GROUP_SIZE_M: tl.constexpr,
 ):  # fmt: skip
-    """Send the rows of this rank, and compute C [positions, width]. Grid (programs,).
+    """Send the rows of this rank, and compute C [positions, output_columns]. Grid (programs,).
 
-    The first ``copies`` programs send. ``blocks`` is the result of ``kernel_order_tiles``.
+    The first ``num_copy_programs`` programs send. ``blocks`` is the result of
+    ``kernel_order_tiles``.
     """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     COLUMNS: tl.constexpr = BLOCK_SIZE_N // 2 if grouped_plan.SILU_MUL else BLOCK_SIZE_N
@@ -136,22 +144,25 @@ def kernel_dispatch_grouped_gemm(
     program = tl.program_id(0)
     if program == 0:  # notify peers that this rank has begun the call
         notify_ranks(call, 1, chunk_flag(call, 0), ep_plan)
-    if program < copies:
+    if program < num_copy_programs:
         rows = tl.tuple([])
         for step in tl.static_range(NUM_RANKS):
-            target = target_at(sent.rows_table, (rank + step) % NUM_RANKS, sent.rows)
+            target = target_at(tensors.rows_table, (rank + step) % NUM_RANKS, tensors.rows)
             rows = rows + (target + (call.offset + rank * max_tokens) * K,)  # noqa: RUF005
         send_rows(
-            program, sent.x, None, sent.ids, None, sent.expert_map, num_experts, rows,
-            tl.tuple([]), (K, 0), peers, call, tokens, max_tokens, K, rank, copies, ep_plan,
+            program, tensors.x, None, tensors.ids, None, tensors.expert_map, num_experts, rows,
+            tl.tuple([]), (K, 0), peers, call, tokens, max_tokens, K, rank, num_copy_programs,
+            ep_plan,
         )  # fmt: skip
         notify_ranks(call, 0, chunk_flag(call, 0), ep_plan)
     else:
-        N = width * 2 if grouped_plan.SILU_MUL else width
+        N = output_columns * 2 if grouped_plan.SILU_MUL else output_columns
         E: tl.constexpr = ep_plan.EXPERTS
-        tiles_n = tl.cdiv(width, COLUMNS)
-        b = weights_operand(b_ptr, E, N, K, weight_strides, grouped_plan, COLUMNS, BLOCK_SIZE_K)
-        a_ptr = sent.x if NUM_RANKS == 1 else sent.rows
+        tiles_n = tl.cdiv(output_columns, COLUMNS)
+        b = make_weights_operand(
+            b_ptr, E, N, K, weight_strides, grouped_plan, COLUMNS, BLOCK_SIZE_K
+        )
+        a_ptr = tensors.x if NUM_RANKS == 1 else tensors.rows
         counter = blocks.num_tiles + 1
         work_items = tl.load(blocks.num_tiles) * tiles_n
         have_arrived = 0
@@ -164,14 +175,17 @@ def kernel_dispatch_grouped_gemm(
             )
             position = row + tl.arange(0, BLOCK_SIZE_M)
             a_row = tl.load(blocks.routes + position, mask=position < end, other=0)
-            waits = tl.load(blocks.tiles + tile * TILE_RECORD_WORDS + 6)
-            have_arrived, wait_token = await_rows(have_arrived, waits, copies, peers, call, ep_plan)
+            must_wait = tl.load(blocks.tiles + tile * TILE_RECORD_WORDS + 6)
+            have_arrived, wait_token = await_rows(
+                have_arrived, must_wait, num_copy_programs, peers, call, ep_plan
+            )
             a_row = dl.consume_token(a_row, wait_token)
             multiply_tile(
-                a_ptr, sent.x, a_row, b, c_ptr, (expert, row, end, n * COLUMNS), E, N, K,
-                weight_strides, width, position, rank, max_tokens, None, grouped_plan,
+                a_ptr, tensors.x, a_row, b, c_ptr, (expert, row, end, n * COLUMNS), E, N, K,
+                weight_strides, output_columns, position, rank, max_tokens, None, grouped_plan,
                 BLOCK_SIZE_M, COLUMNS, BLOCK_SIZE_K,
             )  # fmt: skip
             work_item = next_item
-        if program == copies:  # the next call requires that all rows of this call have arrived
-            await_rows(have_arrived, 1, copies, peers, call, ep_plan)
+        # The next call requires that all rows of this call have arrived.
+        if program == num_copy_programs:
+            await_rows(have_arrived, 1, num_copy_programs, peers, call, ep_plan)

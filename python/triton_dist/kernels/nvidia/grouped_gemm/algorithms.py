@@ -78,9 +78,9 @@ def checks(
         yield from topk_ids.checks(A, B)
     else:
         routes = topk_ids.numel()
-        good = A.ndim == 2 and A.shape[1] == shape[1] and A.shape[0] in (len(topk_ids), routes)
+        is_valid = A.ndim == 2 and A.shape[1] == shape[1] and A.shape[0] in (len(topk_ids), routes)
         expected = f"[{len(topk_ids)} tokens or {routes} routes, K = {shape[1]}]"
-        yield "A.shape", tuple(A.shape), good, expected
+        yield "A.shape", tuple(A.shape), is_valid, expected
     expected = "unit stride along K; call A.contiguous()"
     yield "A.stride()", A.stride(), A.stride(1) == 1 or A.shape[1] == 1, expected
     yield "order", order, order in ORDERS, f"one of {', '.join(map(repr, ORDERS))}"
@@ -264,8 +264,8 @@ class Library(Algorithm[Call, GroupedKey]):
             return self._apply_activation(call, self._product_of_positions(call, call.topk_ids))
         blocks = call.block_map(ROWS_OF_SINGLE_TILE).queue()
         C = sorted_product(call.A.detach(), call.B.detach(), blocks, call.scales, call.key)
-        out, last = self._order_rows(call, self._apply_activation(call, C), blocks)
-        last.run()
+        out, order_launch = self._order_rows(call, self._apply_activation(call, C), blocks)
+        order_launch.run()
         return out
 
     @staticmethod

@@ -64,13 +64,13 @@ class Product(ABC):
         ``None`` if they are in the order of routes. The product is valid until the next call.
         """
 
-    def queue_sums(self, first: int, end: int, out: torch.Tensor, block_rows: int) -> None:
+    def queue_sums(self, first: int, end: int, out: torch.Tensor, rows_per_block: int) -> None:
         """Queue the sums over choices of columns ``first`` to ``end`` into ``out``.
 
-        ``topk_sum`` describes the layout of ``out`` with row blocks of ``block_rows`` tokens.
+        ``topk_sum`` describes the layout of ``out`` with row blocks of ``rows_per_block`` tokens.
         """
         products, rows = self.queue_products(first, end)
-        self.run(self._sum_launch(products, rows, first, out, block_rows))
+        self.run(self._sum_launch(products, rows, first, out, rows_per_block))
 
     def _sum_launch(
         self,
@@ -78,12 +78,12 @@ class Product(ABC):
         rows: torch.Tensor | None,
         first: int,
         out: torch.Tensor,
-        block_rows: int,
+        rows_per_block: int,
     ) -> Launch:
         call = self.call
         return topk_sum(
             products, call.expert_weight.detach(), call.chosen_experts, rows, out, call.key.E,
-            block_rows=block_rows, first=first, N=call.key.N,
+            rows_per_block=rows_per_block, first_column=first, N=call.key.N,
         )  # fmt: skip
 
     def compile(self, columns: ColumnChunks, out: torch.Tensor) -> None:
@@ -97,7 +97,7 @@ class Product(ABC):
 
     @abstractmethod
     def launches(
-        self, first: int, end: int, out: torch.Tensor, block_rows: int
+        self, first: int, end: int, out: torch.Tensor, rows_per_block: int
     ) -> Iterator[Launch]:
         """Yield the launches for columns ``first`` to ``end``, in any order."""
 
@@ -106,9 +106,9 @@ class TiledProduct(Product):
     """Our kernel, which gathers rows of x while loading and stores rows in the order of routes."""
 
     def __init__(self, call: SumCall) -> None:
-        assert call.tiles is not None
-        self.tiles = call.tiles
-        super().__init__(call, call.tiles.kwargs["BLOCK_SIZE_M"])
+        assert call.tile_config is not None
+        self.tile_config = call.tile_config
+        super().__init__(call, call.tile_config.kwargs["BLOCK_SIZE_M"])
         self._product_memory: torch.Tensor | None = None
 
     def queue_products(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -117,11 +117,11 @@ class TiledProduct(Product):
         return C, None
 
     def launches(
-        self, first: int, end: int, out: torch.Tensor, block_rows: int
+        self, first: int, end: int, out: torch.Tensor, rows_per_block: int
     ) -> Iterator[Launch]:
         C, launch = self._chunk_launch(first, end)
         yield launch
-        yield self._sum_launch(C, None, first, out, block_rows)
+        yield self._sum_launch(C, None, first, out, rows_per_block)
 
     def _chunk_launch(self, first: int, end: int) -> tuple[torch.Tensor, Launch]:
         """Return the memory for the product of a chunk, and the launch that computes it.
@@ -131,11 +131,11 @@ class TiledProduct(Product):
         routes = self.call.chosen_experts.numel()
         elements = routes * (end - first)
         if self._product_memory is None or self._product_memory.numel() < elements:
-            self._product_memory = self.call.empty(elements)
+            self._product_memory = self.call.new_empty(elements)
         C = self._product_memory[:elements].view(routes, end - first)
         weights, scales = self.weights[:, :, first:end], self.call.scales
         return C, grouped_product(
-            self.x, weights, C, self.blocks, self.tiles,
+            self.x, weights, C, self.blocks, self.tile_config,
             scales=None if scales is None else scales.columns(first, end),
         )  # fmt: skip
 
@@ -165,22 +165,22 @@ class LibraryProduct(Product):
         return C, self.blocks.rows
 
     def launches(
-        self, first: int, end: int, out: torch.Tensor, block_rows: int
+        self, first: int, end: int, out: torch.Tensor, rows_per_block: int
     ) -> Iterator[Launch]:
         yield gather_rows(self.x, self._sorted, self.blocks)
         if self.call.scales is not None:
             yield sorted_scales(self.call.scales, self.blocks)[1]
-        C = self.call.empty(self.call.chosen_experts.numel(), end - first)
-        yield self._sum_launch(C, self.blocks.rows, first, out, block_rows)
+        C = self.call.new_empty(self.call.chosen_experts.numel(), end - first)
+        yield self._sum_launch(C, self.blocks.rows, first, out, rows_per_block)
 
 
 class SumAlgorithm(Algorithm[SumCall, SumSizes]):
     """Base class of the algorithms. The first tunable is a tile config, except in ``Library``."""
 
-    product: ClassVar[type[TiledProduct] | type[LibraryProduct]] = TiledProduct
+    product_class: ClassVar[type[TiledProduct] | type[LibraryProduct]] = TiledProduct
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        if self.product is LibraryProduct:
+        if self.product_class is LibraryProduct:
             yield from ((each,) for each in self.values_of_last_tunable() if has_library_kernel())
         else:
             yield from itertools.product(grouped_tiles(), self.values_of_last_tunable())
@@ -191,7 +191,7 @@ class SumAlgorithm(Algorithm[SumCall, SumSizes]):
 
     def fits(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
         key = sizes.key
-        if self.product is LibraryProduct:
+        if self.product_class is LibraryProduct:
             if sizes.config or not is_library_candidate(key):
                 return False
         elif sizes.config is not None:
@@ -207,13 +207,13 @@ class SumAlgorithm(Algorithm[SumCall, SumSizes]):
         """Return whether the value of the last tunable in a config is worth trying."""
 
     def check(self, call: SumCall) -> None:
-        if self.product is TiledProduct:
-            check_tiles(call.ctx_type.function, call.tiles, self.name)
+        if self.product_class is TiledProduct:
+            check_tiles(call.ctx_type.function, call.tile_config, self.name)
         else:
             check_grouped_library(call.ctx_type.function, self.name, call.key)
 
 
-class Chunks(SumAlgorithm):
+class ChunkedPush(SumAlgorithm):
     """Algorithm that sends each chunk of columns by copy engine while the next chunk is computed.
 
     The rows of a chunk are sent to the ranks that add them.
@@ -239,19 +239,20 @@ class Chunks(SumAlgorithm):
     def check(self, call: SumCall) -> None:
         super().check(call)
         try:
-            fits = 1 <= call.chunks <= call.ctx.n_chunks_max
+            fits = 1 <= call.num_column_chunks <= call.ctx.n_chunks_max
         except TypeError:
             fits = False
         if not fits:
             expected = f"1 to the context's n_chunks_max = {call.ctx.n_chunks_max}"
-            raise InvalidArgument(call.ctx_type.function, "num_chunks", call.chunks, expected)
+            chunks = call.num_column_chunks
+            raise InvalidArgument(call.ctx_type.function, "num_chunks", chunks, expected)
 
     def compile(self, call: SumCall) -> None:
-        columns, ctx = call.columns, call.ctx
-        addends = call.empty(ctx.num_ranks * columns.rows * columns.N)
+        columns, ctx = call.column_chunks, call.ctx
+        addends = call.new_empty(ctx.num_ranks * columns.rows * columns.N)
         TiledProduct(call).compile(columns, addends)
         if ctx.num_ranks > 1:
-            out = call.empty(columns.rows, columns.N)
+            out = call.new_empty(columns.rows, columns.N)
             ctx.buffer.launch(columns, addends, out, call.key.M).compile()
             ctx.compile_finish(out, call.key.M)
 
@@ -259,9 +260,9 @@ class Chunks(SumAlgorithm):
         ctx, M, product = call.ctx, call.key.M, TiledProduct(call)
         if ctx.num_ranks == 1:
             return sum_all_columns(product)
-        columns = call.columns
-        addends = call.empty(ctx.num_ranks * columns.rows * columns.N)
-        out = call.empty(columns.rows, columns.N)
+        columns = call.column_chunks
+        addends = call.new_empty(ctx.num_ranks * columns.rows * columns.N)
+        out = call.new_empty(columns.rows, columns.N)
         product.begin()
         ctx.buffer.run(
             columns, addends, out, M,
@@ -309,20 +310,21 @@ class Serial(SumAlgorithm):
         call.reduction = reduction
 
     def compile(self, call: SumCall) -> None:
-        total, ctx = call.empty(call.key.M, call.key.N), call.ctx
-        self.product(call).compile(ColumnChunks(call.key.M, call.key.N, call.key.N), total)
+        total, ctx = call.new_empty(call.key.M, call.key.N), call.ctx
+        self.product_class(call).compile(ColumnChunks(call.key.M, call.key.N, call.key.N), total)
         if ctx.num_ranks > 1 and call.reduction == TOPK_EXCHANGE:
             routes = call.chosen_experts.numel()
             rows = call.chosen_experts.new_empty(routes, dtype=torch.int32)
-            products = call.empty(routes, call.key.N)
-            _routed_sums(call, products, None if self.product is TiledProduct else rows).compile(
-                ctx.exchange, ctx.has_all_rows
+            products = call.new_empty(routes, call.key.N)
+            sums = _routed_sums(
+                call, products, None if self.product_class is TiledProduct else rows
             )
+            sums.compile(ctx.exchange, ctx.returns_all_rows)
         elif ctx.num_ranks > 1 and call.reduction != COLLECTIVE:
             ctx.compile_sum_over_ranks(total, call.reduction)
 
     def run(self, call: SumCall) -> torch.Tensor:
-        product, ctx = self.product(call), call.ctx
+        product, ctx = self.product_class(call), call.ctx
 
         def run_unfused() -> torch.Tensor:
             if ctx.num_ranks == 1:
@@ -330,7 +332,7 @@ class Serial(SumAlgorithm):
             if call.reduction == TOPK_EXCHANGE:
                 product.begin()
                 sums = _routed_sums(call, *product.queue_products(0, call.key.N))
-                return sums.run(ctx.exchange, ctx.has_all_rows)
+                return sums.run(ctx.exchange, ctx.returns_all_rows)
             total: torch.Tensor = ctx.sum_over_ranks(sum_all_columns(product), call.reduction)
             return total
 
@@ -342,7 +344,7 @@ class Library(Serial):
     """Algorithm like ``Serial``, with torch's grouped GEMM."""
 
     name, tunables = "library", ("reduction",)
-    product, is_fallback = LibraryProduct, True
+    product_class, is_fallback = LibraryProduct, True
 
 
 def _has_first_tiles(config: Mapping[str, Any]) -> bool:
@@ -357,21 +359,25 @@ def _routed_sums(call: SumCall, products: torch.Tensor, rows: torch.Tensor | Non
 def sum_all_columns(product: Product) -> torch.Tensor:
     """Return this rank's sums over choices, [M, N]."""
     call = product.call
-    total = call.empty(call.key.M, call.key.N)
+    total = call.new_empty(call.key.M, call.key.N)
     product.begin()
     product.queue_sums(0, call.key.N, total, call.key.M)
     return total
+
+
+def _algorithms(ctx_type: type[MoESumContext]) -> Algorithms[SumCall, SumSizes]:
+    return Algorithms(ctx_type.function, (ChunkedPush(), Serial(ctx_type), Library(ctx_type)))
 
 
 class ReduceScatterCall(SumCall):
     """One call of ``run_moe_reduce_rs``."""
 
     ctx_type = MoEReduceRSContext
-    algorithms = Algorithms(ctx_type.function, (Chunks(), Serial(ctx_type), Library(ctx_type)))
+    algorithms = _algorithms(ctx_type)
 
 
 class AllReduceCall(SumCall):
     """One call of ``run_moe_reduce_ar``."""
 
     ctx_type = MoEReduceARContext
-    algorithms = Algorithms(ctx_type.function, (Chunks(), Serial(ctx_type), Library(ctx_type)))
+    algorithms = _algorithms(ctx_type)

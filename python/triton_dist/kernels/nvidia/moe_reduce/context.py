@@ -52,12 +52,12 @@ class MoEReduceRSContext(MoESumContext):
 
     op_name, function = "grouped GEMM + ReduceScatter", "run_moe_reduce_rs"
     creator, reductions = "create_moe_rs_context", (PUSH, TOPK_EXCHANGE)
-    has_all_rows = False
+    returns_all_rows = False
 
     def __init__(self, limits: MoEContextLimits) -> None:
         super().__init__(limits)
         N, dtype, n_chunks_max, group = self.N, self.dtype, self.n_chunks_max, limits.group
-        rows = self.block_rows(self.max_tokens)
+        rows = self.rows_per_rank(self.max_tokens)
         max_exchange_M = min(rows, MAX_EXCHANGED_BYTES // (self.num_ranks * N * dtype.itemsize))
         nbytes = slot_bytes_for_shards(max(1, max_exchange_M) * N, dtype, self.num_ranks)
         with self.allocating() as add:
@@ -100,13 +100,13 @@ class MoEReduceARContext(MoESumContext):
 
     op_name, function = "grouped GEMM + AllReduce", "run_moe_reduce_ar"
     creator, reductions = "create_moe_ar_context", (TWO_SHOT, ONE_SHOT, TOPK_EXCHANGE)
-    has_all_rows = True
+    returns_all_rows = True
     exchange: SumBuffer
 
     def __init__(self, limits: MoEContextLimits) -> None:
         super().__init__(limits)
         N, dtype, n_chunks_max, group = self.N, self.dtype, self.n_chunks_max, limits.group
-        rows = self.block_rows(self.max_tokens)
+        rows = self.rows_per_rank(self.max_tokens)
         nbytes = self.num_ranks * rows * N * dtype.itemsize if self.num_ranks > 1 else 1
         with self.allocating() as add:
             self.buffer = add(PushedColumns(rows, N, dtype, n_chunks_max, group, self.function))

@@ -105,7 +105,7 @@ class ShardsCall(OpCall):
 
     algorithms: ClassVar[Algorithms[Any, Any]]
     ctx_type: ClassVar[type[ShardContext]]
-    x_is_shard: ClassVar[bool]
+    is_x_shard: ClassVar[bool]
     """True if x is a shard (all-gather), false if the result is a shard (reduce-scatter)."""
     push_kernel: ClassVar[Any]
     """Kernel that pushes shards to peers, and copies or adds received shards."""
@@ -133,17 +133,17 @@ class ShardsCall(OpCall):
         ).device.torch_device
         check_tensor(function, "x", x, device)
         num_ranks, max_nbytes = ctx.num_ranks, ctx.workspace_nbytes
-        if x.ndim < 1 or not (cls.x_is_shard or x.shape[0] % num_ranks == 0):
+        if x.ndim < 1 or not (cls.is_x_shard or x.shape[0] % num_ranks == 0):
             expected = f"a first dimension that is a multiple of world_size = {num_ranks}"
-            expected = "[M, …]" if cls.x_is_shard else expected
+            expected = "[M, …]" if cls.is_x_shard else expected
             raise InvalidArgument(function, "x.shape", tuple(x.shape), expected)
-        if x.nbytes * (num_ranks if cls.x_is_shard else 1) > max_nbytes:
+        if x.nbytes * (num_ranks if cls.is_x_shard else 1) > max_nbytes:
             expected = f"at most the context's workspace_nbytes = {max_nbytes}"
-            expected += f", over world_size = {num_ranks}" if cls.x_is_shard else ""
+            expected += f", over world_size = {num_ranks}" if cls.is_x_shard else ""
             raise InvalidArgument(function, "x.nbytes", x.nbytes, expected)
         if output is not None:
-            numel = x.numel() * num_ranks if cls.x_is_shard else x.numel() // num_ranks
-            own_offset = ctx.rank * x.nbytes if cls.x_is_shard else None
+            numel = x.numel() * num_ranks if cls.is_x_shard else x.numel() // num_ranks
+            own_offset = ctx.rank * x.nbytes if cls.is_x_shard else None
             check_output(function, output, x, numel, device, own_offset)
 
     @staticmethod
@@ -167,8 +167,8 @@ class ShardsCall(OpCall):
         16-byte vectors, and the algorithm that ``method`` selects.
         """
         cls.check(x, ctx, output)
-        elements = cls.shard_elements(x, ctx)
-        key = tune.bucket(elements), x.dtype, fits_vectors(x, elements), ctx.num_ranks
+        shard_numel = cls.shard_elements(x, ctx)
+        key = tune.bucket(shard_numel), x.dtype, fits_vectors(x, shard_numel), ctx.num_ranks
         return key if method is None else (*key, cls.algorithms.requested_algorithm(method))
 
     @classmethod
@@ -188,11 +188,11 @@ class ShardsCall(OpCall):
     @classmethod
     def shard_elements(cls, x: torch.Tensor, ctx: ShardContext) -> int:
         """Return the number of elements of a shard."""
-        return x.numel() if cls.x_is_shard else x.numel() // ctx.num_ranks
+        return x.numel() if cls.is_x_shard else x.numel() // ctx.num_ranks
 
     def output_rows(self, x_rows: int) -> int:
         num_ranks: int = self.ctx.num_ranks
-        return x_rows * num_ranks if self.x_is_shard else x_rows // num_ranks
+        return x_rows * num_ranks if self.is_x_shard else x_rows // num_ranks
 
 
 class _Algorithm(SelectableAlgorithm[ShardsCall, Sizes]):
@@ -203,11 +203,11 @@ class _Algorithm(SelectableAlgorithm[ShardsCall, Sizes]):
         if output is None:
             output = x.new_empty((call.output_rows(x.shape[0]), *x.shape[1:]))
         ctx.sleep(call.straggler_option)
-        flat, flat_output = x.view(-1), output.detach().view(-1)
+        flat_x, flat_output = x.view(-1), output.detach().view(-1)
         if ctx.num_ranks == 1:
-            flat_output.copy_(flat)
+            flat_output.copy_(flat_x)
         else:
-            self.launch(call, flat, flat_output)
+            self.launch(call, flat_x, flat_output)
         return output
 
     @abstractmethod
@@ -246,9 +246,9 @@ class Push(_Algorithm):
         return call.push_kernel
 
     def _exchange(self, call: ShardsCall) -> Exchange:
-        elements, call_tag = call.shard_elements(call.x, call.ctx), fold_to_tag(call.x.numel())
-        total = elements * call.ctx.num_ranks
-        return Exchange(self.kernel(call), elements, total, call.params, call_tag)
+        shard_numel, call_tag = call.shard_elements(call.x, call.ctx), fold_to_tag(call.x.numel())
+        total = shard_numel * call.ctx.num_ranks
+        return Exchange(self.kernel(call), shard_numel, total, call.params, call_tag)
 
 
 class CopyEngine(Push):
@@ -265,7 +265,7 @@ class CopyEngine(Push):
         return super().fits_sizes(config, sizes)
 
     def memory(self, ctx: ShardContext) -> ExchangeBuffer | PushedShards:
-        return ctx.pushed
+        return ctx.pushed_shards
 
     def kernel(self, call: ShardsCall) -> Any:
         return call.copy_engine_kernel
@@ -291,7 +291,7 @@ class AllGatherCall(ShardsCall):
     """One call of ``all_gather``."""
 
     algorithms = Algorithms("all_gather", (Push(), CopyEngine(), Collective()))
-    ctx_type, x_is_shard = AllGatherContext, True
+    ctx_type, is_x_shard = AllGatherContext, True
     push_kernel, copy_engine_kernel = kernel_all_gather, kernel_copy_pushed
     collective = staticmethod(libraries.all_gather_into)
 
@@ -300,6 +300,6 @@ class ReduceScatterCall(ShardsCall):
     """One call of ``reduce_scatter``."""
 
     algorithms = Algorithms("reduce_scatter", (Push(), CopyEngine(), Collective()))
-    ctx_type, x_is_shard = ReduceScatterContext, False
+    ctx_type, is_x_shard = ReduceScatterContext, False
     push_kernel, copy_engine_kernel = kernel_reduce_scatter, kernel_add_pushed
     collective = staticmethod(libraries.reduce_scatter_into)

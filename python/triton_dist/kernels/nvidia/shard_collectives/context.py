@@ -24,7 +24,7 @@ class ShardContext(collective_context.CollectiveContext):
         shard_nbytes = padded_shard_bytes(workspace_nbytes, self.num_ranks)
         with self.allocating() as add:
             disagreements = self.buffer.disagreements
-            self._pushed = add(PushedShards(shard_nbytes, group, self.name, disagreements))
+            self._pushed_shards = add(PushedShards(shard_nbytes, group, self.name, disagreements))
 
     @staticmethod
     def slot_bytes(nbytes: int, num_ranks: int) -> int:
@@ -32,10 +32,10 @@ class ShardContext(collective_context.CollectiveContext):
         return num_ranks * padded_shard_bytes(nbytes, num_ranks)
 
     @property
-    def pushed(self) -> PushedShards:
+    def pushed_shards(self) -> PushedShards:
         if self._buffer is None:
             raise ContextFinalized(type(self).__name__)
-        return self._pushed
+        return self._pushed_shards
 
 
 class AllGatherContext(ShardContext):
