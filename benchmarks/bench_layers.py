@@ -94,12 +94,14 @@ class Candidates:
             self.rotary = rotary(torch.arange(self.tokens), dtype)
             whole = torch.randn(tokens, config.hidden_size).to(dtype)
         self.x = shard_rows(whole, self.rank, self.size) if self.is_sequence_parallel else whole
-        self.ranks = TensorParallel(tokens)
+        self.collectives = TensorParallel(tokens)
         self.plain = self._layer(Collectives())
 
-    def _layer(self, ranks: Collectives) -> TP_MLP | TP_Attn:
+    def _layer(self, collectives: Collectives) -> TP_MLP | TP_Attn:
         kind = TP_MLP if self.is_mlp else TP_Attn
-        layer = kind(ranks=ranks, sequence_parallel=self.is_sequence_parallel, keep_gathered=True)
+        layer = kind(
+            collectives=collectives, sequence_parallel=self.is_sequence_parallel, keep_gathered=True
+        )
         layer._init_parameters(self.stock)
         return layer
 
@@ -115,7 +117,7 @@ class Candidates:
         """
         if name == "dtensor":
             return self._dtensor()
-        layer = self._layer(self.ranks) if name in (OURS, COMPILED) else self.plain
+        layer = self._layer(self.collectives) if name in (OURS, COMPILED) else self.plain
         call = self._call(layer) if name != "async_tp" else self._async_tp(self.plain)
         if name == COMPILED:
             call = torch.compile(call, fullgraph=True)
@@ -288,7 +290,7 @@ def measure_point(
             "samples": {name: each.milliseconds for name, each in samples.items()},
             "errors": missing,
         }  # fmt: skip
-    candidates.ranks.finalize()
+    candidates.collectives.finalize()
 
 
 def ratio(found: dict[str, Any]) -> float | None:

@@ -12,7 +12,7 @@ import tempfile
 
 import torch
 
-from triton_dist.models.llama import KNOWN, LlamaConfig
+from triton_dist.models.llama import KNOWN_CONFIGS, LlamaConfig
 from triton_dist.models.utils import init_model_cpu
 
 
@@ -20,7 +20,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", help="default: a temporary folder")
     parser.add_argument(
-        "--model", default="tiny", help=f"model whose sizes are used: {', '.join(KNOWN)}"
+        "--model", default="tiny", help=f"model whose sizes are used: {', '.join(KNOWN_CONFIGS)}"
     )
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--vocab_size", type=int, help="default: from the model")

@@ -267,6 +267,6 @@ def refused() -> None:
     with pytest.raises(InvalidArgument, match=r"x\.dtype is torch.float16, expected the weight's"):
         ep_experts(
             drawn(1, 1, 32).half(), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1),
-            layer.gate_up_proj, layer.down_proj, layer.ranks, 1,
+            layer.gate_up_proj, layer.down_proj, layer.collectives, 1,
         )  # fmt: skip
     layer.finalize()

@@ -118,14 +118,14 @@ def served(kind: type, recipe: str, columns: int, compiles: bool = True, **optio
     for name, weight in stock.state_dict().items():
         assert saved[name].dtype == weight.dtype, name
         assert torch.equal(saved[name].float().cpu(), weight.float().cpu()), name
-    found, own_ranks = {"AR": run(layer, x)}, layer.ranks
+    found, own_collectives = {"AR": run(layer, x)}, layer.collectives
     layer.sequence_parallel = True
-    rows = run(layer, part(x.flatten(0, 1), layer.torch_ranks, 0))
+    rows = run(layer, part(x.flatten(0, 1), layer.torch_collectives, 0))
     assert len(rows) == 8 // size
-    found["RS"] = layer.torch_ranks.all_gather(rows).view_as(x)
-    layer.sequence_parallel, layer.ranks = False, layer.torch_ranks
+    found["RS"] = layer.torch_collectives.all_gather(rows).view_as(x)
+    layer.sequence_parallel, layer.collectives = False, layer.torch_collectives
     found["torch"] = run(layer, x)
-    layer.ranks = own_ranks
+    layer.collectives = own_collectives
     # Tensor cores sum fp8 products with few bits, which changes some roundings of activations.
     close = 2e-2 if x.is_cuda else 1e-3
     for name, y in found.items():
@@ -190,7 +190,7 @@ def loaded(folder: Path, recipe: str) -> list[float]:
         llm.set_fwd(mode)
         rows, wanted = ids[:, begin:end], golden[:, end - 1 : end]
         if mode == "triton_dist":
-            rows, wanted = part(rows, llm.ranks, 0), part(wanted, llm.ranks, 0)
+            rows, wanted = part(rows, llm.collectives, 0), part(wanted, llm.collectives, 0)
         found = llm.inference(rows, at[:, begin:end], cache)
         errors.append(float((found - wanted).norm() / wanted.norm()))
         cache.inc_offset(end - begin)

@@ -64,7 +64,7 @@ def shard_of(layer: Any, name: str, whole: torch.Tensor, ranks: Collectives) -> 
     if name in ("o_proj", "down_proj"):
         return part(whole, ranks, 1)
     if name in ("k_proj", "v_proj"):
-        return whole.chunk(ranks.num_ranks // layer.replicas, 0)[layer.kv_index]
+        return whole.chunk(ranks.num_ranks // layer.kv_replicas, 0)[layer.kv_index]
     return part(whole, ranks, 0)
 
 
@@ -195,10 +195,10 @@ def call_forms() -> int:
     x, count = drawn(1, 2, 6, 32), 0
     with torch.no_grad():
         golden = stock(x)
-    own = part(x.flatten(0, 1), layer.torch_ranks, 0)
+    own = part(x.flatten(0, 1), layer.torch_collectives, 0)
     rows = layer.torch_ag_gemm(own)
     hidden = torch.nn.functional.silu(rows.chunk(2, -1)[0]) * rows.chunk(2, -1)[1]
-    golden_rows = part(golden.flatten(0, 1), layer.torch_ranks, 0)
+    golden_rows = part(golden.flatten(0, 1), layer.torch_collectives, 0)
     for found, wanted in (
         (layer.torch_fwd(x), golden),
         (layer.dist_triton_fwd(own, ag_gemm_persistent=True, autotune=True), golden_rows),
@@ -246,7 +246,10 @@ def experts_call_forms() -> int:
     for name in ("torch_fwd", "torch_fwd_no_loop", "dist_triton_fwd", "dist_triton_AR_fwd"):
         rows, wanted = x, golden
         if name == "dist_triton_fwd":
-            rows, wanted = part(x, layer.torch_ranks, 0), part(golden, layer.torch_ranks, 0)
+            rows, wanted = (
+                part(x, layer.torch_collectives, 0),
+                part(golden, layer.torch_collectives, 0),
+            )
         torch.testing.assert_close(getattr(layer, name)(rows), wanted, rtol=1e-4, atol=1e-4)
         count += 1
     layer.finalize()
@@ -277,7 +280,10 @@ def with_a_cache(kv_heads: int = 2) -> int:
             at = positions[None, begin:end].expand(2, -1)
             rows, wanted = x[:, begin:end], golden[:, begin:end]
             if is_spread:
-                rows, wanted = part(rows, layer.torch_ranks, 0), part(wanted, layer.torch_ranks, 0)
+                rows, wanted = (
+                    part(rows, layer.torch_collectives, 0),
+                    part(wanted, layer.torch_collectives, 0),
+                )
             found = forward(rows.contiguous(), at, cos_sin, cache, layer_idx=0)
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
             cache.inc_offset(end - begin)
@@ -514,7 +520,7 @@ def large_layers(tokens: int, hidden: int, columns: int) -> dict[str, float]:
         layer = TP_MLP(sequence_parallel=is_spread, keep_gathered=is_spread)
         layer._init_parameters(stock)
         layer._init_ctx(tokens)
-        ranks = layer.torch_ranks
+        ranks = layer.torch_collectives
         x = (part(whole, ranks, 0) if is_spread else whole).clone().requires_grad_()
         out = layer(x)
         out.sum().backward()

@@ -134,18 +134,18 @@ def test_experts_follow_autocast():
 
 def test_a_copy_of_a_layer_shares_what_is_collective():
     with TensorParallel(4) as ranks:
-        layer = TP_MLP(ranks=ranks)
+        layer = TP_MLP(collectives=ranks)
         layer._init_parameters(MLP(16, 24))
         copied = copy.deepcopy(layer)
         x = torch.rand(3, 16)
         assert torch.equal(copied(x), layer(x))
-        assert copied.torch_ranks is layer.torch_ranks
+        assert copied.torch_collectives is layer.torch_collectives
 
 
 def test_clips_fp64_gradients():
     stock = torch.nn.Sequential(MLP(16, 24)).double()
     module = copy.deepcopy(stock)
-    parallelize(module, max_M=4, ranks=Collectives())
+    parallelize(module, max_M=4, collectives=Collectives())
     norms = []
     for each, clip in ((stock, torch.nn.utils.clip_grad_norm_), (module, clip_grad_norm_)):
         each(torch.ones(3, 16, dtype=torch.float64)).sum().backward()

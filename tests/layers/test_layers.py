@@ -69,7 +69,7 @@ def test_mistakes_are_said(on_two_ranks):
         "TP_MLP: up_proj.weight.dtype is torch.float16, expected the dtype of gate_proj, ",
         "TP_MLP: gate_proj.weight.dtype is torch.float8_e4m3fn, expected torch.float16, ",
         "TP_MLP: gate_proj.weight.device is 'meta', expected a tensor with values",
-        "TP_MLP: ranks is None, expected a TensorParallel; call _init_ctx(max_M) first",
+        "TP_MLP: collectives is None, expected a TensorParallel; call _init_ctx(max_M) first",
         "gemm_ar: M is 5, expected at most the context's max_M = 4",
         "gemm: A.dtype is torch.float16, expected the weight's torch.float32",
         "gemm: A.dtype is torch.int8, expected torch.float16, ",

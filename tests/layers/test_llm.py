@@ -60,7 +60,10 @@ def as_scripts_call_it(folder: Path, name: str) -> tuple[str, int]:
         for begin, end in ((0, PROMPT), (PROMPT, PROMPT + 1)):
             asked, wanted = ids[:, begin:end], golden[:, end - 1 : end]
             if mode == "triton_dist":
-                asked, wanted = part(asked, model.ranks, 0), part(wanted, model.ranks, 0)
+                asked, wanted = (
+                    part(asked, model.collectives, 0),
+                    part(wanted, model.collectives, 0),
+                )
             found = model.inference(asked, positions[:, begin:end], cache)
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
             cache.inc_offset(end - begin)
@@ -139,7 +142,7 @@ def served() -> list[int]:
     ids, positions = torch.ones(BATCH, PROMPT, dtype=torch.long), torch.arange(PROMPT + 1)
     positions, cache = positions.expand(BATCH, -1), model.new_cache(BATCH)
     model.set_fwd("triton_dist")
-    model.inference(part(ids, model.ranks, 0), positions[:, :PROMPT], cache)
+    model.inference(part(ids, model.collectives, 0), positions[:, :PROMPT], cache)
     cache.inc_offset(PROMPT)
     model.set_fwd("triton_dist_gemm_ar")
     model.inference(ids[:, :1], positions[:, PROMPT:], cache)
@@ -160,11 +163,11 @@ def test_mistakes_are_said(on_two_ranks, tmp_path):
         "LlamaConfig.of: model is 'nobody/none', expected a folder with a config.json, or one of ",
         "LLM.set_fwd: mode is 'fast', expected one of torch, triton_dist, triton_dist_AR, ",
         "TensorParallel: max_M is 0, expected at least 1",
-        "TP_Attn: ranks is None, expected a TensorParallel; call ",
+        "TP_Attn: collectives is None, expected a TensorParallel; call ",
         "gemm_ar: M is 6, expected at most the context's max_M = 4",
         "TP_Attn: batch is 2, expected at most the cache's batch_size = 1",
-        "LLM.tune: prompts is 9, expected at most max_length = 8",
-        "LLM.tune: batch or steps is 3, expected a multiple of the 2 ranks",
+        "LLM.tune: prompt_lengths is 9, expected at most max_length = 8",
+        "LLM.tune: batch or decode_batches is 3, expected a multiple of the 2 ranks",
         "init_model_cpu('",
     )
     for seen in on_two_ranks(mistakes, tmp_path):

@@ -60,10 +60,10 @@ class LlamaConfig:
             found.setdefault("qk_norm", found.get("model_type", "").startswith("qwen3"))
             names = {field.name for field in fields(cls)}
             return cls(**{name: value for name, value in found.items() if name in names})
-        if model not in KNOWN:
-            expected = f"a folder with a config.json, or one of {', '.join(KNOWN)}"
+        if model not in KNOWN_CONFIGS:
+            expected = f"a folder with a config.json, or one of {', '.join(KNOWN_CONFIGS)}"
             raise InvalidArgument("LlamaConfig.of", "model", model, expected)
-        return KNOWN[model]
+        return KNOWN_CONFIGS[model]
 
     def save(self, folder: str | Path) -> None:
         """Create ``folder`` and write a ``config.json`` that ``AutoConfig`` can read."""
@@ -79,7 +79,7 @@ class LlamaConfig:
         _files.write(Path(folder, "config.json"), text.encode())
 
 
-KNOWN = {
+KNOWN_CONFIGS = {
     "tiny": LlamaConfig(),
     "tiny-moe": LlamaConfig(num_experts=4),
     "meta-llama/Meta-Llama-3-8B": LlamaConfig(

@@ -51,17 +51,21 @@ class LLM:
         rotary, self.config = stock.model.rotary_emb, stock.config
         if getattr(rotary, "attention_scaling", 1.0) != 1.0:
             raise InvalidArgument("LLM", "attention_scaling", rotary.attention_scaling, "1.0")
-        self.ranks: Collectives = Collectives(group)
-        self.group, self.rank, self.world_size = group, self.ranks.rank, self.ranks.num_ranks
+        self.collectives: Collectives = Collectives(group)
+        self.group, self.rank, self.world_size = (
+            group,
+            self.collectives.rank,
+            self.collectives.num_ranks,
+        )
         for name in ("rank", "world_size"):
             if getattr(config, name) != getattr(self, name):
                 expected = f"{getattr(self, name)}, as in the group"
                 raise InvalidArgument("LLM", f"config.{name}", getattr(config, name), expected)
-        parallelize(stock, max_M=1, ranks=self.ranks)
+        parallelize(stock, max_M=1, collectives=self.collectives)
         self.model = stock.eval()
         blocks = [(block.self_attn, block.mlp) for block in stock.model.layers]
         self._layers = [layer for block in blocks for layer in block]
-        self._set_ranks(None)
+        self._set_collectives(None)
         self.model_type = "moe" if any(isinstance(mlp, TP_MoE) for _, mlp in blocks) else "dense"
         self.dtype, self.max_length = config.dtype, config.max_length
         self.num_layers = len(blocks)
@@ -96,15 +100,15 @@ class LLM:
             InvalidArgument: ``max_M`` is less than 1.
         """
         self.finalize()
-        self.ranks = TensorParallel(max_M, self.group)
-        self._set_ranks(self.ranks)
+        self.collectives = TensorParallel(max_M, self.group)
+        self._set_collectives(self.collectives)
 
     init_triton_dist_AR_ctx = init_triton_dist_ctx
     init_triton_dist_gemm_ar_ctx = init_triton_dist_ctx
 
-    def _set_ranks(self, ranks: Collectives | None) -> None:
+    def _set_collectives(self, collectives: Collectives | None) -> None:
         for layer in self._layers:
-            layer.ranks = ranks
+            layer.collectives = collectives
 
     @torch.no_grad()
     def inference(
@@ -143,7 +147,11 @@ class LLM:
         return logits
 
     def tune(
-        self, batch: int, prompts: Sequence[int], steps: Sequence[int], mode: str | None = None
+        self,
+        batch: int,
+        prompt_lengths: Sequence[int],
+        decode_batches: Sequence[int],
+        mode: str | None = None,
     ) -> None:
         """Call ``inference`` once for each shape, so that all ops are tuned. Collective.
 
@@ -152,28 +160,31 @@ class LLM:
 
         Args:
             batch: number of sequences of each prefill.
-            prompts: prompt lengths in tokens; a prefill is tuned for each.
-            steps: batch sizes of decode steps (one token per sequence) to tune.
+            prompt_lengths: prompt lengths in tokens; a prefill is tuned for each.
+            decode_batches: batch sizes of decode steps (one token per sequence) to tune.
             mode: mode to tune; default: the current mode.
 
         Raises:
             InvalidArgument: a prompt exceeds ``max_length``, or the number of sequences is not a
                 multiple of the ranks in mode ``"triton_dist"``.
         """
-        shapes = [*((batch, tokens) for tokens in prompts), *((number, 1) for number in steps)]
+        shapes = [
+            *((batch, tokens) for tokens in prompt_lengths),
+            *((number, 1) for number in decode_batches),
+        ]
         previous_mode, mode = self.mode, self.mode if mode is None else mode
         sequence_parallel = mode == "triton_dist"
         for sequences, tokens in shapes:
             if tokens > self.max_length:
                 expected = f"at most max_length = {self.max_length}"
-                raise InvalidArgument("LLM.tune", "prompts", tokens, expected)
+                raise InvalidArgument("LLM.tune", "prompt_lengths", tokens, expected)
             if sequence_parallel and sequences % self.world_size:
                 expected = f"a multiple of the {self.world_size} ranks"
-                raise InvalidArgument("LLM.tune", "batch or steps", sequences, expected)
-        if not isinstance(self.ranks, TensorParallel):
+                raise InvalidArgument("LLM.tune", "batch or decode_batches", sequences, expected)
+        if not isinstance(self.collectives, TensorParallel):
             self.init_triton_dist_ctx(max(sequences * tokens for sequences, tokens in shapes))
         self.set_fwd(mode)
-        device = self.ranks.device
+        device = self.collectives.device
         for sequences, tokens in shapes:
             local_batch = sequences // self.world_size if sequence_parallel else sequences
             cache = self.new_cache(sequences, tokens)
@@ -196,9 +207,9 @@ class LLM:
 
     def finalize(self) -> None:
         """Free the layers' contexts; idempotent. Collective."""
-        self._set_ranks(None)
-        ranks, self.ranks = self.ranks, Collectives(self.group)
-        ranks.finalize()
+        self._set_collectives(None)
+        collectives, self.collectives = self.collectives, Collectives(self.group)
+        collectives.finalize()
 
 
 class AutoLLM:

@@ -18,7 +18,7 @@ __all__ = ["init_model_cpu", "seed_everything"]
 
 
 def init_model_cpu(
-    model_name: str, dtype: torch.dtype, num_layers: int | None = None, scale: int = 1
+    model_name: str, dtype: torch.dtype, num_layers: int | None = None, size_divisor: int = 1
 ) -> Any:
     """Return a model on the CPU.
 
@@ -27,14 +27,15 @@ def init_model_cpu(
     * a folder with weights: Hugging Face's model;
     * a folder with fp8 weights (``layers/nvidia/fp8.py``): a ``Llama`` with these weights and their
       scales. It cannot run itself; ``parallelize`` must replace its layers;
-    * a folder with only a ``config.json``, or a name in ``models.llama.KNOWN``: a ``Llama`` with
+    * a folder with only a ``config.json``, or a name in ``models.llama.KNOWN_CONFIGS``: a ``Llama``
+    with
       random weights, equal on all ranks.
 
     Args:
         model_name: name or folder.
         dtype: dtype of weights that are not fp8.
         num_layers: number of layers of a ``Llama`` with random weights; default: all.
-        scale: divisor of the sizes of a ``Llama`` with random weights; see ``scaled_down``.
+        size_divisor: divisor of the sizes of a ``Llama`` with random weights; see ``scaled_down``.
 
     Raises:
         InvalidArgument: ``model_name`` is neither a known name nor a folder with a
@@ -53,8 +54,8 @@ def init_model_cpu(
             ) from error
         return AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype, local_files_only=True)
     config = LlamaConfig.of(model_name)
-    if scale > 1:
-        config = scaled_down(config, scale)
+    if size_divisor > 1:
+        config = scaled_down(config, size_divisor)
     if num_layers is not None:
         config = dataclasses.replace(config, num_hidden_layers=num_layers)
     with torch.random.fork_rng(devices=[]):
@@ -98,14 +99,14 @@ def _fp8_model(folder: str, settings: dict[str, Any], dtype: torch.dtype) -> Lla
     return model
 
 
-def scaled_down(config: LlamaConfig, scale: int) -> LlamaConfig:
+def scaled_down(config: LlamaConfig, size_divisor: int) -> LlamaConfig:
     """Return a smaller config for runs in the interpreter.
 
-    Hidden, intermediate and vocabulary sizes are divided by ``scale``. There are 8 query heads, 4
-    key-value heads, and at most 8 experts.
+    Hidden, intermediate and vocabulary sizes are divided by ``size_divisor``. There are 8 query
+    heads, 4 key-value heads, and at most 8 experts.
     """
     sizes = ("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size")
-    divided = {name: max(32, getattr(config, name) // scale) for name in sizes}
+    divided = {name: max(32, getattr(config, name) // size_divisor) for name in sizes}
     return dataclasses.replace(
         config, **divided, num_attention_heads=8, num_key_value_heads=4, head_dim=16,
         num_experts=min(8, config.num_experts),

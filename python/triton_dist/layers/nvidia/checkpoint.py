@@ -23,7 +23,7 @@ from triton_dist.layers.nvidia.stock_weights import (
     undistributed,
 )
 
-_WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod"}
+_WRAPPER_NAMES = {"_checkpoint_wrapped_module", "_orig_mod"}
 """Parts of module paths that torch's wrappers add, and that names in state dicts do not have."""
 
 
@@ -82,12 +82,12 @@ class TrainingState(Stateful):
                 if shard.name in group["params"]:
                     group["params"].remove(shard.name)
                     group["params"] += weights
-            ranks = shard.layer.torch_ranks
+            collectives = shard.layer.torch_collectives
             for key, value in optimizer["state"].pop(shard.name, {}).items():
                 is_shard = shard.has_shape_of(value)
                 weights = shard.weights(undistributed(value)) if is_shard else weights
                 for name, weight in weights.items():
-                    stock = weight.distributed(ranks, ranks.mesh) if is_shard else value
+                    stock = weight.distributed(collectives, collectives.mesh) if is_shard else value
                     optimizer["state"].setdefault(name, {})[key] = stock
         return {**state, "optimizer": optimizer}
 
@@ -123,7 +123,7 @@ class TrainingState(Stateful):
                 filled = torch.empty(value.shape, dtype=value.dtype, device=value.device)
                 filling = shard.weights(filled).items()
                 for (name, weight), values in zip(filling, loaded, strict=True):
-                    weight.fill(values[key], shard.layer.torch_ranks, f"{name}.{key}")
+                    weight.fill(values[key], shard.layer.torch_collectives, f"{name}.{key}")
                 own[key] = distributed_like(filled, value)
             if own:
                 stock[shard.name] = own
@@ -182,9 +182,9 @@ def _missing(what: str) -> InvalidArgument:
 
 
 def _shards_of(model: torch.nn.Module) -> Iterator[_Shard]:
-    for place, layer in model.named_modules():
+    for module_path, layer in model.named_modules():
         if isinstance(layer, TensorParallelLayer):
-            parts = [part for part in place.split(".") if part and part not in _WRAPPERS]
+            parts = [part for part in module_path.split(".") if part and part not in _WRAPPER_NAMES]
             prefix = "".join(f"{part}." for part in parts)
             for name, parameter in layer.named_parameters(recurse=False):
                 yield _Shard(layer, prefix, name, parameter)

@@ -127,7 +127,7 @@ class EP_MoE(TP_MoE):
             module = getattr(source, name, None)
             if module is None:
                 continue
-            module = copy.deepcopy(module).to(self.torch_ranks.device)
+            module = copy.deepcopy(module).to(self.torch_collectives.device)
             setattr(self, name, with_fp8_linears(module))
             if name in SHARED_EXPERT_NAMES:
                 self._shared_expert_name = name
@@ -151,12 +151,12 @@ class EP_MoE(TP_MoE):
         """
         if max_tokens is None:
             self._compare_input(x)
-        return self._run(x, self._required_ranks(), self.sequence_parallel, max_tokens)
+        return self._run(x, self._required_collectives(), self.sequence_parallel, max_tokens)
 
     def _run(
         self,
         x: torch.Tensor,
-        ranks: Collectives,
+        collectives: Collectives,
         sequence_parallel: bool,
         max_tokens: int | None = None,
     ) -> torch.Tensor:
@@ -169,9 +169,9 @@ class EP_MoE(TP_MoE):
         shared: list[torch.Tensor] = []
         join = self._start_shared(rows, shared)
         if sequence_parallel:
-            y = self._run_with_dispatch(rows, ids, scales, ranks, max_tokens)
+            y = self._run_with_dispatch(rows, ids, scales, collectives, max_tokens)
         else:
-            y = self._weighted_expert_sums(rows, ids, scales, ranks, False)
+            y = self._weighted_expert_sums(rows, ids, scales, collectives, False)
         join(*shared)
         return sum(shared, y).view(x.shape)
 
@@ -180,18 +180,18 @@ class EP_MoE(TP_MoE):
         rows: torch.Tensor,
         ids: torch.Tensor,
         scales: torch.Tensor,
-        ranks: Collectives,
+        collectives: Collectives,
         max_tokens: int,
     ) -> torch.Tensor:
         """Send rows to the ranks of their experts; return the weighted sums [rows, hidden]."""
-        if not isinstance(ranks, TensorParallel):  # torch's all-gather requires equal sizes
+        if not isinstance(collectives, TensorParallel):  # torch's all-gather requires equal sizes
             padding = (0, 0, 0, max_tokens - len(rows))
             padded = pad(rows, padding), pad(ids, padding, value=-1), pad(scales, padding)
-            return self._weighted_expert_sums(*padded, ranks, True)[: len(rows)]
+            return self._weighted_expert_sums(*padded, collectives, True)[: len(rows)]
         ids, scales = self._routes_of_shards(ids, scales)
         if self.scales is None:
             return ep_experts(
-                rows, ids, scales, self.gate_up_proj, self.down_proj, ranks, max_tokens,
+                rows, ids, scales, self.gate_up_proj, self.down_proj, collectives, max_tokens,
                 keep_gathered=self.keep_gathered, exact_sizes=self.exact_sizes,
             )  # fmt: skip
         self._check_inference(rows)
@@ -200,7 +200,7 @@ class EP_MoE(TP_MoE):
         static = [getattr(self, name + INPUT_SCALES, None) for name in names]
         return ep_experts_fp8(  # type: ignore[no-any-return]
             rows.contiguous(), ids, scales, weights, [each for each in static if each is not None],
-            self.scales.is_block, ranks.name, max_tokens,
+            self.scales.is_block, collectives.name, max_tokens,
             self.exact_sizes and not torch.compiler.is_compiling(),
         )  # fmt: skip
 
@@ -251,4 +251,4 @@ class EP_MoE(TP_MoE):
     @torch.no_grad()
     def torch_fwd(self, x: torch.Tensor) -> torch.Tensor:
         """Return the result of ``forward``, computed by torch and the group's collectives."""
-        return self._run(x, self.torch_ranks, self.sequence_parallel)
+        return self._run(x, self.torch_collectives, self.sequence_parallel)

@@ -32,7 +32,11 @@ from triton_dist.kernels.nvidia.expert_parallel import Received
 from triton_dist.layers.nvidia.experts import weight_gradients_of_sorted_rows
 from triton_dist.layers.nvidia.fp8 import quantise
 from triton_dist.layers.nvidia.functional import cast_for_autocast, is_eager_inference
-from triton_dist.layers.nvidia.tensor_parallel import TensorParallel, check_operand, ranks_by_name
+from triton_dist.layers.nvidia.tensor_parallel import (
+    TensorParallel,
+    check_operand,
+    collectives_by_name,
+)
 
 
 def ep_experts(
@@ -41,7 +45,7 @@ def ep_experts(
     scales: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    ranks: TensorParallel,
+    collectives: TensorParallel,
     max_tokens: int,
     *,
     keep_gathered: bool = False,
@@ -58,7 +62,7 @@ def ep_experts(
         scales: fp32 [tokens, topk], weights of the experts.
         gate_up: [E / ranks, hidden, 2 * I], weights of this rank's experts, dtype of x.
         down: [E / ranks, I, hidden], dtype of x.
-        ranks: a ``TensorParallel``.
+        collectives: a ``TensorParallel``.
         max_tokens: largest number of tokens of any rank; all ranks must pass the same value.
         keep_gathered: keep the received tokens and the first products for the backward pass, which
             otherwise sends the tokens again and multiplies again.
@@ -71,21 +75,23 @@ def ep_experts(
 
     Raises:
         InvalidArgument: shapes, dtypes or devices do not match.
-        ContextFinalized: ``ranks`` was finalized.
+        ContextFinalized: ``collectives`` was finalized.
     """
-    _, gate_up = cast_for_autocast(x, gate_up, ranks)
-    x, down = cast_for_autocast(x, down, ranks)
+    _, gate_up = cast_for_autocast(x, gate_up, collectives)
+    x, down = cast_for_autocast(x, down, collectives)
     if gate_up.ndim != 3 or down.ndim != 3:
         shapes = tuple(gate_up.shape), tuple(down.shape)
         expected = "[E / ranks, hidden, 2 * I] and [E / ranks, I, hidden]"
         raise InvalidArgument("ep_experts", "shapes of gate_up and down", shapes, expected)
-    check_operand("ep_experts", "x", x, gate_up[0], ranks)
+    check_operand("ep_experts", "x", x, gate_up[0], collectives)
     operands = x.contiguous(), ids.contiguous(), scales.contiguous(), gate_up, down
-    exact = exact_sizes and not torch.compiler.is_compiling()
+    uses_exact_sizes = exact_sizes and not torch.compiler.is_compiling()
     if is_eager_inference(*operands):
-        return _run_experts(*operands, ranks, max_tokens, exact)[0]
-    keeps = keep_gathered and torch.is_grad_enabled()
-    out, _, _ = torch.ops.triton_dist.ep_experts(*operands, ranks.name, max_tokens, exact, keeps)
+        return _run_experts(*operands, collectives, max_tokens, uses_exact_sizes)[0]
+    keep_intermediates = keep_gathered and torch.is_grad_enabled()
+    out, _, _ = torch.ops.triton_dist.ep_experts(
+        *operands, collectives.name, max_tokens, uses_exact_sizes, keep_intermediates
+    )
     return out  # type: ignore[no-any-return]
 
 
@@ -95,14 +101,14 @@ def _run_experts(
     scales: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    ranks: Any,
+    collectives: Any,
     max_tokens: int,
-    exact: bool,
-    keeps: bool = False,
+    uses_exact_sizes: bool,
+    keep_intermediates: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    received = _dispatch(x, ids, scales, gate_up, ranks, max_tokens)
-    positions = _positions(received, exact)
-    if keeps:
+    received = _dispatch(x, ids, scales, gate_up, collectives, max_tokens)
+    positions = _positions(received, uses_exact_sizes)
+    if keep_intermediates:
         rows = received.rows.clone()
         products = grouped_gemm(received.rows, gate_up, positions)
         hidden = silu_mul(products, positions)
@@ -110,7 +116,7 @@ def _run_experts(
         rows, products = x.new_empty(0), x.new_empty(0)
         hidden = grouped_gemm(received.rows, gate_up, positions, activation="silu_mul")
     y = grouped_gemm(hidden, down, positions.for_sorted_rows())
-    return ranks.ep_combine(y, received), rows, products
+    return collectives.ep_combine(y, received), rows, products
 
 
 def _dispatch(
@@ -118,17 +124,19 @@ def _dispatch(
     ids: torch.Tensor,
     scales: torch.Tensor,
     gate_up: torch.Tensor,
-    ranks: Any,
+    collectives: Any,
     max_tokens: int,
 ) -> Received:
-    experts = len(gate_up) * ranks.num_ranks
-    received: Received = ranks.ep_dispatch(x, ids, scales, experts, x.dtype, max_tokens=max_tokens)
+    experts = len(gate_up) * collectives.num_ranks
+    received: Received = collectives.ep_dispatch(
+        x, ids, scales, experts, x.dtype, max_tokens=max_tokens
+    )
     return received
 
 
-def _positions(received: Received, exact: bool) -> Positions:
+def _positions(received: Received, uses_exact_sizes: bool) -> Positions:
     positions = received.positions
-    return positions.limited_to(received.num_positions()) if exact else positions
+    return positions.limited_to(received.num_positions()) if uses_exact_sizes else positions
 
 
 @torch.library.custom_op("triton_dist::ep_experts", mutates_args=())
@@ -138,20 +146,22 @@ def _ep_experts(
     scales: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    ranks_name: str,
+    collectives_name: str,
     max_tokens: int,
-    exact: bool,
-    keeps: bool,
+    uses_exact_sizes: bool,
+    keep_intermediates: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    ranks = ranks_by_name(ranks_name)
-    return _run_experts(x, ids, scales, gate_up, down, ranks, max_tokens, exact, keeps)
+    collectives = collectives_by_name(collectives_name)
+    return _run_experts(
+        x, ids, scales, gate_up, down, collectives, max_tokens, uses_exact_sizes, keep_intermediates
+    )
 
 
 @_ep_experts.register_fake
-def _(x: Any, ids: Any, scales: Any, gate_up: Any, down: Any, ranks_name: str, max_tokens: int,
-      exact: bool, keeps: bool) -> Any:  # fmt: skip
-    rows = ranks_by_name(ranks_name).num_ranks * max_tokens
-    if not keeps:
+def _(x: Any, ids: Any, scales: Any, gate_up: Any, down: Any, collectives_name: str,
+      max_tokens: int, uses_exact_sizes: bool, keep_intermediates: bool) -> Any:  # fmt: skip
+    rows = collectives_by_name(collectives_name).num_ranks * max_tokens
+    if not keep_intermediates:
         return torch.empty_like(x), x.new_empty(0), x.new_empty(0)
     products = x.new_empty(rows * ids.shape[1], gate_up.shape[2])
     return torch.empty_like(x), x.new_empty(rows, x.shape[1]), products
@@ -167,26 +177,26 @@ def _ep_experts_backward(
     down: torch.Tensor,
     rows: torch.Tensor,
     products: torch.Tensor,
-    ranks_name: str,
+    collectives_name: str,
     max_tokens: int,
-    exact: bool,
-    needs_weights: bool,
+    uses_exact_sizes: bool,
+    needs_weight_gradients: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of x, scales, gate_up and down. Without ``needs_weights``, the gradients
-    of gate_up and down are empty tensors."""
-    group: Any = ranks_by_name(ranks_name)
+    """Return the gradients of x, scales, gate_up and down. Without ``needs_weight_gradients``, the
+    gradients of gate_up and down are empty tensors."""
+    collectives: Any = collectives_by_name(collectives_name)
     tokens = None
 
     def expanded(received: Received) -> torch.Tensor:
         return received.expanded(x.new_empty(positions.max_positions, x.shape[1]))[0]
 
     if not len(products):
-        received = _dispatch(x, ids, scales, gate_up, group, max_tokens)
-        positions = _positions(received, exact)
+        received = _dispatch(x, ids, scales, gate_up, collectives, max_tokens)
+        positions = _positions(received, uses_exact_sizes)
         products = grouped_gemm(received.rows, gate_up, positions)
-        if needs_weights:  # before the next dispatch overwrites the rows
+        if needs_weight_gradients:  # before the next dispatch overwrites the rows
             tokens = expanded(received)
-    received = _dispatch(dy.contiguous(), ids, scales, gate_up, group, max_tokens)
+    received = _dispatch(dy.contiguous(), ids, scales, gate_up, collectives, max_tokens)
     # ``products`` come from a dispatch of the same ids, so they have the same number of positions.
     positions = received.positions.limited_to(len(products))
     assert received.weights is not None
@@ -195,7 +205,7 @@ def _ep_experts_backward(
     grads = grouped_gemm(received.rows, down.mT, positions)
     weighted, d_products, d_weights = silu_mul_backward(products, grads, weights, positions)
     d_gate_up, d_down = x.new_empty(0), x.new_empty(0)
-    if needs_weights:
+    if needs_weight_gradients:
         if tokens is None:
             tokens = expanded(replace(received, rows=rows))
         d_gate_up = weight_gradients_of_sorted_rows(tokens, d_products, positions.ends)
@@ -204,22 +214,25 @@ def _ep_experts_backward(
     route_gradients = torch.where(
         positions_of_routes >= 0, d_weights[positions_of_routes.clamp(min=0)], 0
     )
-    d_scales = group.reduce_scatter(route_gradients)[: len(x)].to(scales.dtype)
-    dx = group.ep_combine(grouped_gemm(d_products, gate_up.mT, sorted_positions), received, False)
+    d_scales = collectives.reduce_scatter(route_gradients)[: len(x)].to(scales.dtype)
+    dx = collectives.ep_combine(
+        grouped_gemm(d_products, gate_up.mT, sorted_positions), received, False
+    )
     return dx, d_scales.clone(), d_gate_up, d_down
 
 
 @_ep_experts_backward.register_fake
 def _(dy: Any, x: Any, ids: Any, scales: Any, gate_up: Any, down: Any, rows: Any, products: Any,
-      ranks_name: str, max_tokens: int, exact: bool, needs_weights: bool) -> Any:  # fmt: skip
+      collectives_name: str, max_tokens: int, uses_exact_sizes: bool,
+      needs_weight_gradients: bool) -> Any:  # fmt: skip
     grads = [torch.empty_like(each) for each in (x, scales)]
     for each in (gate_up, down):
-        grads.append(each.new_empty(each.shape if needs_weights else 0))
+        grads.append(each.new_empty(each.shape if needs_weight_gradients else 0))
     return tuple(grads)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.ranks, ctx.max_tokens, ctx.exact, _ = inputs
+    *tensors, ctx.collectives_name, ctx.max_tokens, ctx.uses_exact_sizes, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output[1:])
 
@@ -229,9 +242,8 @@ def _backward(ctx: Any, dy: torch.Tensor | None, *_: Any) -> Any:
     if dy is None:
         return (None,) * 9
     needs = ctx.needs_input_grad
-    grads = torch.ops.triton_dist.ep_experts_backward(
-        dy, *ctx.saved_tensors, ctx.ranks, ctx.max_tokens, ctx.exact, needs[3] or needs[4]
-    )
+    options = ctx.collectives_name, ctx.max_tokens, ctx.uses_exact_sizes, needs[3] or needs[4]
+    grads = torch.ops.triton_dist.ep_experts_backward(dy, *ctx.saved_tensors, *options)
     dx, d_scales, d_gate_up, d_down = grads
     return (
         dx if needs[0] else None, None, d_scales if needs[2] else None,
@@ -250,9 +262,9 @@ def ep_experts_fp8(
     weights: list[torch.Tensor],
     input_scales: list[torch.Tensor],
     is_block: bool,
-    ranks_name: str,
+    collectives_name: str,
     max_tokens: int,
-    exact: bool,
+    uses_exact_sizes: bool,
 ) -> torch.Tensor:
     """Return ``ep_experts`` for fp8 weights. Tokens are quantised before they are sent.
 
@@ -261,25 +273,25 @@ def ep_experts_fp8(
         weights: gate_up, scales of gate_up, down, scales of down.
         input_scales: static scales of the inputs of both products, or an empty list.
         is_block: weights and tokens have a scale per block of 128 elements, else per row.
-        ranks_name: name of a ``TensorParallel``.
-        exact: ``exact_sizes`` of ``ep_experts``.
+        collectives_name: name of a ``TensorParallel``.
+        uses_exact_sizes: ``exact_sizes`` of ``ep_experts``.
     """
-    group: Any = ranks_by_name(ranks_name)
+    collectives: Any = collectives_by_name(collectives_name)
     gate_up, gate_up_scale, down, down_scale = weights
     static, static_down = input_scales or (None, None)
-    experts, options = len(gate_up) * group.num_ranks, {"max_tokens": max_tokens}
+    experts, options = len(gate_up) * collectives.num_ranks, {"max_tokens": max_tokens}
     rows, x_scale = x, None
     if not is_block:
         rows, scale = quantise(x, False, False, static)
         scale = scale if static is None else static.max()  # quantise writes none for 0 tokens
         x_scale = scale.view(-1, 1).expand(len(x), num_scale_blocks(x.shape[1])).contiguous()
-    received = group.ep_dispatch(
+    received = collectives.ep_dispatch(
         rows, ids, scales, experts, x.dtype, x_scale=x_scale, quantise=is_block, **options
     )
     A_scale = received.scales
     if not is_block:
         A_scale = A_scale[:, :1].contiguous() if static is None else static.max().view(1)
-    positions = _positions(received, exact)
+    positions = _positions(received, uses_exact_sizes)
     products = grouped_gemm(
         received.rows, gate_up, positions, A_scale=A_scale, B_scale=gate_up_scale,
         out_dtype=x.dtype,
@@ -289,11 +301,11 @@ def ep_experts_fp8(
         hidden, down, positions.for_sorted_rows(), A_scale=hidden_scale, B_scale=down_scale,
         out_dtype=x.dtype,
     )  # fmt: skip
-    out: torch.Tensor = group.ep_combine(y, received)
+    out: torch.Tensor = collectives.ep_combine(y, received)
     return out
 
 
 @ep_experts_fp8.register_fake
 def _(x: Any, ids: Any, scales: Any, weights: Any, input_scales: Any, is_block: bool,
-      ranks_name: str, max_tokens: int, exact: bool) -> Any:  # fmt: skip
+      collectives_name: str, max_tokens: int, uses_exact_sizes: bool) -> Any:  # fmt: skip
     return torch.empty_like(x)

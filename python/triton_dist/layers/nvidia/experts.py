@@ -25,11 +25,15 @@ from torch.autograd.function import once_differentiable
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.moe.rows import grouped_mm, has_library_kernel
 from triton_dist.layers.nvidia.functional import call_method_or_custom_op, cast_for_autocast
-from triton_dist.layers.nvidia.tensor_parallel import Collectives, check_operand, ranks_by_name
+from triton_dist.layers.nvidia.tensor_parallel import (
+    Collectives,
+    check_operand,
+    collectives_by_name,
+)
 
 
 def ag_group_gemm(
-    A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor, ranks: Collectives
+    A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor, collectives: Collectives
 ) -> torch.Tensor:
     """Return each token of all ranks times the weights of its experts. Differentiable.
 
@@ -38,26 +42,26 @@ def ag_group_gemm(
         B: [E, K, n], this rank's columns of the weights of E experts, dtype of A.
         ids: [M, topk], int32 or int64, contiguous: experts of the M tokens of all ranks, equal on
             all ranks. An id outside 0 to E - 1 gives a row of zeros.
-        ranks: ``TensorParallel`` or ``Collectives``.
+        collectives: ``TensorParallel`` or ``Collectives``.
 
     Returns:
         [M * topk, n]; row ``t * topk + j`` is the product of token t and its expert ``ids[t, j]``.
 
     Raises:
         InvalidArgument: shapes, dtypes or devices do not match.
-        ContextFinalized: ``ranks`` was finalized.
+        ContextFinalized: ``collectives`` was finalized.
     """
-    return _checked_call("ag_group_gemm", A, B, ids, ranks)
+    return _checked_call("ag_group_gemm", A, B, ids, collectives)
 
 
 def group_gemm(
-    A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor, ranks: Collectives
+    A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor, collectives: Collectives
 ) -> torch.Tensor:
     """Return ``ag_group_gemm`` for an A [M, K] that all ranks have.
 
     The gradient of A is summed over ranks.
     """
-    return _checked_call("group_gemm", A, B, ids, ranks)
+    return _checked_call("group_gemm", A, B, ids, collectives)
 
 
 def moe_reduce_rs(
@@ -65,7 +69,7 @@ def moe_reduce_rs(
     weights: torch.Tensor,
     ids: torch.Tensor,
     scales: torch.Tensor,
-    ranks: Collectives,
+    collectives: Collectives,
 ) -> torch.Tensor:
     """Multiply each row by its expert's weights; return the weighted sums of this rank's tokens.
 
@@ -77,7 +81,7 @@ def moe_reduce_rs(
         ids: [M, topk], see ``ag_group_gemm``.
         scales: [M, topk], fp16, bf16 or fp32, equal on all ranks. Each rank computes one addend of
             the gradient; the sum over ranks is the gradient.
-        ranks: ``TensorParallel`` or ``Collectives``.
+        collectives: ``TensorParallel`` or ``Collectives``.
 
     Returns:
         [m, N], m = M / ranks.
@@ -85,7 +89,7 @@ def moe_reduce_rs(
     Raises:
         InvalidArgument, ContextFinalized: see ``ag_group_gemm``.
     """
-    return _checked_call("moe_reduce_rs", x, weights, ids, ranks, scales)
+    return _checked_call("moe_reduce_rs", x, weights, ids, collectives, scales)
 
 
 def moe_reduce_ar(
@@ -93,13 +97,13 @@ def moe_reduce_ar(
     weights: torch.Tensor,
     ids: torch.Tensor,
     scales: torch.Tensor,
-    ranks: Collectives,
+    collectives: Collectives,
 ) -> torch.Tensor:
     """Return ``moe_reduce_rs`` of all tokens, [M, N], on every rank.
 
     All ranks must compute the same loss. The gradient of ``scales`` is summed over ranks.
     """
-    return _checked_call("moe_reduce_ar", x, weights, ids, ranks, scales)
+    return _checked_call("moe_reduce_ar", x, weights, ids, collectives, scales)
 
 
 def _checked_call(
@@ -107,17 +111,17 @@ def _checked_call(
     A: torch.Tensor,
     B: torch.Tensor,
     ids: torch.Tensor,
-    ranks: Collectives,
+    collectives: Collectives,
     *scales: torch.Tensor,
 ) -> torch.Tensor:
-    """Check the operands, cast them for autocast, and call the method of ``ranks``."""
+    """Check the operands, cast them for autocast, and call the method of ``collectives``."""
     if B.ndim != 3 or ids.ndim != 2:
         shapes = tuple(B.shape), tuple(ids.shape)
         expected = "weights [E, K, N] and ids [M, topk]"
         raise InvalidArgument(function, "shapes of weights and ids", shapes, expected)
-    A, B = cast_for_autocast(A, B, ranks)
-    check_operand(function, "A", A, B[0], ranks)
-    return call_method_or_custom_op(function, (A, B, ids, *scales), ranks)
+    A, B = cast_for_autocast(A, B, collectives)
+    check_operand(function, "A", A, B[0], collectives)
+    return call_method_or_custom_op(function, (A, B, ids, *scales), collectives)
 
 
 def weight_gradients(
@@ -165,7 +169,7 @@ def weight_gradients_of_sorted_rows(
     return sums
 
 
-# Custom ops for torch. ``ranks_name`` is the name of a ``Collectives``.
+# Custom ops for torch. ``collectives_name`` is the name of a ``Collectives``.
 
 
 _weight_gradients = torch.library.custom_op("triton_dist::weight_gradients", mutates_args=())(
@@ -182,13 +186,13 @@ def _define_product(name: str, sequence_parallel: bool) -> None:
     """Define the custom op of ``ag_group_gemm`` or ``group_gemm``."""
 
     def product(
-        A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor, ranks_name: str
+        A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor, collectives_name: str
     ) -> torch.Tensor:
-        C: torch.Tensor = getattr(ranks_by_name(ranks_name), name)(A, B, ids)
+        C: torch.Tensor = getattr(collectives_by_name(collectives_name), name)(A, B, ids)
         return C
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
-        A, B, ids, ctx.ranks = inputs
+        A, B, ids, ctx.collectives_name = inputs
         ctx.save_for_backward(A, B, ids)
 
     @once_differentiable
@@ -198,14 +202,14 @@ def _define_product(name: str, sequence_parallel: bool) -> None:
         if ctx.needs_input_grad[0]:
             sum_of_routes = ops.moe_reduce_rs if sequence_parallel else ops.moe_reduce_ar
             ones = torch.ones(ids.shape, dtype=torch.float32, device=ids.device)
-            dA = sum_of_routes(dC, B.mT, ids, ones, ctx.ranks)
+            dA = sum_of_routes(dC, B.mT, ids, ones, ctx.collectives_name)
         if ctx.needs_input_grad[1]:
-            rows = ops.all_gather(A, ctx.ranks) if sequence_parallel else A
+            rows = ops.all_gather(A, ctx.collectives_name) if sequence_parallel else A
             dB = ops.weight_gradients(rows, dC, ids, len(B))
         return dA, dB, None, None
 
     op = torch.library.custom_op(f"triton_dist::{name}", product, mutates_args=())
-    op.register_fake(lambda A, B, ids, ranks: A.new_empty(ids.numel(), B.shape[2]))
+    op.register_fake(lambda A, B, ids, collectives: A.new_empty(ids.numel(), B.shape[2]))
     op.register_autograd(backward, setup_context=setup)
 
 
@@ -217,17 +221,19 @@ def _define_reduction(name: str, sequence_parallel: bool) -> None:
         weights: torch.Tensor,
         ids: torch.Tensor,
         scales: torch.Tensor,
-        ranks_name: str,
+        collectives_name: str,
     ) -> torch.Tensor:
-        Y: torch.Tensor = getattr(ranks_by_name(ranks_name), name)(x, weights, ids, scales)
+        Y: torch.Tensor = getattr(collectives_by_name(collectives_name), name)(
+            x, weights, ids, scales
+        )
         return Y
 
-    def fake(x: Any, weights: Any, ids: Any, scales: Any, ranks_name: str) -> Any:
-        shards = ranks_by_name(ranks_name).num_ranks if sequence_parallel else 1
+    def fake(x: Any, weights: Any, ids: Any, scales: Any, collectives_name: str) -> Any:
+        shards = collectives_by_name(collectives_name).num_ranks if sequence_parallel else 1
         return x.new_empty(ids.shape[0] // shards, weights.shape[2])
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
-        x, weights, ids, scales, ctx.ranks = inputs
+        x, weights, ids, scales, ctx.collectives_name = inputs
         ctx.save_for_backward(x, weights, ids, scales)
 
     @once_differentiable
@@ -235,16 +241,17 @@ def _define_reduction(name: str, sequence_parallel: bool) -> None:
         x, weights, ids, scales = ctx.saved_tensors
         needs_x, needs_weights, _, needs_scales, _ = ctx.needs_input_grad
         ops, dx, dW, d_scales = torch.ops.triton_dist, None, None, None
-        rows = ops.all_gather(dY, ctx.ranks) if sequence_parallel else dY.contiguous()
+        rows = ops.all_gather(dY, ctx.collectives_name) if sequence_parallel else dY.contiguous()
         scale = scales.reshape(-1, 1)
         # Rows of x without an expert may be NaN.
         has_expert = ((ids >= 0) & (ids < len(weights))).reshape(-1, 1)
         if needs_x or needs_scales:
-            products = ops.group_gemm(rows, weights.mT, ids, ctx.ranks)
+            products = ops.group_gemm(rows, weights.mT, ids, ctx.collectives_name)
             dx = torch.where(has_expert, products * scale, 0).to(x.dtype) if needs_x else None
         if needs_scales:
             d_scales = torch.where(has_expert, products.float() * x, 0).sum(-1).view_as(scales)
-            d_scales = d_scales if sequence_parallel else ops.all_reduce(d_scales, ctx.ranks)
+            if not sequence_parallel:
+                d_scales = ops.all_reduce(d_scales, ctx.collectives_name)
             d_scales = d_scales.to(scales.dtype)
         if needs_weights:
             dW = ops.weight_gradients((x * scale).to(x.dtype), rows, ids, len(weights))
@@ -256,12 +263,12 @@ def _define_reduction(name: str, sequence_parallel: bool) -> None:
 
 
 @torch.library.custom_op("triton_dist::all_reduce", mutates_args=())
-def _all_reduce(addend: torch.Tensor, ranks_name: str) -> torch.Tensor:
-    return ranks_by_name(ranks_name).all_reduce(addend.clone())
+def _all_reduce(addend: torch.Tensor, collectives_name: str) -> torch.Tensor:
+    return collectives_by_name(collectives_name).all_reduce(addend.clone())
 
 
 @_all_reduce.register_fake
-def _(addend: Any, ranks_name: str) -> Any:
+def _(addend: Any, collectives_name: str) -> Any:
     return torch.empty_like(addend)
 
 

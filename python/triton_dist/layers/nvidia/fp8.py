@@ -19,7 +19,7 @@ from triton_dist.kernels.common.gemm.quantise import quantise_launch
 from triton_dist.kernels.common.gemm.scales import num_scale_blocks
 from triton_dist.kernels.nvidia import matmul
 from triton_dist.layers.nvidia.stock_weights import E4M3
-from triton_dist.layers.nvidia.tensor_parallel import ranks_by_name
+from triton_dist.layers.nvidia.tensor_parallel import collectives_by_name
 
 _BLOCK_SCALES, _ROW_SCALES = "weight_scale_inv", "weight_scale"
 _INPUT_SCALE = "input_scale"
@@ -112,7 +112,7 @@ def fp8_product(
     operands: list[torch.Tensor],
     routing: list[torch.Tensor],
     out_dtype: torch.dtype,
-    ranks_name: str,
+    collectives_name: str,
 ) -> torch.Tensor:
     """Return the product of fp8 operands, computed by a method of ``Collectives``.
 
@@ -122,16 +122,17 @@ def fp8_product(
         routing: for MoE methods: expert ids [M, topk]; methods that sum over a token's experts
             also take their weights [M, topk].
         out_dtype: dtype of the result.
-        ranks_name: name of a ``TensorParallel`` or ``Collectives``.
+        collectives_name: name of a ``TensorParallel`` or ``Collectives``.
     """
     A, A_scale, B, B_scale = operands
     scaling = {"A_scale": A_scale, "B_scale": B_scale, "out_dtype": out_dtype}
-    return ranks_by_name(ranks_name).scaled(function, [A, B, *routing], scaling)
+    return collectives_by_name(collectives_name).multiply_fp8(function, [A, B, *routing], scaling)
 
 
 @fp8_product.register_fake
-def _(function: str, operands: Any, routing: Any, out_dtype: Any, ranks_name: str) -> Any:
-    A, N, num_ranks = operands[0], operands[2].shape[-1], ranks_by_name(ranks_name).num_ranks
+def _(function: str, operands: Any, routing: Any, out_dtype: Any, collectives_name: str) -> Any:
+    A, N = operands[0], operands[2].shape[-1]
+    num_ranks = collectives_by_name(collectives_name).num_ranks
     rows = len(A) * (num_ranks if function == "ag_gemm" else 1)
     if routing:
         rows = len(routing[0]) if function.startswith("moe_reduce") else routing[0].numel()

@@ -63,8 +63,8 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         world_size: number of ranks in the group; checked if given.
         group: process group; ``None``: the world, or this process alone without
             ``torch.distributed``.
-        ranks: ``TensorParallel`` (ops of this package) or ``Collectives`` (torch's libraries) that
-            several layers share. ``None``: ``_init_ctx`` creates a ``TensorParallel``.
+        collectives: ``TensorParallel`` (ops of this package) or ``Collectives`` (torch's libraries)
+            that several layers share. ``None``: ``_init_ctx`` creates a ``TensorParallel``.
         sequence_parallel: use the sequence-parallel mode in ``forward``, else all-reduce.
         keep_gathered: keep the tokens that the forward pass gathers. Otherwise the backward pass
             gathers them again.
@@ -87,15 +87,15 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         world_size: int | None = None,
         group: Group = None,
         *,
-        ranks: Collectives | None = None,
+        collectives: Collectives | None = None,
         sequence_parallel: bool = False,
         keep_gathered: bool = False,
     ) -> None:
         super().__init__()
         _layers.add(self)
-        self.torch_ranks = Collectives(group if ranks is None else ranks.group)
-        self.ranks, self._owns_ranks = ranks, False
-        self.rank, self.world_size = self.torch_ranks.rank, self.torch_ranks.num_ranks
+        self.torch_collectives = Collectives(group if collectives is None else collectives.group)
+        self.collectives, self._owns_collectives = collectives, False
+        self.rank, self.world_size = self.torch_collectives.rank, self.torch_collectives.num_ranks
         self.sequence_parallel, self.keep_gathered = sequence_parallel, keep_gathered
         self._compares_inputs = must_compare_calls()
         if rank not in (None, self.rank):
@@ -107,7 +107,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The process group; ``None`` without ``torch.distributed``."""
-        return self.torch_ranks.group  # an attribute could not be copied with the layer
+        return self.torch_collectives.group  # an attribute could not be copied with the layer
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -165,9 +165,9 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         for name, parameter in self._parameters_and_buffers():
             for weight in self._stock_weights(name, undistributed(parameter)):
                 destination[prefix + weight.name] = (
-                    weight.distributed(self.torch_ranks, self.torch_ranks.mesh)
+                    weight.distributed(self.torch_collectives, self.torch_collectives.mesh)
                     if is_sharded
-                    else weight.gathered(self.torch_ranks).cpu()
+                    else weight.gathered(self.torch_collectives).cpu()
                 )
 
     @torch.no_grad()
@@ -191,7 +191,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
             missing_keys += missing
             try:
                 for where, weight in () if missing else weights.items():
-                    weight.fill(state_dict[where], self.torch_ranks, where)
+                    weight.fill(state_dict[where], self.torch_collectives, where)
                 if not missing:
                     local_part(parameter).copy_(local_part(distributed_like(filled, parameter)))
             except InvalidArgument as error:
@@ -217,7 +217,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
             InvalidArgument, RankDisagreement, SymmetricMemoryFull: see the ops' contexts.
         """
         self.finalize()
-        self.ranks, self._owns_ranks = TensorParallel(max_M or M, self.group), True
+        self.collectives, self._owns_collectives = TensorParallel(max_M or M, self.group), True
 
     _init_AR_ctx = _init_ctx
     _init_gemm_ar_ctx = _init_ctx
@@ -225,45 +225,46 @@ class TensorParallelLayer(torch.nn.Module, ABC):
     def finalize(self) -> None:
         """Free the contexts of ``_init_ctx``; idempotent. Collective.
 
-        Contexts passed as ``ranks`` are not freed.
+        Contexts passed as ``collectives`` are not freed.
         """
-        ranks = self.ranks
-        if self._owns_ranks and ranks is not None:
-            self.ranks, self._owns_ranks = None, False
-            ranks.finalize()
+        collectives = self.collectives
+        if self._owns_collectives and collectives is not None:
+            self.collectives, self._owns_collectives = None, False
+            collectives.finalize()
 
     def _two_gemms(
         self,
         x: torch.Tensor,
-        first: str,
+        first_weight: str,
         activation: Callable[[torch.Tensor], torch.Tensor] | None,
-        last: str,
-        ranks: Collectives,
+        last_weight: str,
+        collectives: Collectives,
         sequence_parallel: bool,
     ) -> torch.Tensor:
-        """Return ``activation(x @ first.T) @ last.T``, summed over ranks.
+        """Return ``activation(x @ first_weight.T) @ last_weight.T``, summed over ranks.
 
         Args:
-            first: name of a parameter [columns of this rank, hidden].
+            first_weight: name of a parameter [columns of this rank, hidden].
             activation: function of the first product; ``None`` (fp8 weights only): silu(left half)
                 * right half.
-            last: name of a parameter [hidden, columns of this rank].
+            last_weight: name of a parameter [hidden, columns of this rank].
             sequence_parallel: use the sequence-parallel mode, else the all-reduce mode.
         """
         rows = x.reshape(-1, x.shape[-1])
-        ranks = self._collectives_for(rows, ranks, sequence_parallel)
-        rows = self._product("ag_gemm" if sequence_parallel else "gemm", rows, first, ranks)
+        collectives = self._collectives_for(rows, collectives, sequence_parallel)
+        function = "ag_gemm" if sequence_parallel else "gemm"
+        rows = self._product(function, rows, first_weight, collectives)
         if activation is not None:
             rows = activation(rows)
         function = "gemm_rs" if sequence_parallel else "gemm_ar"
-        return self._product(function, rows, last, ranks, silu_mul=activation is None)
+        return self._product(function, rows, last_weight, collectives, silu_mul=activation is None)
 
     def _product(
         self,
         function: str,
         x: torch.Tensor,
         name: str,
-        ranks: Collectives,
+        collectives: Collectives,
         *routing: torch.Tensor,
         silu_mul: bool = False,
     ) -> torch.Tensor:
@@ -281,15 +282,17 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         if self.scales is None:
             options = {"keep_gathered": self.keep_gathered} if function == "ag_gemm" else {}
             multiply = getattr(experts if routing else functional, function)
-            return multiply(x, weight, *routing, ranks, **options)  # type: ignore[no-any-return]
+            return multiply(x, weight, *routing, collectives, **options)  # type: ignore[no-any-return]
         self._check_inference(x)
         if not silu_mul:
             matrix = weight[0] if weight.ndim == 3 else weight
-            check_operand(type(self).__name__, "x", x, matrix, ranks)
+            check_operand(type(self).__name__, "x", x, matrix, collectives)
         static_scale = getattr(self, name + INPUT_SCALES, None)
         A, A_scale = quantise(x, self.scales.is_block, silu_mul, static_scale)
         operands = [A, A_scale, weight, getattr(self, name + SCALES)]
-        product: torch.Tensor = fp8_product(function, operands, list(routing), x.dtype, ranks.name)
+        product: torch.Tensor = fp8_product(
+            function, operands, list(routing), x.dtype, collectives.name
+        )
         return product
 
     def _check_inference(self, x: torch.Tensor) -> None:
@@ -298,18 +301,18 @@ class TensorParallelLayer(torch.nn.Module, ABC):
             raise self._invalid("x.requires_grad", True, expected)
 
     def _collectives_for(
-        self, rows: torch.Tensor, ranks: Collectives, sequence_parallel: bool
+        self, rows: torch.Tensor, collectives: Collectives, sequence_parallel: bool
     ) -> Collectives:
-        """Return ``ranks``, or torch's collectives if ``rows`` is empty.
+        """Return ``collectives``, or torch's collectives if ``rows`` is empty.
 
         Raises:
             RankTimeout: ``rows`` of a sequence-parallel layer is empty here, but not on all ranks.
         """
         if rows.shape[0]:
-            return ranks
+            return collectives
         if sequence_parallel and not torch.compiler.is_compiling():
             group_for(self.group).barrier("a call without tokens, which all ranks must make")
-        return self.torch_ranks
+        return self.torch_collectives
 
     def _compare_input(self, x: torch.Tensor) -> None:
         """With ``TRITON_DIST_DEBUG=agree``, compare the input of ``forward`` over ranks.
@@ -321,10 +324,12 @@ class TensorParallelLayer(torch.nn.Module, ABC):
             own = x.new_empty(x.shape, device="meta") if self.sequence_parallel else x
             check_equal_on_ranks(type(self).__name__, "input", own, self.group)
 
-    def _required_ranks(self) -> Collectives:
-        if self.ranks is None:
-            raise self._invalid("ranks", None, "a TensorParallel; call _init_ctx(max_M) first")
-        return self.ranks
+    def _required_collectives(self) -> Collectives:
+        if self.collectives is None:
+            raise self._invalid(
+                "collectives", None, "a TensorParallel; call _init_ctx(max_M) first"
+            )
+        return self.collectives
 
     def _invalid(self, argument: str, value: object, expected: str) -> InvalidArgument:
         return InvalidArgument(type(self).__name__, argument, value, expected)
@@ -360,7 +365,9 @@ class TensorParallelLayer(torch.nn.Module, ABC):
             shown = None if weight is None else tuple(weight.shape)
             raise self._invalid(f"{name}.weight", shown, "a matrix [outputs, inputs]")
         if not is_fp8:
-            self.torch_ranks.check_dtype(type(self).__name__, f"{name}.weight.dtype", weight.dtype)
+            self.torch_collectives.check_dtype(
+                type(self).__name__, f"{name}.weight.dtype", weight.dtype
+            )
         if weight.is_meta:
             raise self._invalid(f"{name}.weight.device", "meta", "a tensor with values")
         found = tuple(weight.shape)
@@ -422,11 +429,11 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         stock = [attrgetter(each.name)(module) for each in weights]
         is_scale = name.endswith(SCALES)
         dtype = torch.float32 if is_scale else stock[0].dtype
-        filled = torch.empty(shape, dtype=dtype, device=self.torch_ranks.device)
+        filled = torch.empty(shape, dtype=dtype, device=self.torch_collectives.device)
         if len(shape) == 3 and (is_scale or dtype is E4M3):  # K-major, as fp8 grouped GEMMs require
             filled = filled.mT.contiguous().mT
         for weight, whole in zip(self._stock_weights(name, filled), stock, strict=True):
-            weight.fill(whole, self.torch_ranks, weight.name)
+            weight.fill(whole, self.torch_collectives, weight.name)
         is_trained = stock[0].requires_grad and dtype is not E4M3 and not is_scale
         return torch.nn.Parameter(filled, is_trained)
 
@@ -440,7 +447,9 @@ class TokenLayer(TensorParallelLayer):
     """A layer whose result for a token depends only on this token."""
 
     @abstractmethod
-    def _run(self, x: torch.Tensor, ranks: Collectives, sequence_parallel: bool) -> torch.Tensor:
+    def _run(
+        self, x: torch.Tensor, collectives: Collectives, sequence_parallel: bool
+    ) -> torch.Tensor:
         """Return the result for x [..., hidden] in the given mode."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -454,18 +463,18 @@ class TokenLayer(TensorParallelLayer):
             RankDisagreement: ranks of an MoE layer chose different experts in a shape's first call.
         """
         self._compare_input(x)
-        return self._run(x, self._required_ranks(), self.sequence_parallel)
+        return self._run(x, self._required_collectives(), self.sequence_parallel)
 
     @torch.no_grad()
     def torch_fwd(self, x: torch.Tensor) -> torch.Tensor:
-        return self._run(x, self.torch_ranks, False)
+        return self._run(x, self.torch_collectives, False)
 
     @torch.no_grad()
     def dist_triton_fwd(self, x: torch.Tensor, *unused: Any, **also_unused: Any) -> torch.Tensor:
-        return self._run(x, self._required_ranks(), True)
+        return self._run(x, self._required_collectives(), True)
 
     @torch.no_grad()
     def dist_triton_AR_fwd(self, x: torch.Tensor) -> torch.Tensor:
-        return self._run(x, self._required_ranks(), False)
+        return self._run(x, self._required_collectives(), False)
 
     dist_triton_gemm_ar_fwd = dist_triton_AR_fwd

@@ -43,7 +43,7 @@ def parallelize(
     sequence_parallel: bool = False,
     keep_gathered: bool = False,
     expert_parallel: bool = False,
-    ranks: Collectives | None = None,
+    collectives: Collectives | None = None,
 ) -> Collectives:
     """Replace attention, feed-forward and expert layers of a Llama-like model in place.
 
@@ -61,12 +61,12 @@ def parallelize(
             gathers them again.
         expert_parallel: distribute the experts over the ranks (``EP_MoE``), instead of sharding
             each expert (``TP_MoE``).
-        ranks: ``TensorParallel`` or ``Collectives`` of this group to use instead of a new
+        collectives: ``TensorParallel`` or ``Collectives`` of this group to use instead of a new
             ``TensorParallel``.
 
     Returns:
-        ``ranks``, or a new ``TensorParallel``. The layers share this object. Call its ``finalize``
-        after the last call of the model, or use it as a context manager.
+        ``collectives``, or a new ``TensorParallel``. The layers share this object. Call its
+        ``finalize`` after the last call of the model, or use it as a context manager.
 
     Raises:
         InvalidArgument: ``module`` contains no supported layer, is itself a supported layer, or has
@@ -80,7 +80,7 @@ def parallelize(
         raise InvalidArgument("parallelize", "module", type(module), expected)
     _check_outputs(module)
     moe_class = EP_MoE if expert_parallel else TP_MoE
-    ranks = TensorParallel(max_M, group) if ranks is None else ranks
+    collectives = TensorParallel(max_M, group) if collectives is None else collectives
     replacements: list[tuple[torch.nn.Module, str, TensorParallelLayer]] = []
     layers: dict[torch.nn.Module, TensorParallelLayer] = {}  # several parents may share a module
     modules_to_search, seen = [module], {module}
@@ -96,7 +96,9 @@ def parallelize(
             if child not in layers:
                 layer_class = moe_class if layer_class is TP_MoE else layer_class
                 layer = layers[child] = layer_class(
-                    ranks=ranks, sequence_parallel=sequence_parallel, keep_gathered=keep_gathered
+                    collectives=collectives,
+                    sequence_parallel=sequence_parallel,
+                    keep_gathered=keep_gathered,
                 )
                 layer._init_parameters(child)
                 _check_hooks(name, child)
@@ -117,10 +119,10 @@ def parallelize(
     for parent, name, layer in replacements:
         setattr(parent, name, layer)
     module.register_forward_pre_hook(_check_call, with_kwargs=True)
-    module._ddp_params_and_buffers_to_ignore = _ShardsToIgnore(module, ranks)  # type: ignore[assignment]
+    module._ddp_params_and_buffers_to_ignore = _ShardsToIgnore(module, collectives)  # type: ignore[assignment]
     redirect_torch_clipping()
-    module.to(ranks.device)
-    return ranks
+    module.to(collectives.device)
+    return collectives
 
 
 class _ShardsToIgnore(list[str]):
@@ -130,18 +132,18 @@ class _ShardsToIgnore(list[str]):
     their shards by the shards of one rank. Iteration yields the names only in this case.
     """
 
-    def __init__(self, module: torch.nn.Module, ranks: Collectives) -> None:
+    def __init__(self, module: torch.nn.Module, collectives: Collectives) -> None:
         shards = owners_of_shards()
         super().__init__(name for name, each in module.named_parameters() if id(each) in shards)
-        self._ranks = ranks
+        self._collectives = collectives
 
     def __iter__(self) -> Iterator[str]:
         # DistributedDataParallel.__init__ reads these names without passing its group.
         group = getattr(sys._getframe(1).f_locals.get("self"), "process_group", None)
-        if group is None or self._ranks.group is None:
+        if group is None or self._collectives.group is None:
             return iter(())
         shared_ranks = set(dist.get_process_group_ranks(group))
-        shared_ranks &= set(dist.get_process_group_ranks(self._ranks.group))
+        shared_ranks &= set(dist.get_process_group_ranks(self._collectives.group))
         if len(shared_ranks) < 2:
             return iter(())
         warn(

@@ -55,21 +55,21 @@ class StockWeight:
     column_shards: int = 1
     column_dim: int | None = None
 
-    def gathered(self, ranks: Collectives) -> torch.Tensor:
+    def gathered(self, collectives: Collectives) -> torch.Tensor:
         """Return the stock weight on this rank's device. Collective."""
-        return self._without_pair(self._gathered_shards(ranks))
+        return self._without_pair(self._gathered_shards(collectives))
 
-    def distributed(self, ranks: Collectives, mesh: DeviceMesh | None) -> torch.Tensor:
+    def distributed(self, collectives: Collectives, mesh: DeviceMesh | None) -> torch.Tensor:
         """Return the weight as a ``DTensor`` over ``mesh``. Collective.
 
         A pair keeps its two dimensions. Without a mesh, and for replicated, padded or unsharded
         weights, return the gathered tensor.
         """
         if mesh is None or self.dim is None or self.replicas > 1 or self.unpadded_size is not None:
-            return self._gathered_shards(ranks)
+            return self._gathered_shards(collectives)
         return DTensor.from_local(self.shard.detach(), mesh, [Shard(self.dim)], run_check=False)
 
-    def fill(self, weight: torch.Tensor, ranks: Collectives, where: str) -> None:
+    def fill(self, weight: torch.Tensor, collectives: Collectives, where: str) -> None:
         """Copy this rank's shard of ``weight`` to ``shard``.
 
         ``weight`` is a result of ``gathered`` or ``distributed``; ``where`` is its name in errors.
@@ -77,7 +77,7 @@ class StockWeight:
         Raises:
             InvalidArgument: ``weight`` has a wrong shape, or is the shard of another rank.
         """
-        shards = ranks.num_ranks // self.replicas
+        shards = collectives.num_ranks // self.replicas
         shape = list(self.shard.shape if self.scalar_shape is None else self.scalar_shape)
         if self.dim is not None:
             shape[self.dim] = self.unpadded_size or shape[self.dim] * shards
@@ -97,17 +97,17 @@ class StockWeight:
             mesh = weight.device_mesh
             dims = [getattr(each, "dim", None) for each in weight.placements]
             found = [*(mesh.get_coordinate() or ()), mesh.size(), *dims]
-            expected_shard = [ranks.rank, ranks.num_ranks, self.dim]
+            expected_shard = [collectives.rank, collectives.num_ranks, self.dim]
             if found != expected_shard:
                 argument = f"[rank, number of ranks, dimension] of the shard of {where}"
                 raise InvalidArgument("load_state_dict", argument, found, f"{expected_shard}")
             part = weight.to_local()
         else:
             part = weight.reshape(shape)
-            column_index = ranks.rank % self.column_shards
+            column_index = collectives.rank % self.column_shards
             for dim, index in (
                 (self.column_dim, column_index),
-                (self.dim, ranks.rank // self.replicas),
+                (self.dim, collectives.rank // self.replicas),
             ):
                 if dim is not None:
                     size = self.shard.shape[dim]
@@ -122,7 +122,7 @@ class StockWeight:
         dim = self.dim if self.column_dim is None else self.column_dim
         return whole.flatten(dim - 1, dim) if self.is_pair and dim else whole
 
-    def _gathered_shards(self, ranks: Collectives) -> torch.Tensor:
+    def _gathered_shards(self, collectives: Collectives) -> torch.Tensor:
         shard = self.shard.detach()
         if self.scalar_shape is not None:
             shard = shard.flatten()[:1].view(self.scalar_shape)
@@ -130,19 +130,23 @@ class StockWeight:
             shard = shard.narrow(self.dim, 0, self.unpadded_size or shard.shape[self.dim])
         if self.owner is not None:
             if self.column_dim is None:
-                return ranks.broadcast(shard, self.owner)
+                return collectives.broadcast(shard, self.owner)
             owners = range(self.owner, self.owner + self.column_shards)
-            return torch.cat([ranks.broadcast(shard, each) for each in owners], self.column_dim)
+            return torch.cat(
+                [collectives.broadcast(shard, each) for each in owners], self.column_dim
+            )
         if self.dim is None or self.scalar_shape is not None:
             return shard
-        if ranks.num_ranks == 1:
+        if collectives.num_ranks == 1:
             return shard.narrow(self.dim, 0, self.unpadded_size or shard.shape[self.dim])
         # gloo has no fp8.
         as_bytes = shard.view(torch.uint8) if shard.itemsize == 1 else shard
-        gathered = ranks.all_gather(as_bytes.movedim(self.dim, 0)).chunk(ranks.num_ranks)
+        gathered = collectives.all_gather(as_bytes.movedim(self.dim, 0)).chunk(
+            collectives.num_ranks
+        )
         shards = [each.movedim(0, self.dim) for each in gathered]
         if self.column_dim is not None:
-            for first in range(0, ranks.num_ranks, self.replicas):
+            for first in range(0, collectives.num_ranks, self.replicas):
                 columns = shards[first : first + self.column_shards]
                 shards[first] = torch.cat(columns, self.column_dim)
         whole = torch.cat(shards[:: self.replicas], self.dim)

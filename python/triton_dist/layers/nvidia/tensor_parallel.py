@@ -53,18 +53,18 @@ from triton_dist.runtime.ranks import Group, group_for, process_group_of
 from triton_dist.tune import AutoTuner
 
 P = ParamSpec("P")
-C = TypeVar("C", bound=OpContext[Any])
+ContextT = TypeVar("ContextT", bound=OpContext[Any])
 _name_counter = itertools.count()
-_collectives_by_name: weakref.WeakValueDictionary[str, Collectives] = weakref.WeakValueDictionary()
+_live_collectives: weakref.WeakValueDictionary[str, Collectives] = weakref.WeakValueDictionary()
 
 
-def ranks_by_name(name: str) -> Collectives:
+def collectives_by_name(name: str) -> Collectives:
     """Return the ``Collectives`` or ``TensorParallel`` with this name.
 
     Raises:
         ContextFinalized: the object no longer exists.
     """
-    found = _collectives_by_name.get(name)
+    found = _live_collectives.get(name)
     if found is None:
         raise ContextFinalized(f"TensorParallel {name!r}")
     return found
@@ -79,7 +79,7 @@ class Collectives:
         rank: this rank in the group.
         num_ranks: number of ranks in the group.
         device: device of this rank's tensors.
-        name: name for ``ranks_by_name``, valid as long as the object lives.
+        name: name for ``collectives_by_name``, valid as long as the object lives.
     """
 
     dtypes: tuple[torch.dtype, ...] = (*DTYPES, torch.float64)
@@ -90,7 +90,7 @@ class Collectives:
         self.rank, self.num_ranks = ranks.rank, ranks.size
         self.device = current_device().torch_device
         self.name = f"ranks {next(_name_counter)}"
-        _collectives_by_name[self.name] = self
+        _live_collectives[self.name] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Collectives:
         """Return ``self``: copies of a layer share process group and contexts."""
@@ -146,7 +146,7 @@ class Collectives:
         """Sum ``addend`` over ranks in place and return it."""
         return addend if self.num_ranks == 1 else libraries.all_reduce(addend, self.group)
 
-    def scaled(
+    def multiply_fp8(
         self, function: str, operands: list[torch.Tensor], scaling: dict[str, Any]
     ) -> torch.Tensor:
         """Return the result of method ``function`` for fp8 operands with scales.
@@ -252,11 +252,11 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
             raise InvalidArgument("TensorParallel", "max_M", max_M, "at least 1")
         super().__init__(group)
         self.max_M, self.max_tokens = max_M, -(-max_M // self.num_ranks)
-        self.whole_M = self.max_tokens * self.num_ranks
-        self.sizes = self.rank, self.num_ranks, self.num_ranks  # all ranks are on one host
+        self.padded_max_M = self.max_tokens * self.num_ranks
+        self.rank_arguments = self.rank, self.num_ranks, self.num_ranks  # all ranks are on one host
         self._contexts: dict[Hashable, OpContext[Any]] | None = {}
 
-    def scaled(
+    def multiply_fp8(
         self, function: str, operands: list[torch.Tensor], scaling: dict[str, Any]
     ) -> torch.Tensor:
         return getattr(self, function)(*operands, **scaling)  # type: ignore[no-any-return]
@@ -289,7 +289,7 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
         (E, K, columns), topk = B.shape, ids.shape[1]
         context = self.context(
             ("ag_group_gemm", columns, K, E, topk, A.dtype), create_ag_group_gemm_context,
-            self.whole_M, columns, K, E, topk, A.dtype, *self.sizes, group=self.group,
+            self.padded_max_M, columns, K, E, topk, A.dtype, *self.rank_arguments, group=self.group,
         )  # fmt: skip
         return self._call(ag_group_gemm, A.contiguous(), B, context, ids, **scaling)
 
@@ -313,7 +313,7 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
         dtype = scaling.pop("out_dtype", weights.dtype)
         context = self.context(
             (creator, N, E, topk, dtype), creator,
-            *self.sizes, self.whole_M * topk, N, E, topk, dtype, tp_group=self.group,
+            *self.rank_arguments, self.padded_max_M * topk, N, E, topk, dtype, tp_group=self.group,
         )  # fmt: skip
         return self._call(op, x.contiguous(), weights, ids, scales, context, **scaling)
 
@@ -333,7 +333,8 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
         hidden, topk = x.shape[1], ids.shape[1]
         context = self.context(
             ("expert_parallel", hidden, num_experts, topk, dtype), create_ep_context,
-            *self.sizes, self.max_tokens, hidden, num_experts, topk, dtype, group=self.group,
+            *self.rank_arguments, self.max_tokens, hidden, num_experts, topk, dtype,
+            group=self.group,
         )  # fmt: skip
         return ep_dispatch(x, ids, context, weights, autotune_pg=self.group, **options)
 
@@ -350,27 +351,27 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
     ) -> AllGatherGEMMTensorParallelContext:
         """Return the context of ``ag_gemm`` for a B [K, columns]."""
         return self.context(
-            ("ag_gemm", columns, K, dtype), create_ag_gemm_context,
-            self.whole_M, columns * self.num_ranks, K, dtype, *self.sizes, group=self.group,
+            ("ag_gemm", columns, K, dtype), create_ag_gemm_context, self.padded_max_M,
+            columns * self.num_ranks, K, dtype, *self.rank_arguments, group=self.group,
         )  # fmt: skip
 
     def rs_context(self, N: int, dtype: torch.dtype) -> GEMMReduceScatterTensorParallelContext:
         """Return the context of ``gemm_rs`` for results with N columns."""
         return self.context(
             ("gemm_rs", N, dtype), create_gemm_rs_context,
-            self.whole_M, N, *self.sizes, dtype, tp_group=self.group,
+            self.padded_max_M, N, *self.rank_arguments, dtype, tp_group=self.group,
         )  # fmt: skip
 
     def ar_context(self, N: int, dtype: torch.dtype) -> GEMMAllReduceTensorParallelContext:
         """Return the context of ``gemm_ar`` for results with N columns."""
         return self.context(
             ("gemm_ar", N, dtype), create_gemm_ar_context,
-            self.max_M, N, *self.sizes, dtype, tp_group=self.group,
+            self.max_M, N, *self.rank_arguments, dtype, tp_group=self.group,
         )  # fmt: skip
 
     def context(
-        self, key: Hashable, create: Callable[P, C], *args: P.args, **options: P.kwargs
-    ) -> C:
+        self, key: Hashable, create: Callable[P, ContextT], *args: P.args, **options: P.kwargs
+    ) -> ContextT:
         """Return the context of ``key``, or create it with ``create(*args, **options)``.
 
         Raises:
@@ -400,7 +401,7 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
 
 
 def check_operand(
-    function: str, argument: str, x: torch.Tensor, weight: torch.Tensor, ranks: Collectives
+    function: str, argument: str, x: torch.Tensor, weight: torch.Tensor, collectives: Collectives
 ) -> None:
     """Check operand ``x`` [..., K] of a product with ``weight`` [K, N].
 
@@ -408,13 +409,13 @@ def check_operand(
         InvalidArgument: dtypes differ (an fp8 weight accepts any dtype), x does not have K columns,
             or x or weight is not on this rank's device.
     """
-    ranks.check_dtype(function, f"{argument}.dtype", x.dtype)
+    collectives.check_dtype(function, f"{argument}.dtype", x.dtype)
     expected = f"the weight's {weight.dtype}"
     if x.dtype != weight.dtype and weight.itemsize > 1:
         raise InvalidArgument(function, f"{argument}.dtype", x.dtype, expected)
     for name, tensor in ((argument, x), ("weight", weight)):
-        if tensor.device != ranks.device:
-            expected = f"{ranks.device}, the device of this rank"
+        if tensor.device != collectives.device:
+            expected = f"{collectives.device}, the device of this rank"
             raise InvalidArgument(function, f"{name}.device", tensor.device, expected)
     if x.ndim < 1 or x.shape[-1] != weight.shape[0]:
         expected = f"[…, {weight.shape[0]}] for a weight [K, N] = {tuple(weight.shape)}"

@@ -45,9 +45,9 @@ class TP_Attn(TensorParallelLayer):
             inputs (``layers/nvidia/fp8.py``), if a checkpoint has them.
         bqkv, bo: biases, or ``None``.
         num_heads, num_kv_heads: numbers of query and key-value heads of this rank.
-        replicas: number of ranks that have the same key-value head.
-        kv_index: index of this rank's key-value head if ``replicas`` > 1, else the rank.
-        all_kv_heads: number of key-value heads over all ranks.
+        kv_replicas: number of ranks that have the same key-value head.
+        kv_index: index of this rank's key-value head if ``kv_replicas`` > 1, else the rank.
+        total_kv_heads: number of key-value heads over all ranks.
     """
 
     sharded_names = ("wqkv", "bqkv", "wo")
@@ -118,7 +118,7 @@ class TP_Attn(TensorParallelLayer):
             if scale is not None and tuple(scale.shape) != (self.head_dim,):
                 expected = f"a norm per head, [{self.head_dim}]"
                 raise self._invalid(f"{name}.weight.shape", tuple(scale.shape), expected)
-            setattr(self, name, None if norm is None else norm.to(self.torch_ranks.device))
+            setattr(self, name, None if norm is None else norm.to(self.torch_collectives.device))
         self._print_shapes(verbose)
 
     def _assign_heads(self, heads: int, kv_heads: int) -> None:
@@ -127,13 +127,13 @@ class TP_Attn(TensorParallelLayer):
         if kv_heads % size and size % kv_heads:
             expected = f"a multiple or a divisor of the {size} ranks"
             raise self._invalid("heads of k_proj", kv_heads, expected)
-        self.replicas = max(1, size // kv_heads)
+        self.kv_replicas = max(1, size // kv_heads)
         self.num_heads, self.num_kv_heads = heads // size, max(1, kv_heads // size)
-        self.kv_index, self.all_kv_heads = self.rank // self.replicas, kv_heads
-        if self.replicas > 1 and self.rank == 0:
+        self.kv_index, self.total_kv_heads = self.rank // self.kv_replicas, kv_heads
+        if self.kv_replicas > 1 and self.rank == 0:
             warnings.warn(
-                f"TP_Attn: with {kv_heads} key-value heads for {size} ranks, {self.replicas} ranks "
-                "replicate each head and its cache",
+                f"TP_Attn: with {kv_heads} key-value heads for {size} ranks, {self.kv_replicas} "
+                "ranks replicate each head and its cache",
                 TritonDistWarning,
                 stacklevel=3,
             )
@@ -159,8 +159,8 @@ class TP_Attn(TensorParallelLayer):
         q, k, v = tensor.split([each * tensor.shape[0] // sum(heads) for each in heads])
         return [
             StockWeight(f"q_proj.{member}", q, 0),
-            StockWeight(f"k_proj.{member}", k, 0, self.replicas),
-            StockWeight(f"v_proj.{member}", v, 0, self.replicas),
+            StockWeight(f"k_proj.{member}", k, 0, self.kv_replicas),
+            StockWeight(f"v_proj.{member}", v, 0, self.kv_replicas),
         ]
 
     def forward(
@@ -204,7 +204,7 @@ class TP_Attn(TensorParallelLayer):
             return self._attend_over_cache(q, k, v, attention_mask, cache)
 
         tokens = position_embeddings[0].shape[-2]
-        group, sequence_parallel = self._required_ranks(), self.sequence_parallel
+        group, sequence_parallel = self._required_collectives(), self.sequence_parallel
         return self._run(hidden_states, group, sequence_parallel, tokens, cos, sin, attend), None
 
     def _attend_over_cache(
@@ -241,7 +241,7 @@ class TP_Attn(TensorParallelLayer):
         ``tensor`` has the shape of ``wqkv`` or ``bqkv``. If FSDP2 shards it, only the rows of the
         local part are returned.
         """
-        first = self.num_heads * self.head_dim if self.replicas > 1 else tensor.shape[0]
+        first = self.num_heads * self.head_dim if self.kv_replicas > 1 else tensor.shape[0]
         if isinstance(tensor, DTensor):
             _, offset = compute_local_shape_and_global_offset(
                 tensor.shape, tensor.device_mesh, tensor.placements
@@ -256,19 +256,19 @@ class TP_Attn(TensorParallelLayer):
         """
         for parameter in self.norm_parameters():
             if parameter.grad is not None:
-                self.torch_ranks.all_reduce(local_part(parameter.grad))
+                self.torch_collectives.all_reduce(local_part(parameter.grad))
         for weight in (self.wqkv, self.bqkv):
             if weight is not None and weight.grad is not None:
                 own = self.replicated_rows(weight.grad)
                 if own.numel():
-                    of_heads = own.new_zeros(self.all_kv_heads, *own.shape)
+                    of_heads = own.new_zeros(self.total_kv_heads, *own.shape)
                     of_heads[self.kv_index] = own
-                    own.copy_(self.torch_ranks.all_reduce(of_heads)[self.kv_index])
+                    own.copy_(self.torch_collectives.all_reduce(of_heads)[self.kv_index])
 
     def _run(
         self,
         x: torch.Tensor,
-        ranks: Collectives,
+        collectives: Collectives,
         sequence_parallel: bool,
         tokens: int,
         cos: torch.Tensor,
@@ -283,14 +283,14 @@ class TP_Attn(TensorParallelLayer):
             tokens: length of a whole sequence.
             cos, sin: [batch or 1, tokens, 1, head_dim].
         """
-        rows = math.prod(x.shape[:-1]) * (ranks.num_ranks if sequence_parallel else 1)
+        rows = math.prod(x.shape[:-1]) * (collectives.num_ranks if sequence_parallel else 1)
         padding = rows % tokens if tokens else rows
-        if padding >= (ranks.num_ranks if sequence_parallel else 1):
+        if padding >= (collectives.num_ranks if sequence_parallel else 1):
             expected = f"a multiple of {tokens}, the tokens of position_embeddings"
             raise self._invalid("rows of hidden_states", rows, expected)
 
         attention = partial(self._attention_of_rows, tokens=tokens, cos=cos, sin=sin, attend=attend)
-        y = self._two_gemms(x, "wqkv", attention, "wo", ranks, sequence_parallel)
+        y = self._two_gemms(x, "wqkv", attention, "wo", collectives, sequence_parallel)
         return (y if self.bo is None else y + self.bo).view(x.shape)
 
     def _attention_of_rows(
@@ -325,7 +325,7 @@ class TP_Attn(TensorParallelLayer):
         cos_sin_cache: torch.Tensor,
         kv_cache: Any,
         layer_idx: int,
-        ranks: Collectives,
+        collectives: Collectives,
         sequence_parallel: bool,
     ) -> torch.Tensor:
         """Run the layer and write keys and values to ``kv_cache``. Attention reads the whole cache
@@ -337,7 +337,7 @@ class TP_Attn(TensorParallelLayer):
         tokens = position_ids.shape[1]
         if hasattr(kv_cache, "attend"):
             attend_layer = partial(kv_cache.attend, layer_idx)
-            return self._run(x, ranks, sequence_parallel, tokens, cos, sin, attend_layer)
+            return self._run(x, collectives, sequence_parallel, tokens, cos, sin, attend_layer)
         k_cache, v_cache, offset = kv_cache.update_kv_cache(None, None, layer_idx)
         cache_length = k_cache.shape[1]
         if k_cache.shape[2] != self.num_kv_heads:
@@ -346,7 +346,7 @@ class TP_Attn(TensorParallelLayer):
         if k_cache.dtype != x.dtype:
             expected = f"the dtype of x, {x.dtype}"
             raise self._invalid("dtype of kv_cache", k_cache.dtype, expected)
-        batch = x.shape[0] * (ranks.num_ranks if sequence_parallel else 1)
+        batch = x.shape[0] * (collectives.num_ranks if sequence_parallel else 1)
         if batch > k_cache.shape[0]:
             expected = f"at most the cache's batch_size = {k_cache.shape[0]}"
             raise self._invalid("batch", batch, expected)
@@ -367,7 +367,7 @@ class TP_Attn(TensorParallelLayer):
             attended = attended.view(batch, -1, group, tokens, self.head_dim)
             return attended.permute(0, 3, 1, 2, 4).reshape(batch, tokens, -1, self.head_dim)
 
-        return self._run(x, ranks, sequence_parallel, tokens, cos, sin, attend)
+        return self._run(x, collectives, sequence_parallel, tokens, cos, sin, attend)
 
     @torch.no_grad()
     def torch_fwd(
@@ -390,7 +390,7 @@ class TP_Attn(TensorParallelLayer):
             layer_idx: index of the layer in the cache.
         """
         return self._with_cache(
-            x, position_ids, cos_sin_cache, kv_cache, layer_idx, self.torch_ranks, False
+            x, position_ids, cos_sin_cache, kv_cache, layer_idx, self.torch_collectives, False
         )
 
     @torch.no_grad()
@@ -410,7 +410,7 @@ class TP_Attn(TensorParallelLayer):
         batch; see ``torch_fwd``.
         """
         return self._with_cache(
-            x, position_ids, cos_sin_cache, kv_cache, layer_idx, self._required_ranks(), True
+            x, position_ids, cos_sin_cache, kv_cache, layer_idx, self._required_collectives(), True
         )
 
     @torch.no_grad()
@@ -424,7 +424,7 @@ class TP_Attn(TensorParallelLayer):
     ) -> torch.Tensor:
         """Return the result of ``torch_fwd``, computed by ``gemm_ar``."""
         return self._with_cache(
-            x, position_ids, cos_sin_cache, kv_cache, layer_idx, self._required_ranks(), False
+            x, position_ids, cos_sin_cache, kv_cache, layer_idx, self._required_collectives(), False
         )
 
     dist_triton_gemm_ar_fwd = dist_triton_AR_fwd

@@ -69,10 +69,14 @@ class TP_MLP(TokenLayer):
             StockWeight(f"{part}.weight", shard, 0, unpadded_size=size) for part, shard in parts
         ]
 
-    def _run(self, x: torch.Tensor, ranks: Collectives, sequence_parallel: bool) -> torch.Tensor:
+    def _run(
+        self, x: torch.Tensor, collectives: Collectives, sequence_parallel: bool
+    ) -> torch.Tensor:
         is_fused = self.scales is not None and is_silu(self.act_fn)
         activation = None if is_fused else self._activate
-        y = self._two_gemms(x, "gate_up_proj", activation, "down_proj", ranks, sequence_parallel)
+        y = self._two_gemms(
+            x, "gate_up_proj", activation, "down_proj", collectives, sequence_parallel
+        )
         return y.view(x.shape)
 
     def _activate(self, gate_and_up: torch.Tensor) -> torch.Tensor:
@@ -83,23 +87,23 @@ class TP_MLP(TokenLayer):
     @torch.no_grad()
     def torch_ag_gemm(self, x: torch.Tensor) -> torch.Tensor:
         """Return gate and up by torch: [tokens / ranks, hidden] to [tokens, 2 * I / ranks]."""
-        return self._product("ag_gemm", x, "gate_up_proj", self.torch_ranks)
+        return self._product("ag_gemm", x, "gate_up_proj", self.torch_collectives)
 
     @torch.no_grad()
     def dist_triton_ag_gemm(
         self, x: torch.Tensor, *unused: Any, **also_unused: Any
     ) -> torch.Tensor:
         """Return gate and up by ``ag_gemm``; shapes as in ``torch_ag_gemm``."""
-        return self._product("ag_gemm", x, "gate_up_proj", self._required_ranks())
+        return self._product("ag_gemm", x, "gate_up_proj", self._required_collectives())
 
     @torch.no_grad()
     def torch_gemm_rs(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``down_proj`` by torch: [tokens, I / ranks] to [tokens / ranks, hidden]."""
-        return self._product("gemm_rs", x, "down_proj", self.torch_ranks)
+        return self._product("gemm_rs", x, "down_proj", self.torch_collectives)
 
     @torch.no_grad()
     def dist_triton_gemm_rs(
         self, x: torch.Tensor, *unused: Any, **also_unused: Any
     ) -> torch.Tensor:
         """Return ``down_proj`` by ``gemm_rs``; shapes as in ``torch_gemm_rs``."""
-        return self._product("gemm_rs", x, "down_proj", self._required_ranks())
+        return self._product("gemm_rs", x, "down_proj", self._required_collectives())

@@ -15,7 +15,7 @@ from triton_dist.layers.nvidia.stock_weights import E4M3, StockWeight
 from triton_dist.layers.nvidia.tensor_parallel import Collectives
 from triton_dist.runtime.ranks import Group
 
-_NAMES = ("gate_proj", "up_proj", "down_proj")
+_PROJECTION_NAMES = ("gate_proj", "up_proj", "down_proj")
 _CORRECTION_NAME = "e_score_correction_bias"
 SHARED_EXPERT_NAMES = ("shared_expert", "shared_experts")
 
@@ -34,7 +34,7 @@ class TP_MoE(TokenLayer):
 
     Attributes:
         gate: [E, hidden], weight of the router, equal on all ranks.
-        correction: fp32 [E], buffer with ``e_score_correction_bias``; or ``None``.
+        score_correction_bias: fp32 [E], buffer with ``e_score_correction_bias``; or ``None``.
         gate_up_proj: [E, hidden, 2 * I / ranks].
         down_proj: [E, I / ranks, hidden].
         gate_up_proj_scale, down_proj_scale, gate_up_proj_input_scale, down_proj_input_scale: scales
@@ -45,7 +45,7 @@ class TP_MoE(TokenLayer):
 
     sharded_names = ("gate_up_proj", "down_proj")
     gate: torch.nn.Parameter
-    correction: torch.Tensor | None
+    score_correction_bias: torch.Tensor | None
     gate_up_proj: torch.nn.Parameter
     down_proj: torch.nn.Parameter
 
@@ -95,8 +95,8 @@ class TP_MoE(TokenLayer):
         def option(name: str, default: Any) -> Any:
             return getattr(source, name, getattr(source.gate, name, default))
 
-        self.normalises: bool = option("norm_topk_prob", True)
-        self.factor: float = option("routed_scaling_factor", 1.0)
+        self.normalises_weights: bool = option("norm_topk_prob", True)
+        self.routed_scaling_factor: float = option("routed_scaling_factor", 1.0)
         self.num_groups: int = option("num_group", option("n_group", 1)) or 1
         self.topk_groups: int = option("topk_group", 1) or 1
         if self.num_groups > 1 and not has_correction:
@@ -108,7 +108,7 @@ class TP_MoE(TokenLayer):
         if dtype is not E4M3 and not has_correction:  # with a correction, the gate may be fp32
             dtype = gate.dtype
         for number, weights in enumerate(each):
-            for name, weight, shape in zip(_NAMES, weights, shapes, strict=True):
+            for name, weight, shape in zip(_PROJECTION_NAMES, weights, shapes, strict=True):
                 where = f"experts.{number}.{name}.weight"
                 if tuple(weight.shape) != shape:
                     raise self._invalid(f"{where}.shape", tuple(weight.shape), f"{shape}")
@@ -122,12 +122,16 @@ class TP_MoE(TokenLayer):
             expected = "a list of experts, because stacked experts have no fp8 layout"
             raise self._invalid("experts.gate_up_proj.dtype", E4M3, expected)
         if dtype is E4M3:
-            self._set_scales(getattr(each, name) for each in source.experts for name in _NAMES)
+            self._set_scales(
+                getattr(each, name) for each in source.experts for name in _PROJECTION_NAMES
+            )
         E, hidden = gate.shape
         self.gate = self._parameter("gate", module, E, hidden)
         # A buffer: FSDP2 would cast a parameter to the dtype of the weights.
-        correction = self._parameter("correction", module, E).data if has_correction else None
-        self.register_buffer("correction", correction)
+        score_correction_bias = (
+            self._parameter("score_correction_bias", module, E).data if has_correction else None
+        )
+        self.register_buffer("score_correction_bias", score_correction_bias)
         own_experts, own = self._shard_sizes(E, columns)
         self.gate_up_proj = self._parameter("gate_up_proj", module, own_experts, hidden, 2 * own)
         self.down_proj = self._parameter("down_proj", module, own_experts, own, hidden)
@@ -148,8 +152,8 @@ class TP_MoE(TokenLayer):
         """Yield the weights of gate, up and down of each expert, [outputs, inputs]."""
         if isinstance(source, torch.nn.ModuleList):
             for number, expert in enumerate(source):
-                self._check_members(f"experts.{number}", expert, *_NAMES, "act_fn")
-                for name in _NAMES:
+                self._check_members(f"experts.{number}", expert, *_PROJECTION_NAMES, "act_fn")
+                for name in _PROJECTION_NAMES:
                     bias = getattr(getattr(expert, name), "bias", None)
                     if bias is not None:
                         where = f"experts.{number}.{name}.bias"
@@ -158,7 +162,7 @@ class TP_MoE(TokenLayer):
                     self._checked_weight(
                         f"experts.{number}.{name}", getattr(expert, name), (None, None)
                     )
-                    for name in _NAMES
+                    for name in _PROJECTION_NAMES
                 )
             return
         self._check_members("experts", source, "gate_up_proj", "down_proj", "act_fn")
@@ -171,7 +175,7 @@ class TP_MoE(TokenLayer):
     def _weights_of(self, name: str, tensor: torch.Tensor) -> list[StockWeight]:
         if name == "gate":
             return [StockWeight("gate.weight", tensor, None)]
-        if name == "correction":
+        if name == "score_correction_bias":
             return [StockWeight(f"gate.{_CORRECTION_NAME}", tensor, None)]
         stacked = tensor.transpose(1, 2)  # [E, outputs, inputs], as stock modules store weights
         if self.has_stacked_experts:
@@ -206,35 +210,44 @@ class TP_MoE(TokenLayer):
 
     def _choose_experts(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ids (int32) and weights (fp32) of each row's experts, both [rows, top_k]."""
-        if self.correction is not None:
-            return self._choose_experts_in_groups(rows, self.correction)
+        if self.score_correction_bias is not None:
+            return self._choose_experts_in_groups(rows, self.score_correction_bias)
         weights, ids = linear(rows, self.gate).softmax(-1, dtype=torch.float32).topk(self.top_k, -1)
-        if self.normalises:
+        if self.normalises_weights:
             weights = weights / weights.sum(-1, keepdim=True)
-        return ids.int(), weights * self.factor if self.factor != 1 else weights
+        return (
+            ids.int(),
+            weights * self.routed_scaling_factor if self.routed_scaling_factor != 1 else weights,
+        )
 
     def _choose_experts_in_groups(
-        self, rows: torch.Tensor, correction: torch.Tensor
+        self, rows: torch.Tensor, score_correction_bias: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose experts by sigmoids, within the best groups of experts. The score of a group is
         the sum of the scores of its two best experts."""
         scores = linear(rows.float(), self.gate.float()).sigmoid()
-        biased_scores = (scores.detach() + correction).unflatten(-1, (self.num_groups, -1))
+        biased_scores = (scores.detach() + score_correction_bias).unflatten(
+            -1, (self.num_groups, -1)
+        )
         group_scores = biased_scores.topk(min(2, biased_scores.shape[-1]), -1)[0].sum(-1)
         chosen = group_scores.topk(self.topk_groups, -1)[1]
         is_chosen = torch.zeros_like(group_scores).scatter(-1, chosen, 1) != 0
         biased_scores = biased_scores.masked_fill(~is_chosen[..., None], float("-inf"))
         ids = biased_scores.flatten(-2).topk(self.top_k, -1)[1]
         weights = scores.gather(-1, ids)
-        if self.normalises:
+        if self.normalises_weights:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return ids.int(), weights * self.factor
+        return ids.int(), weights * self.routed_scaling_factor
 
-    def _run(self, x: torch.Tensor, ranks: Collectives, sequence_parallel: bool) -> torch.Tensor:
+    def _run(
+        self, x: torch.Tensor, collectives: Collectives, sequence_parallel: bool
+    ) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        ranks = self._collectives_for(rows, ranks, sequence_parallel)
+        collectives = self._collectives_for(rows, collectives, sequence_parallel)
         ids, scales = self._choose_experts(rows)
-        return self._weighted_expert_sums(rows, ids, scales, ranks, sequence_parallel).view(x.shape)
+        return self._weighted_expert_sums(rows, ids, scales, collectives, sequence_parallel).view(
+            x.shape
+        )
 
     def _local_ids(self, ids: torch.Tensor) -> torch.Tensor:
         """Return ids relative to this rank's first expert; other ranks' ids are out of range."""
@@ -245,24 +258,24 @@ class TP_MoE(TokenLayer):
         rows: torch.Tensor,
         ids: torch.Tensor,
         scales: torch.Tensor,
-        ranks: Collectives,
+        collectives: Collectives,
         sequence_parallel: bool,
     ) -> torch.Tensor:
         """Return each row's weighted sum over its experts, [rows, hidden]."""
         if sequence_parallel:
-            ids = functional.all_gather(ids, ranks)
-            scales = functional.all_gather(scales, ranks)
+            ids = functional.all_gather(ids, collectives)
+            scales = functional.all_gather(scales, collectives)
         first, last = "group_gemm", "moe_reduce_ar"
         if sequence_parallel:
             first, last = "ag_group_gemm", "moe_reduce_rs"
         ids = self._local_ids(ids)
-        hidden = self._product(first, rows, "gate_up_proj", ranks, ids)
+        hidden = self._product(first, rows, "gate_up_proj", collectives, ids)
         is_fused = self.scales is not None and is_silu(self.act_fn)
         if not is_fused:
             gate, up = hidden.chunk(2, -1)
             hidden = self.act_fn(gate) * up
         routing = ids, scales
-        return self._product(last, hidden, "down_proj", ranks, *routing, silu_mul=is_fused)
+        return self._product(last, hidden, "down_proj", collectives, *routing, silu_mul=is_fused)
 
     @torch.no_grad()
     def torch_fwd_no_loop(self, x: torch.Tensor) -> torch.Tensor:
@@ -273,4 +286,4 @@ class TP_MoE(TokenLayer):
         each = torch.einsum("emi,eih->emh", self.act_fn(gate) * up, self.down_proj)
         chosen = one_hot(ids.long(), self.num_experts) * scales[..., None]
         total = torch.einsum("emh,mke->mh", each.float(), chosen).to(x.dtype)
-        return self.torch_ranks.all_reduce(total).view(x.shape)
+        return self.torch_collectives.all_reduce(total).view(x.shape)

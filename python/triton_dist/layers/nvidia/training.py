@@ -34,11 +34,13 @@ def sum_gradients(module: torch.nn.Module) -> None:
         if isinstance(layer, TP_Attn):
             layer.sum_partial_gradients()
             done.update(layer.norm_parameters())
-    torch_ranks = next((layer.torch_ranks for layer in layers if layer.sequence_parallel), None)
-    if torch_ranks is not None:
+    torch_collectives = next(
+        (layer.torch_collectives for layer in layers if layer.sequence_parallel), None
+    )
+    if torch_collectives is not None:
         for parameter in module.parameters():
             if parameter.grad is not None and parameter not in done:
-                torch_ranks.all_reduce(local_part(parameter.grad))
+                torch_collectives.all_reduce(local_part(parameter.grad))
 
 
 @torch.no_grad()
@@ -86,7 +88,7 @@ def clip_grad_norm_(
             value = value / size  # the sum over ranks below counts the value ``size`` times
         elif isinstance(owner, TP_Attn) and parameter is not owner.wo and not is_max:
             replicated = _norm_power(owner.replicated_rows(gradient), norm_type)
-            value = value - replicated * (1 - 1 / owner.replicas)
+            value = value - replicated * (1 - 1 / owner.kv_replicas)
         groups = _sharding_groups(gradient)
         before = totals.get(groups, torch.zeros_like(value))
         totals[groups] = torch.maximum(before, value) if is_max else before + value
