@@ -141,7 +141,7 @@ class Collective(Calls):
 
     @property
     def slots(self) -> Any:
-        return self.ctx.pushed.slots
+        return self.ctx.pushed_shards.slots
 
     def poison(self) -> None:
         """Fill with bytes that are NaN in every dtype, and packets with unused words."""
