@@ -78,21 +78,21 @@ MUTANTS = (
     Mutant(
         "expert parallel: a fused tile with rows of peers waits for all of them",
         _EP_GROUP_GEMM,
-        "count = copies * ep_plan.NUM_RANKS",
+        "count = num_copy_programs * ep_plan.NUM_RANKS",
         "count = 0",
         EP_GROUP_GEMM,
     ),
     Mutant(
         "expert parallel: arbitrary counts select no fused tiles",
         _EP_GROUP_GEMM,
-        "tl.maximum(tl.minimum(stop, num_tiles) - first, 0)",
-        "tl.maximum(stop - first, 0)",
+        "tl.maximum(tl.minimum(end_own_tile, num_tiles) - first, 0)",
+        "tl.maximum(end_own_tile - first, 0)",
         EP_GROUP_GEMM,
     ),
     Mutant(
         "expert parallel: only fused tiles whose rows are all this rank's do not wait",
         _EP_GROUP_GEMM,
-        "tl.store(record + 6, 0 if part == 0 else 1, mask=mask)",
+        "tl.store(record + 6, 0 if run == 0 else 1, mask=mask)",
         "tl.store(record + 6, 0, mask=mask)",
         EP_GROUP_GEMM,
     ),
@@ -169,8 +169,8 @@ MUTANTS = (
     Mutant(
         "expert parallel: received sums are cleared for the next call",
         "kernels/nvidia/expert_parallel/combine.py",
-        "clear(packets.words, line, is_sent[peer])",
-        "clear(packets.words, line, is_sent[peer] & (index < 0))",
+        "clear_packets(packets.words, line, is_sent[peer])",
+        "clear_packets(packets.words, line, is_sent[peer] & (index < 0))",
         EXPERT_PARALLEL,
     ),
     Mutant(
@@ -232,7 +232,7 @@ MUTANTS = (
     Mutant(
         "decode attention: a call does not accept the packets of an earlier one",
         _DECODE_PACKETS,
-        "clear(shards[peer], line, in_row)",
+        "clear_packets(shards[peer], line, in_row)",
         "pass",
         DECODE_ATTENTION,
     ),
@@ -253,7 +253,7 @@ MUTANTS = (
     Mutant(
         "expert parallel: gradients of routing weights return to the token's rank",
         "layers/nvidia/expert_parallel.py",
-        "group.reduce_scatter(route_gradients)",
+        "collectives.reduce_scatter(route_gradients)",
         "route_gradients",
         EP_LAYERS,
     ),
@@ -400,8 +400,8 @@ MUTANTS = (
     Mutant(
         "epoch: a slot is not written to before peers have consumed it",
         _EPOCHS,
-        "last = (epoch_at(epoch_ptr) - 1).to(tl.int32)",
-        "last = (epoch_at(epoch_ptr) - 2).to(tl.int32)",
+        "last_epoch = (epoch_at(epoch_ptr) - 1).to(tl.int32)",
+        "last_epoch = (epoch_at(epoch_ptr) - 2).to(tl.int32)",
         ("tests/kernels/test_epochs.py", "tests/kernels/test_allgather.py", *AG_GEMM),
     ),
     Mutant(
@@ -485,8 +485,8 @@ MUTANTS = (
     Mutant(
         "deferred tiles: programs that have begun are counted anew in each call",
         _TILES,
-        "        tl.store(slot.epoch + BEGUN, 0)\n",
-        "        tl.store(slot.epoch + BEGUN, tl.load(slot.epoch + BEGUN))\n",
+        "        tl.store(slot.epoch + NUM_BEGUN_WORD, 0)\n",
+        "        tl.store(slot.epoch + NUM_BEGUN_WORD, tl.load(slot.epoch + NUM_BEGUN_WORD))\n",
         ("tests/kernels/test_deferred.py",),
     ),
     Mutant(
@@ -583,15 +583,15 @@ MUTANTS = (
     Mutant(
         "routing: a tile waits for the last shard that it has rows of",
         _ROUTING,
-        "    while awaited < last:",
-        "    while awaited < last - 1:",
+        "    while awaited_position < last_position:",
+        "    while awaited_position < last_position - 1:",
         AG_GROUPED,
     ),
     Mutant(
         "routing: who has waited for a shard has waited for all before it",
         _ROUTING,
-        "_token = 0\n    while awaited < last:",
-        "_token = 0\n    awaited = tl.maximum(awaited, last - 1)\n    while awaited < last:",
+        "_token = 0\n    while awaited_position < last_position:",
+        "_token = 0\n    awaited_position = tl.maximum(awaited_position, last_position - 1)\n    while awaited_position < last_position:",
         AG_GROUPED,
     ),
     Mutant(
@@ -611,15 +611,15 @@ MUTANTS = (
     Mutant(
         "route sum: columns of a chunk lie behind those before it",
         _TOPK_SUM,
-        "block_rows.to(tl.int64) * first",
-        "block_rows.to(tl.int64) * 0",
+        "rows_per_block.to(tl.int64) * first_column",
+        "rows_per_block.to(tl.int64) * 0",
         TOPK_SUMS,
     ),
     Mutant(
         "route sum: a chunk is awaited by its own flag",
         _COLUMNS,
-        "await_pushed(pushed, value, chunk, rank, NUM_RANKS)",
-        "await_pushed(pushed, value, 0, rank, NUM_RANKS)",
+        "await_pushed(pushed, current, chunk, rank, NUM_RANKS)",
+        "await_pushed(pushed, current, 0, rank, NUM_RANKS)",
         MOE_SUMS,
     ),
     Mutant(
