@@ -591,7 +591,8 @@ MUTANTS = (
         "routing: who has waited for a shard has waited for all before it",
         _ROUTING,
         "_token = 0\n    while awaited_position < last_position:",
-        "_token = 0\n    awaited_position = tl.maximum(awaited_position, last_position - 1)\n    while awaited_position < last_position:",
+        "_token = 0\n    awaited_position = tl.maximum(awaited_position, last_position - 1)\n"
+        "    while awaited_position < last_position:",
         AG_GROUPED,
     ),
     Mutant(
