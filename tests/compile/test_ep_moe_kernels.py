@@ -45,8 +45,8 @@ def test_copies_and_activations(sm90):
     assert_fits(compile_launch(gather_positions(positions(), matrix(64, K))[1]), has=vectors)
     products, grads = matrix(NUMBER, 2 * 768), matrix(NUMBER, 768)
     weight = matrix(NUMBER, dtype=torch.float32)
-    launch = activation.activation(activation.kernel_silu_mul, positions(), products, grads)
+    launch = activation.activation_launch(activation.kernel_silu_mul, positions(), products, grads)
     assert_fits(compile_launch(launch))
     kernel = activation.kernel_silu_mul_backward
     tensors = products, grads, weight, grads, products, weight
-    assert_fits(compile_launch(activation.activation(kernel, positions(), *tensors)))
+    assert_fits(compile_launch(activation.activation_launch(kernel, positions(), *tensors)))
