@@ -146,15 +146,16 @@ class Sweep:
         details = {
             "own": winner.candidate.kind == "own",
             "config": _short(winner),
-            "how": tuned.how,
-            **({"first_call": tuned.first_call, "raced": tuned.raced} if tuned.raced else {}),
+            "how": tuned.origin,
             "failures": failures,
         }
-        found = make_point(M, samples, baselines, **details)
-        finalists = [ms for name, ms in found["ms"].items() if name.startswith(_REGRET)]
+        if tuned.tuning_medians:
+            details |= {"first_call": tuned.first_call_ms, "raced": tuned.tuning_medians}
+        point = make_point(M, samples, baselines, **details)
+        finalists = [ms for name, ms in point["ms"].items() if name.startswith(_REGRET)]
         if finalists:
-            found["regret"] = round(found["ms"][TUNED] / min(finalists) - 1, 4)
-        return found
+            point["regret"] = round(point["ms"][TUNED] / min(finalists) - 1, 4)
+        return point
 
     def _time_is_up(self) -> bool:
         limit = self.options.minutes
@@ -200,7 +201,7 @@ class _SweepWorkload:
         self._finalists: dict[str, Baseline] = {}
         if regret:
             with _without_records():
-                finalists = tuned.race_again()
+                finalists = tuned.tune_again()
             self._finalists = {f"{_REGRET} {n}": each for n, each in enumerate(finalists, start=1)}
 
     def __getattr__(self, name: str) -> Any:

@@ -106,7 +106,7 @@ def empty_caches() -> Iterator[None]:
         shutil.rmtree(folder[0])
 
 
-def tuned_serially(A: torch.Tensor, B: torch.Tensor, ctx: Any) -> tuple[float, list[float]]:
+def tune_serially(A: torch.Tensor, B: torch.Tensor, ctx: Any) -> tuple[float, list[float]]:
     """Return the seconds of a serial tuning, and each candidate's ms on the slowest rank."""
     device = current_device()
     results = []
@@ -134,8 +134,8 @@ def tuned_serially(A: torch.Tensor, B: torch.Tensor, ctx: Any) -> tuple[float, l
     return seconds, results
 
 
-def tuned_cold(A: torch.Tensor, B: torch.Tensor, ctx: Any) -> tuple[float, Config]:
-    """Return the seconds of one tuning with empty caches, and its winner."""
+def tune_with_empty_caches(A: torch.Tensor, B: torch.Tensor, ctx: Any) -> tuple[float, Config]:
+    """Return the seconds of a tuning with empty caches, and its winner."""
     with empty_caches():
         tuner = tune.autotune(
             space, ag_gemm.key_fn, ag_gemm.prune_fn,
@@ -163,14 +163,14 @@ def main() -> None:
     B = rand_tensor([N // num_ranks, K], torch.bfloat16, device).T
     with create_ag_gemm_context(args.M, N, K, torch.bfloat16, rank, num_ranks) as ctx:
         ag_gemm.fn(A, B, ctx, **space()[0])  # exclude the process-wide set-up of Triton
-        serial_seconds, serial = tuned_serially(A, B, ctx)
+        serial_seconds, serial = tune_serially(A, B, ctx)
         dist_print(
             f"serial tuning: {serial_seconds:.1f} s for {len(serial)} candidates, each compiled, "
             "run 5 times untimed and 10 times timed"
         )
         tunings = []
         for number in range(args.tunings):
-            seconds, winner = tuned_cold(A, B, ctx)
+            seconds, winner = tune_with_empty_caches(A, B, ctx)
             tunings.append((seconds, winner))
             dist_print(f"cold tuning {number + 1}: {seconds:.2f} s, {winner}")
         fastest = sorted(range(len(serial)), key=serial.__getitem__)[:6]
@@ -185,15 +185,17 @@ def main() -> None:
         )
     medians = {name: sample.median for name, sample in samples.items()}
     best = min(medians.values())
-    within = sum(medians[str(winner)] <= 1.01 * best for _, winner in tunings)
+    num_within = sum(medians[str(winner)] <= 1.01 * best for _, winner in tunings)
     seconds = statistics.median(took for took, _ in tunings)
     for name, median in sorted(medians.items(), key=lambda entry: entry[1]):
-        times = sum(str(winner) == name for _, winner in tunings)
-        dist_print(f"{median:.4f} ms, {median / best:.4f} of the best, won {times} times: {name}")
+        num_wins = sum(str(winner) == name for _, winner in tunings)
+        dist_print(
+            f"{median:.4f} ms, {median / best:.4f} of the best, won {num_wins} times: {name}"
+        )
     dist_print(
         f"cold tuning: {seconds:.2f} s (median of {args.tunings}), "
-        f"{seconds / serial_seconds:.3f} of serial; {within} of {args.tunings} winners within 1 % "
-        "of the best"
+        f"{seconds / serial_seconds:.3f} of serial; {num_within} of {args.tunings} winners "
+        "within 1 % of the best"
     )
     if args.json and rank == 0:
         with open(args.json, "w") as file:

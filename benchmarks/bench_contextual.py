@@ -117,14 +117,14 @@ def main() -> None:
         name: sample.median for name, sample in time_interleaved(candidates, rounds=41).items()
     }
     best = min(medians[winner] for _, _, winner in tunings["in turn"])
-    bound = len(configs()) * (_N_WARMUP + _N_REPEAT) + 1
-    for name, each in tunings.items():
-        calls, seconds = (statistics.median(entry[i] for entry in each) for i in (0, 1))
-        worst = max(medians[winner] for _, _, winner in each)
+    max_calls = len(configs()) * (_N_WARMUP + _N_REPEAT) + 1
+    for name, entries in tunings.items():
+        calls, seconds = (statistics.median(entry[i] for entry in entries) for i in (0, 1))
+        slowest = max(medians[winner] for _, _, winner in entries)
         dist_print(
-            f"{name}: {calls:.0f} calls of at most configs * (n_warmup + n_repeat) + 1 = {bound} "
-            f"({calls / bound:.2f}), {seconds:.1f} s; slowest winner: {worst / best:.4f} x the "
-            "time of the fastest winner in turn"
+            f"{name}: {calls:.0f} calls of at most configs * (n_warmup + n_repeat) + 1 = "
+            f"{max_calls} ({calls / max_calls:.2f}), {seconds:.1f} s; slowest winner: "
+            f"{slowest / best:.4f} x the time of the fastest winner in turn"
         )
     if args.json and dist.get_rank() == 0:
         facts = dict(current_device().facts())

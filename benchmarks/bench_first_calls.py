@@ -28,7 +28,7 @@ from overlap.any_m import random_sizes
 from overlap.environment import environment_with
 from overlap.results import software
 from overlap.shapes import ALL_LAYERS
-from overlap.tuned_op import cost_of
+from overlap.tuned_op import tuning_cost
 
 from triton_dist import tune
 from triton_dist.errors import TuningFrozen
@@ -99,7 +99,7 @@ class FirstCalls:
                 return {"M": shape.M, "frozen": True, "how": "refused"}
             took = time.perf_counter() - begin
             config = op.best_config(*args, **kwargs)
-        cost = cost_of(record, took)
+        cost = tuning_cost(record, took)
         if frozen:
             del cost["device"]  # nothing ran
         how = record.warm_started_from or "in full"

@@ -66,9 +66,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     except (KeyError, ValueError):
         parser.error(f"argument --layer: {options.op} has no {options.layer!r}")
     # Log-uniform between the smallest and the largest M.
-    generator, logs = random.Random(options.seed), [math.log(f(options.M)) for f in (min, max)]
-    further = [round(math.exp(generator.uniform(*logs))) for _ in range(options.random)]
-    options.M = sorted({*options.M, *further})
+    generator = random.Random(options.seed)
+    log_bounds = [math.log(f(options.M)) for f in (min, max)]
+    random_M = [round(math.exp(generator.uniform(*log_bounds))) for _ in range(options.random)]
+    options.M = sorted({*options.M, *random_M})
     generator.shuffle(options.M)
     return options
 
@@ -104,7 +105,7 @@ class Recorder:
         waves: dict[str, Any] = {}
         keys: dict[str, Any] = {}
         fallback = [index for index, each in enumerate(self.configs) if self.op.fallback_fn(each)]
-        tree = {
+        document = {
             "op": self.options.op, "largest": str(self.shape(max(self.options.M))),
             "ranks": dist.get_world_size(), "hardware": dict(current_device().facts()),
             "software": software(), "configs": [str(each) for each in self.configs],
@@ -119,7 +120,7 @@ class Recorder:
             waves[str(M)] = self._waves(args, kwargs)
             if dist.get_rank() == 0:
                 partial = self.options.out.with_suffix(".partial")
-                partial.write_bytes(gzip.compress(json.dumps(tree).encode(), mtime=0))
+                partial.write_bytes(gzip.compress(json.dumps(document).encode(), mtime=0))
                 partial.replace(self.options.out)
 
     def shape(self, M: int) -> Any:
@@ -157,23 +158,23 @@ class Recorder:
 
     def samples(self, M: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the samples in ms, or the error, of each config that is not pruned, by index."""
-        kept, _ = self.op.config_space.prune(self.op.prune_fn, args, kwargs)
+        candidates, _ = self.op.config_space.prune(self.op.prune_fn, args, kwargs)
         calls: dict[str, Callable[[], Any]] = {}
         results: dict[str, Any] = {}
-        for config in kept:
+        for config in candidates:
             name = str(self.configs.index(config))
             call = functools.partial(self.op.fn, *args, **kwargs, **config)
-            error = self._first_run(call)
+            error = self._error_of_first_run(call)
             if error:
                 results[name] = error
             else:
                 calls[name] = call
         samples = time_interleaved(calls, self.options.runs, warmup_rounds=1)
         results |= {name: [round(ms, 5) for ms in s.milliseconds] for name, s in samples.items()}
-        dist_print(f"M = {M}: {len(calls)} configs, {len(kept) - len(calls)} failed")
+        dist_print(f"M = {M}: {len(calls)} configs, {len(candidates) - len(calls)} failed")
         return results
 
-    def _first_run(self, call: Callable[[], Any]) -> str:
+    def _error_of_first_run(self, call: Callable[[], Any]) -> str:
         """Run ``call`` on all ranks; return an error of one of them, or an empty string."""
         reason = ""
         try:
