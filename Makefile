@@ -41,7 +41,7 @@ fresh:
 # of a library. Resolve the versions of the constraints. Run the algorithms, recipes and numbers of ranks
 # that `test` leaves out. Takes more than half an hour.
 stress:
-	bash scripts/test.sh tests/stress tests/distributed tests/layers tests/kernels tests/compile tests/architecture tests/testing -m stress -rP
+	bash scripts/test.sh tests/stress tests/distributed tests/layers tests/kernels tests/compile tests/architecture tests/testing tests/sanitize tests/faults tests/cli -m stress -rP
 
 # Test all failures of distributed tuning on 2 and 4 ranks. Takes some minutes.
 chaos:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+import pytest
+
 from triton_dist.cli.main import main
 from triton_dist.debugging import sanitizer
 
@@ -78,6 +80,7 @@ def test_a_command_that_no_tool_saw_is_no_success(tmp_path, monkeypatch, capfd):
     assert "memcheck: no process of the command ran under the tool\n" in shown.err
 
 
+@pytest.mark.stress
 def test_ranks_that_torchrun_starts_have_a_report_each(tmp_path, monkeypatch, capfd):
     a_tool(tmp_path, monkeypatch)
     reports, script = tmp_path / "the reports", tmp_path / "script.py"

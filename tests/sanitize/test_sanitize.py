@@ -150,6 +150,7 @@ def test_what_is_unknown_is_refused(arguments, monkeypatch, capsys):
     assert f"{arguments[-1]!r}: expected tools of" in capsys.readouterr().err
 
 
+@pytest.mark.stress
 def test_a_run_without_a_tool_is_right(tmp_path, capsys):
     op = "all_gather"
     options = argparse.Namespace(device="cpu", ranks=1, seconds=60.0, logs=tmp_path)
