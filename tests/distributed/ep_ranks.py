@@ -363,16 +363,24 @@ def two_contexts(rounds: int) -> int:
     with create_ep_context(*sizes) as first, create_ep_context(*sizes) as second:
         ids = draw(random.Random(rank), first, tokens, "even", experts, 4)
         want = x * factors(ids, torch.ones_like(ids), experts // size)
-        device.synchronize()
         outs: list[torch.Tensor] = []
-        for number in range(rounds):
-            calls = list(zip((first, second), streams, strict=True))
-            for ctx, stream in calls[:: -1 if (rank + number) % 2 else 1]:
+
+        def call(is_reversed: bool, block_bytes: int) -> None:
+            contexts = list(zip((first, second), streams, strict=True))
+            for ctx, stream in contexts[:: -1 if is_reversed else 1]:
                 with torch.cuda.stream(stream):
                     received = ep_dispatch.fn(x, ids, ctx)
                     y = products_in_graph(received)
-                    block = (8192, 16384)[number // 2 % 2]
-                    outs.append(ep_combine.fn(y, received, ctx, num_ctas=256, block_bytes=block))
+                    options = {"num_ctas": 256, "block_bytes": block_bytes}
+                    outs.append(ep_combine.fn(y, received, ctx, **options))
+
+        # Load kernels and allocate memory first, because both can wait for running kernels.
+        for block_bytes in (8192, 16384):
+            call(False, block_bytes)
+        device.synchronize(60.0)
+        outs.clear()
+        for number in range(rounds):
+            call((rank + number) % 2 == 1, (8192, 16384)[number // 2 % 2])
         device.synchronize(60.0)
         assert all(torch.equal(out, want) for out in outs)
         first.check()

@@ -51,7 +51,7 @@ def test_expert_parallel_routings(on_two, dtype):
 
 @pytest.mark.parametrize(("kind", "pairs"), [("stacked", 5), ("deepseek", 8), ("gated", 9)])
 def test_expert_parallel_layers(on_two, kind, pairs):
-    assert on_two(ep_ranks.layers_like_one_process, kind, 2e-3) == [pairs, pairs]
+    assert on_two(ep_ranks.layers_like_one_process, kind, 1, 2e-3) == [pairs, pairs]
 
 
 def test_an_expert_parallel_layer_in_a_cuda_graph(on_two):
