@@ -38,10 +38,11 @@ fresh:
 
 # Kill writers of tuning records thousands of times, and call expert parallelism with random routings on 2
 # to 8 ranks; print counts. Compile every tile of every kernel for sm_90. Train with DDP, and tune kernels
-# of a library. Resolve the versions of the constraints. Run the algorithms, recipes and numbers of ranks
-# that `test` leaves out. Takes more than half an hour.
+# of a library. Resolve the versions of the constraints. Distribute Hugging Face models. Run the algorithms,
+# recipes, numbers of ranks and benchmarks that `test` leaves out. Takes more than half an hour.
 stress:
-	bash scripts/test.sh tests/stress tests/distributed tests/layers tests/kernels tests/compile tests/architecture tests/testing tests/sanitize tests/faults tests/cli -m stress -rP
+	bash scripts/test.sh tests/stress tests/distributed tests/layers tests/kernels tests/compile tests/architecture tests/testing \
+		tests/sanitize tests/faults tests/cli tests/benchmarks tests/docs -m stress -rP
 
 # Test all failures of distributed tuning on 2 and 4 ranks. Takes some minutes.
 chaos:

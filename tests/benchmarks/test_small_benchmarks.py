@@ -43,6 +43,7 @@ def test_a_start_that_takes_too_long_is_told():
 FIRST_CALLS = str(ROOT / "benchmarks" / "bench_first_calls.py")
 
 
+@pytest.mark.stress
 def test_sizes_beside_tuned_ones_are_predicted_then_raced(spawn_ranks, tmp_path):
     path = tmp_path / "first.json"
     command = (FIRST_CALLS, "--op", "gemm_rs", "--sizes", "1", "--most", "40", "--json", str(path))

@@ -117,7 +117,7 @@ def test_an_exchange_moves_vectors_behind_flags_and_spills_nothing(sm90, name, s
     # Of one, a constant for Triton, the kernel that does most.
     quick(
         [*((name, 4097) for name in KERNELS), ("two shot", 1)],
-        *(("one shot", 4097), ("two shot", 1)),
+        ("two shot", 1),
     ),
 )
 def test_odd_sizes(sm90, name, elements):
@@ -135,7 +135,7 @@ def test_odd_sizes(sm90, name, elements):
             ("two shot", 90, torch.float16, 8),
             ("add", 80, torch.bfloat16, 4),
         ],
-        *OTHERS[:2],
+        OTHERS[1],
     ),
 )
 def test_dtypes_numbers_of_ranks_and_generations(name, arch, dtype, num_ranks):

@@ -47,11 +47,11 @@ KINDS = {
     ("one shot", True): TILES_TO_ALL,
     ("one shot", False): POINTER_TILES_TO_ALL[::2],  # for what descriptors cannot read
     # The tiles for few rows are those of one shot.
-    ("two shot, one launch", True): (LARGEST,),
+    ("two shot, one launch", True): (SMALLEST, LARGEST),
     ("two shot, one launch", False): (SMALLEST_BY_POINTERS, LARGEST_BY_POINTERS),
     ("reduce-scatter", True): (SMALLEST, LARGEST),
     # The kernels of GEMM-ReduceScatter, of which its tests have every tile.
-    ("two shot", True): (LARGEST,),
+    ("two shot", True): (SMALLEST, LARGEST),
     ("two shot", False): (SMALLEST_BY_POINTERS, LARGEST_BY_POINTERS),
 }
 

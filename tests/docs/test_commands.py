@@ -41,10 +41,12 @@ NOT_RUN = {
         "the page's own program, which test_code_blocks and test_programs run",
     r".*bench_(overlap|collectives|any_m|first_calls|prior|search_quality)\.py":
         "takes long on CPUs; tests/benchmarks measures less with the same options",
-    r"(bash scripts/launch\.sh|scripts/python)( --\S+)* examples/": "tests/examples runs it",
+    r"(\w+=\S+ )*(bash scripts/launch\.sh|scripts/python)( --\S+)* examples/":
+        "tests/examples runs it",
     r".*launch\.sh --help": "tests/architecture/test_scripts.py runs it",
     r"bash scripts/launch\.sh test_ep_a2a\.py": "test_ep_ll_a2a.py runs its functions",
-    r"(TRITON_DIST_DEVICE=cpu )?bash scripts/launch\.sh test_ag_gemm\.py --case check$|"
+    r".*--nproc_per_node=4 test_ag_gemm\.py --case check ": "two ranks run this script",
+    r"(TRITON_DIST_DEVICE=cpu )?bash scripts/launch\.sh( --\S+)* test_ag_gemm\.py --case check$|"
     r"bash scripts/launch\.sh test_allreduce\.py --case check ":
         "tests/distributed/test_launch_check.py runs it, the all-reduce with fewer sizes",
 }  # fmt: skip
@@ -67,6 +69,8 @@ SHOWN = {
     "test_allreduce.py --case perf": ["       128 ", "       512 "],
     "correctness_tma_autotune": ["calls to tune: ", "✅ check passed: 2 ranks, cpu"],
 }  # fmt: skip
+LONG = ("benchmarks/bench_layers.py", "test_moe_reduce_ar.py")
+"""Programs that ``make stress`` runs."""
 TUNED = "correctness_tma_autotune"
 """All other commands use the first config. Tests of the ops and of launch.sh tune over ranks."""
 RATES = ("TFLOP", "GB/s", "peaks", "x serial", "limit", " library")
@@ -132,7 +136,16 @@ def launched(command: Command) -> tuple[int, str, list[str]]:
     return ranks, str(script), words[1:]
 
 
-@pytest.mark.parametrize("command", LAUNCHED, ids=lambda command: command.line)
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(each, marks=pytest.mark.stress)
+        if any(program in each.line for program in LONG)
+        else each
+        for each in LAUNCHED
+    ],
+    ids=lambda command: command.line,
+)
 def test_launched(command: Command, spawn_ranks, folder: Path, monkeypatch) -> None:
     monkeypatch.chdir(folder)
     ranks, script, arguments = launched(command)

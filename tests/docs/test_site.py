@@ -1,4 +1,4 @@
-"""The site: it builds without warnings, and a browser finds and shows its pages."""
+"""The site that ``make site`` has built: its pages, and the search in a browser."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import functools
 import http.server
 import json
 import os
-import subprocess
-import sys
 import threading
 from importlib import import_module
 from inspect import isclass, isfunction
@@ -16,23 +14,14 @@ from pathlib import Path
 import pytest
 
 from tests.browser import CHROMIUM, chromium
-from tests.docs.markdown import ROOT
 from tests.docs.test_pages import PUBLIC_MODULES
 
-pytest.importorskip("material", reason="needs the extra docs")
-pytest.importorskip("mkdocstrings", reason="needs the extra docs")
+pytestmark = pytest.mark.skipif("SITE" not in os.environ, reason="make site runs these tests")
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """The folder of the site, which ``make site`` has built."""
-    if "SITE" in os.environ:
-        return Path(os.environ["SITE"]).resolve()
-    folder = tmp_path_factory.mktemp("site")
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)]
-    result = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return folder
+@pytest.fixture
+def site() -> Path:
+    return Path(os.environ["SITE"]).resolve()
 
 
 def text_of(site, page):

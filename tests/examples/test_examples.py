@@ -38,7 +38,8 @@ PROGRAMS = {
 }
 
 ONLY_ON_GPUS = (
-    "model_step", "serve_llama --kv-shards", "serve_llama --model tiny-moe --fp8 block",
+    "model_step", "serve_llama --kv-shards", "serve_llama --fp8",
+    "serve_llama --model tiny-moe --fp8 block",
     "train_llama --sp 2 --dtype bfloat16",
 )  # fmt: skip
 """Programs that take too long for CPU ranks."""

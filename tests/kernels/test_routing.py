@@ -75,7 +75,7 @@ def routings(draw):
     return ids, E, draw(st.sampled_from([16, 32, 64])), place
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(routings())
 def test_any_routing(routing):
     ids, E, block_m, place = routing

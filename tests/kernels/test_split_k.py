@@ -46,17 +46,23 @@ def workspace(partials, counters):
 CUTS = ((2, 4), (3, 4), (2, 100), (7, 100))
 
 
-@pytest.mark.parametrize(("parts", "num_sms"), CUTS)
+SIZES = (
+    ((16, 32, 4), torch.float16),
+    ((32, 64, 8), torch.bfloat16),
+    ((64, 64, 4), torch.float16),
+    ((128, 16, 4), torch.bfloat16),
+)
+
+
 @pytest.mark.parametrize(
-    ("size", "dtype"),
+    ("parts", "num_sms", "size", "dtype"),
     [
-        ((16, 32, 4), torch.float16),
-        ((32, 64, 8), torch.bfloat16),
-        ((64, 64, 4), torch.float16),
-        ((128, 16, 4), torch.bfloat16),
+        pytest.param(*cut, *size, marks=() if i == j else pytest.mark.stress)
+        for i, cut in enumerate(CUTS)
+        for j, size in enumerate(SIZES)
     ],
 )
-def test_a_sum_of_parts_is_the_product(size, parts, num_sms, dtype):
+def test_a_sum_of_parts_is_the_product(parts, num_sms, size, dtype):
     m, n, warps = size
     config = tiles(m, n, warps=warps, SPLIT_K=parts)
     cut = 0

@@ -68,7 +68,7 @@ def sub_tiles(own, tiles_m, tiles_n, groups, num_ctas, block_m, sub_tile_rows, s
                     yield program, row, min(end, row + sub_tile_rows), n, number
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     rows=st.integers(1, 70),
     tiles_n=st.integers(1, 5),
@@ -101,7 +101,7 @@ def test_each_row_is_added_once_by_a_program_that_may_wait_for_it(
 
 
 @pytest.mark.parametrize(
-    ("rows", "block_m", "columns", "most"), [(512, 128, 32, 1), (1024, 128, 64, 9), (64, 16, 64, 5)]
+    ("rows", "block_m", "columns", "most"), [(512, 128, 32, 1), (64, 16, 64, 5)]
 )
 def test_all_programs_add_about_as_much(rows, block_m, columns, most):
     """Of 132 programs, for 4 ranks; 256 x 8192 in columns of 256, and the like."""

@@ -1,5 +1,7 @@
-"""Hugging Face's models, shared out in one line. CI has no transformers; with them:
-``pip install transformers``."""
+"""Hugging Face models that ``parallelize`` distributes, compared with one process.
+
+``make stress`` runs these tests if transformers is installed.
+"""
 
 from __future__ import annotations
 
@@ -70,9 +72,12 @@ def like_the_stock_model(name: str) -> list[str]:
     return [type(block.self_attn).__name__, type(block.mlp).__name__]
 
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="needs transformers"
-)
+pytestmark = [
+    pytest.mark.stress,
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformers") is None, reason="needs transformers"
+    ),
+]
 
 
 @pytest.mark.parametrize("name", MODELS)
