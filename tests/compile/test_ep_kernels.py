@@ -76,7 +76,7 @@ EVERY = [
 
 @pytest.mark.parametrize(
     ("num_ranks", "experts", "topk", "block_bytes", "quantise"),
-    quick(EVERY, (2, 256, 8, 4096, True)),
+    quick(EVERY, (2, 256, 8, 8192, True)),
 )
 def test_rows_travel_in_vectors(sm90, num_ranks, experts, topk, block_bytes, quantise):
     options = {"block_bytes": block_bytes, "num_ctas": 128}

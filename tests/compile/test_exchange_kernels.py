@@ -128,14 +128,13 @@ def test_odd_sizes(sm90, name, elements):
 @pytest.mark.parametrize(  # by turns: all kernels move blocks by the same functions
     ("name", "arch", "dtype", "num_ranks"),
     quick(
-        OTHERS := [
+        [
             ("reduce-scatter", 100, torch.float32, 3),
             ("all-gather", 80, torch.float16, 8),
             ("one shot", 90, torch.float32, 3),
             ("two shot", 90, torch.float16, 8),
             ("add", 80, torch.bfloat16, 4),
         ],
-        OTHERS[1],
     ),
 )
 def test_dtypes_numbers_of_ranks_and_generations(name, arch, dtype, num_ranks):

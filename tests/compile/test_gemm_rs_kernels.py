@@ -130,14 +130,13 @@ def assert_parts_are_read_together(kernel, launch, num_ranks):
 @pytest.mark.parametrize(
     ("persistent", "index", "arch", "dtype", "num_ranks"),
     quick(
-        OTHERS := [
+        [
             (True, 0, 90, torch.float16, 8),
             (True, 0, 100, torch.bfloat16, 4),
             (False, 5, 80, torch.float16, 2),
             (False, 0, 90, torch.float16, 4),
             (True, 0, 90, torch.bfloat16, 2),
         ],
-        OTHERS[2],
     ),
 )
 def test_a_bias_a_column_major_b_and_other_dtypes_worlds_and_generations(

@@ -72,8 +72,6 @@ def prepared_gathered(config, layout=ROW_MAJOR, rank=1):
 EVERY_TILE = [
     (0, COLUMN_MAJOR), *((index, LAYOUTS[index % 2]) for index in range(len(GROUPED_TILES))),
 ]  # fmt: skip
-# The tile with the most accumulators, and the lowest tile.
-GATHERED_IN_CI = ((0, COLUMN_MAJOR), (18, ROW_MAJOR))
 
 
 def assert_gathers_and_pipelines(kernel, config, stack_bytes=0):
@@ -100,7 +98,7 @@ def test_a_tile_fits_gathers_and_pipelines(sm90, index, layout):
     assert not re.search(r"st\.global\.b16", kernel.ptx)
 
 
-@pytest.mark.parametrize(("index", "layout"), quick(EVERY_TILE, *GATHERED_IN_CI))
+@pytest.mark.parametrize(("index", "layout"), quick(EVERY_TILE, (18, ROW_MAJOR)))
 def test_a_tile_waits_for_its_rows(sm90, index, layout):
     """Behind each acquire comes a barrier, since it is one thread's, before anything is decided;
     rows of A are read behind all of them. The fence between the proxies, which only TMA would need,

@@ -126,7 +126,7 @@ LAUNCHES = {
         reduce_scatters.deferred("all", tile_shapes(PERSISTENT_TILES)[1], num_ranks=8)
     ],
     "packets": lambda: [
-        packets.exchanged(packets.BLOCKS_OF_2048, elements, rank=rank)
+        packets.exchanged(packets.BLOCKS[0], elements, rank=rank)
         for rank, elements in ((0, 4096), (1, 1 << 15), (3, 8192))
     ],
     "packet gemm": lambda: [

@@ -71,7 +71,6 @@ EVERY_BLOCK = [
     ("shape", "dtype", "num_ranks"),
     quick(
         EVERY_BLOCK,
-        (LaunchParams(32, 512), torch.float32, 2),
         (BLOCKS[0], torch.bfloat16, 4),
     ),
 )
@@ -124,13 +123,12 @@ def assert_words_are_cleared_after_all_threads_have_them(ptx):
 @pytest.mark.parametrize(
     ("elements", "dtype", "arch"),
     quick(
-        OTHERS := [
+        [
             (1, torch.float32, 90),
             (4096, torch.bfloat16, 80),
             (4097, torch.bfloat16, 90),
             (4096, torch.bfloat16, 100),
         ],
-        OTHERS[0],
     ),
 )
 def test_odd_sizes_and_other_generations(elements, dtype, arch):

@@ -111,7 +111,6 @@ def test_a_gathered_tile_reads_the_scales_of_its_shard():
         [("gemm_rs", PERSISTENT_TILES[5]), ("gemm_ar", PERSISTENT_TILES[5])]
         + [("split", tiles) for tiles in SPLIT_TILES],
         ("gemm_rs", PERSISTENT_TILES[5]),
-        ("gemm_ar", PERSISTENT_TILES[5]),
     ),
 )
 def test_a_sum_over_ranks_multiplies_fp8(kind, tiles):

@@ -48,7 +48,7 @@ HARDEST = [
 
 @pytest.mark.parametrize(
     ("index", "columns"),
-    quick([*((each, None) for each in HARDEST), (5, 128)], (0, None), (5, 128)),
+    quick([*((each, None) for each in HARDEST), (5, 128)], (0, None)),
 )
 def test_a_tile_fits_without_spills(sm90, index, columns):
     layout, config = LAYOUTS[index % 2], EVERY_TILE[index]
