@@ -19,7 +19,7 @@ from triton_dist.layers.nvidia.fp8 import quantise
         (TP_MLP, "static", 24, True),
         (TP_Attn, "row", 0, True),
         (TP_MoE, "block", 136, False),  # two blocks, the last is partial
-        (EP_MoE, "block", 136, False),
+        (EP_MoE, "row", 24, False),
         *(
             pytest.param(*each, False, marks=pytest.mark.stress)
             for each in (
@@ -27,7 +27,7 @@ from triton_dist.layers.nvidia.fp8 import quantise
                 (TP_Attn, "block", 0),
                 (TP_MoE, "static", 24),
                 (EP_MoE, "static", 24),
-                (EP_MoE, "row", 24),
+                (EP_MoE, "block", 136),
             )
         ),
     ],
