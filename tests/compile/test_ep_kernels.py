@@ -41,7 +41,7 @@ def context(num_ranks, experts, topk, hidden=7168, tokens=4096, capacity=None):
         local_experts=experts // num_ranks, meta_elements=1024, meta_lines=1024,
         epochs=words(2), slot_tokens=128, first_slot=tokens, control=words(2),
         dropped=matrix(1, dtype=torch.int32),
-        pending=None, can_combine=True, sums=buffer, _buffer=buffer,
+        pending=None, can_combine=True, combine_buffer=buffer, _buffer=buffer,
         device=SimpleNamespace(torch_device=torch.device("meta"), num_sms=132),
     )  # fmt: skip
     return ctx

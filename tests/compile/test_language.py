@@ -29,7 +29,7 @@ def kernel_wait(flags_ptr, timeout_ptr, out_ptr, count, GUARDED: tl.constexpr, B
 @jit
 def kernel_tell(flags_ptr, table_ptr, OP: tl.constexpr, MASKED: tl.constexpr):
     peers = tl.arange(0, 4)
-    dl.yield_to_others()
+    dl.give_turn()
     if MASKED:
         dl.notify(flags_ptr + peers, 1, OP, mask=peers < 3)
     else:

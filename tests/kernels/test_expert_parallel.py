@@ -132,7 +132,7 @@ def test_nan_weights_of_masked_ids_have_no_effect(ctx):
 def test_programs_leave_room_for_a_second_context(ctx, monkeypatch):
     gpu = SimpleNamespace(interprets=False, num_sms=132)
     call = DispatchCall(X, IDS, ctx, num_ctas=128)
-    call.key, call.limit = call.key._replace(topk=16), 8192
+    call.key, call.token_limit = call.key._replace(topk=16), 8192
     monkeypatch.setattr(algorithms, "current_device", lambda: gpu)
     assert max_programs(None, 1) == 128
     for experts in (1, 4, 128, 512):
@@ -155,7 +155,7 @@ def test_programs_of_packets_wait_for_smaller_numbers(ctx):
 def test_a_context_that_cannot_combine_has_no_memory_for_sums():
     sizes = (0, 1, 1, TOKENS, HIDDEN, EXPERTS, TOPK, torch.float32)
     with create_ep_context(*sizes, can_combine=False) as ctx:
-        assert ctx.sums.shard_words == 16
+        assert ctx.combine_buffer.shard_words == 16
         received = ep_dispatch.fn(X, IDS, ctx)
         for algorithm in ("push", "collective"):
             with pytest.raises(InvalidArgument, match="can_combine=True"):
@@ -165,10 +165,10 @@ def test_a_context_that_cannot_combine_has_no_memory_for_sums():
 def test_late_flags_are_searched_in_all_programs_that_set_them(ctx):
     call = DispatchCall(X, IDS, ctx, num_ctas=3)
     call.run()
-    meta, copies, _ = call.programs()
-    assert ctx.buffer._last_call == (1, meta + copies, 2)  # chunk 0: ids, chunk 1: rows
+    num_meta, num_copy, _ = call.programs()
+    assert ctx.buffer._last_call == (1, num_meta + num_copy, 2)  # chunk 0: ids, chunk 1: rows
     ep_combine.fn(torch.ones(9, HIDDEN), call.run(), ctx, num_ctas=5, num_chunks=2)
-    assert ctx.sums._last_call == (1, 1, 1)
+    assert ctx.combine_buffer._last_call == (1, 1, 1)
 
 
 def test_keys_tell_replicas_and_dtypes_of_ids_apart(ctx):

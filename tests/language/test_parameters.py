@@ -15,7 +15,7 @@ from triton_dist import runner
 PARAMETERS = {
     "breakpoint": "condition",
     "consume_token": "value token",
-    "yield_to_others": "",
+    "give_turn": "",
     "mark": "name pipelined",
     "notify": "ptr value op mask",
     "only_rows": "desc begin end",

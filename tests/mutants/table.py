@@ -183,7 +183,7 @@ MUTANTS = (
     Mutant(
         "expert parallel: a call claims items from the first one on",
         _EP_KERNEL,
-        "tl.store(peers.calls + claims_word(epoch + 1), 0)",
+        "tl.store(peers.calls + claim_counter_index(epoch + 1), 0)",
         "pass",
         EXPERT_PARALLEL,
     ),

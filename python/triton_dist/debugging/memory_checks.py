@@ -138,12 +138,12 @@ def track_origins(upstream: Any) -> Undo:
     def keep_origin(operand: int) -> Callable[..., Any]:
         """Wrap an operation whose result loses the origin of operand number ``operand``."""
 
-        def constructed(original: Any, self: Any, *args: Any) -> Any:
+        def with_origin(original: Any, self: Any, *args: Any) -> Any:
             result = original(self, *args)
             result.data = _with_origin(result.data, _origin_of(args[operand].data))
             return result
 
-        return constructed
+        return with_origin
 
     def pointer_from_number(original: Any, self: Any, src: Any, dst_type: Any) -> Any:
         result = original(self, src, dst_type)

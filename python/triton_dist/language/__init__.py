@@ -7,7 +7,7 @@ in the interpreter and below the compute capability that they need.
     notify         set a flag or add to it, after all stores of the program (release)
     wait           spin until flags reach a value (acquire); return a token
     consume_token  order a load after the wait that returned the token
-    yield_to_others      yield before polling the results of other programs of the grid
+    give_turn      yield before polling the results of other programs of the grid
     only_rows      declare which rows of a descriptor's load are used, for debug checks
     breakpoint     stop for ``triton-dist debug attach``; interpreter only
     dump           print values; in the interpreter also rank, program and line
@@ -19,11 +19,11 @@ from triton_dist.language._checked import breakpoint, dump  # hides Python's bre
 from triton_dist.language._marks import mark
 from triton_dist.language.signals import (
     consume_token,
+    give_turn,
     notify,
     only_rows,
     symm_at,
     wait,
-    yield_to_others,
 )
 from triton_dist.language.tma import publish_tile
 
@@ -37,5 +37,5 @@ __all__ = [
     "publish_tile",
     "symm_at",
     "wait",
-    "yield_to_others",
+    "give_turn",
 ]

@@ -223,7 +223,7 @@ def _token():
 
 
 @jit
-def yield_to_others():
+def give_turn():
     """Yield to other programs of the grid before polling their results.
 
     The interpreter runs one program at a time until it ends or waits. In compiled kernels, this is

@@ -48,12 +48,12 @@ class _ProgramThread:
     def can_continue(self) -> bool:
         return self.unchanged is None or not self.unchanged()
 
-    def yield_to_others(self) -> None:
+    def give_turn(self) -> None:
         self._turn = True
         self._signals.put(None)
 
     def await_turn(self, interrupted: Callable[[BaseException], None]) -> None:
-        """Block until :meth:`yield_to_others`. If a signal handler raises an exception, pass it to
+        """Block until :meth:`give_turn`. If a signal handler raises an exception, pass it to
         ``interrupted`` and keep waiting. If the wait ended without the turn, two programs would run
         at the same time."""
         while not self._turn:
@@ -112,7 +112,7 @@ class CooperativeGrid:
         finally:
             _local.grid, _local.worker = outer
         if self._ready:
-            self._ready.popleft().yield_to_others()
+            self._ready.popleft().give_turn()
             self._all_done.await_turn(self._fail)
         for thread in self._threads:
             thread.join()
@@ -178,7 +178,7 @@ class CooperativeGrid:
         saved = dict(self._state)
         self._ready.remove(other)
         self._ready.append(worker)
-        other.yield_to_others()
+        other.give_turn()
         worker.await_turn(self._fail)
         self._state.update(saved)
         if self._error is not None:
@@ -188,7 +188,7 @@ class CooperativeGrid:
         def work() -> None:
             worker.await_turn(self._fail)
             self._run_programs(worker)
-            (self._ready.popleft() if self._ready else self._all_done).yield_to_others()
+            (self._ready.popleft() if self._ready else self._all_done).give_turn()
 
         # The context contains numpy's error state, which the program needs from the caller.
         thread = threading.Thread(

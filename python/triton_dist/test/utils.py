@@ -46,7 +46,7 @@ LAYER_CONFIGS = {
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the torch dtype of a name; for an fp8 name (``RECIPES``), bf16, the results' dtype."""
+    """Return the torch dtype called ``name``; for an fp8 recipe, the dtype of results, bf16."""
     dtype = torch.bfloat16 if name in RECIPES else getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -137,7 +137,7 @@ class ScriptParser(argparse.ArgumentParser):
         )  # fmt: skip
 
     def add_rounds(self, iters: int, warmup: int, minimum: int = 1) -> None:
-        """Add ``--iters`` (at minimum ``least``), and ``--warmup`` with its alias."""
+        """Add ``--iters`` (``minimum`` or more) and ``--warmup`` (or ``--warmup_iters``)."""
         self.add_argument(
             "--iters", type=at_least(minimum), default=iters, help="number of measured rounds"
         )

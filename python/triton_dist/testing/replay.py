@@ -114,8 +114,8 @@ class Replay:
         self.milliseconds += runs[index % len(runs)]
 
     def attempt(self, request: Request, policy: Policy) -> Outcome:
-        """Return the outcome of ``request``, a config and a number of samples, as in a tuning. The
-        first request of a config also makes one run that is not measured."""
+        """Return the outcome of ``request`` from recorded runs. As in a tuning, the first request
+        of a config also makes one run that is not measured."""
         runs = self._runs[request.config.digest]
         if isinstance(runs, Failure):
             return runs

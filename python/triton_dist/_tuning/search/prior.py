@@ -6,8 +6,8 @@ time multiplied by a ratio four standard deviations below the mean, on a logarit
 is hopeless if this time is longer than the time of the fastest sampled config. If predictions are
 bad, the ratios differ widely, and nothing is skipped.
 
-Predictions of one algorithm say little about another. So a config is skipped only if a config with
-the same strings (algorithm, reduction) was sampled.
+Predictions for one algorithm say little about another. So a config is skipped only after another
+config with the same algorithm was sampled. All values that are strings identify the algorithm.
 """
 
 from __future__ import annotations

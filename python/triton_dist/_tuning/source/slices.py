@@ -90,8 +90,8 @@ class Slice:
         """Follow what is tuned: a function, a partial, a bound method or a callable object."""
         if (function := function_in(original(value))) is not None:
             # Omit the tuner's decorators of the function, because their arguments are compared by
-            # value. The first function followed in a statement is the tuned one; later ones are
-            # its hooks, such as ``prune_fn``.
+            # value. The statement may also contain hooks, such as ``prune_fn``. The tuned function
+            # is followed before them.
             code = function.__code__
             file, line = self._file(function.__globals__, code), code.co_firstlineno
             undecorated = {
@@ -162,9 +162,8 @@ class Slice:
         """Follow the functions and classes in ``value``, and the classes of the data in it.
 
         Args:
-            by_name: follow the globals that have the names of the functions and classes, without
-                closures. A global may hold closures that differ by rank, and other modules may have
-                put functions into it.
+            by_name: follow the globals that have the names of the functions and classes, and do
+                not follow closures, because those in a global may differ by rank.
         """
         pending = [value]
         for _ in range(_MAX_VISITS):
@@ -378,7 +377,7 @@ class Slice:
             source.literal[unique] = text
         elif name in later or kinds & _RUN_TIME_EXPRESSIONS:
             source.uncounted[unique] = "it is computed when the program runs"
-        elif ast.Name not in kinds:  # otherwise the constants in the expression are recorded
+        elif ast.Name not in kinds:  # the constants that an expression names are recorded instead
             is_fixed = len(binding) == 1 and not binding[0].is_conditional
             (source.literal if is_fixed else source.bound)[unique] = text
 

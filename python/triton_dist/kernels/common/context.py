@@ -165,7 +165,7 @@ def agree_to_create(
 
     Args:
         function: name of the caller's public function, for errors.
-        context_name: kind of context with its article, for errors.
+        context_name: what the context is for, in errors, such as "an AllGather-GEMM".
         rank: the caller's rank in the group.
         group_sizes: numbers of ranks of the group and on one host, by argument name.
         sizes: ints that must be at least 1 and equal on all ranks, by argument name.

@@ -106,30 +106,30 @@ def check_sum(x: torch.Tensor, output: torch.Tensor) -> None:
 
 
 def check(args: argparse.Namespace, ctx: AllReduceContext) -> None:
-    sizes = random.Random(args.seed)  # equal on all ranks
+    rng = random.Random(args.seed)  # equal on all ranks
     most = max(1, args.max_nbytes // dtype_named(args.dtype).itemsize // args.alignment)
     for _ in range(args.iters):
         inputs = [
-            make_data(args, args.alignment * sizes.randint(1, most))
+            make_data(args, args.alignment * rng.randint(1, most))
             for _ in range(args.verify_shapes)
         ]
         outputs = [run_all_reduce(args, x, ctx) for x in inputs]
-        again = [run_all_reduce(args, x, ctx, _straggler(args, sizes)) for x in inputs]
+        again = [run_all_reduce(args, x, ctx, _straggler(args, rng)) for x in inputs]
         for x, output, repeated in zip(inputs, outputs, again, strict=True):
             check_sum(x, output)
             if args.method != AllReduceMethod.COLLECTIVE.value:
                 assert_bitwise_equal(repeated, output)
         for x in itertools.islice(itertools.cycle(inputs), args.verify_hang):
-            run_all_reduce(args, x, ctx, _straggler(args, sizes))
+            run_all_reduce(args, x, ctx, _straggler(args, rng))
         current_device().synchronize()
     calls = args.iters * (2 * args.verify_shapes + args.verify_hang)
     report_passed(f"{args.dtype}, {args.method or 'tuned'}, {calls} calls")
 
 
-def _straggler(args: argparse.Namespace, sizes: random.Random) -> tuple[int, int] | None:
+def _straggler(args: argparse.Namespace, rng: random.Random) -> tuple[int, int] | None:
     if not args.simulate_straggler:
         return None
-    return sizes.randrange(dist.get_world_size()), sizes.randint(0, _LATE_CYCLES)
+    return rng.randrange(dist.get_world_size()), rng.randint(0, _LATE_CYCLES)
 
 
 def sizes_to_measure(args: argparse.Namespace) -> Iterator[int]:

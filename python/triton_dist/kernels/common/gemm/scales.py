@@ -54,7 +54,7 @@ class Recipe(enum.Enum):
 
 
 # Values of the kernels' constant SCALING; kernels compare them with < and >=. They are ints because
-# Triton 3.6 rejects a str as a default. With FAST and larger values, a bias is optional.
+# Triton 3.6 rejects a str as a default. From FAST on, a bias is optional.
 UNSCALED = tl.constexpr(0)
 """Neither scales nor a bias."""
 BIAS_ONLY = tl.constexpr(1)

@@ -66,8 +66,8 @@ def multiply_steps(
     """Return ``accumulator`` plus the product over steps ``first_step`` to ``end`` along K.
 
     ``end`` is excluded. ``b_row`` is the row of B that is multiplied by the first column of A.
-    ``scales`` and the arguments after it are passed to ``scaled_dot``: ``scale_row`` is the tile's
-    first row in the scales of A, ``rows`` the end of these rows.
+    ``scales`` and the arguments after it are passed to ``scaled_dot``. ``scale_row`` is the tile's
+    first row in the scales of A. Rows from ``rows`` on have no scales.
     """
     with dl.mark("mma"):
         for step in range(first_step, end):

@@ -123,7 +123,8 @@ def topk_sum(
     """Return the launch that sums the products of some columns over choices.
 
     Args:
-        products: [M * topk, num_columns], contiguous: columns from ``first_column`` on of N.
+        products: [M * topk, num_columns], contiguous. Column 0 is column ``first_column`` of the N
+            columns of ``out``.
         expert_weight: [M, topk], contiguous, of any floating dtype.
         topk_ids: [M, topk]; ids that are not in 0 to E - 1 add nothing.
         rows: row of each route in ``products``; ``None`` if rows are in the order of routes.

@@ -324,7 +324,7 @@ def decide_whether_to_wait(epoch_ptr, deferred_ptr):
     decision = MAY_WAIT
     if _count_of_begun_programs(epoch_ptr) < tl.num_programs(0):
         # In the interpreter, let other programs begin, then check again.
-        dl.yield_to_others()
+        dl.give_turn()
         if _count_of_begun_programs(epoch_ptr) < tl.num_programs(0):
             tl.store(deferred_ptr + tl.program_id(0), 1)
             decision = MUST_DEFER

@@ -238,14 +238,14 @@ class Fused(Algorithm[Call, EPGroupGEMMKey]):
 
     def compile(self, call: Call) -> None:
         received = call.dispatch.result()
-        call.dispatch.kernel(received.layout, copies=0).compile()
+        call.dispatch.kernel(received.layout, num_copy=0).compile()
         for launch in self.launches(call, received)[1]:
             launch.compile()
 
     def run(self, call: Call) -> Any:
         received = call.dispatch.result()
         C, (order, product) = self.launches(call, received)
-        call.dispatch.launch_kernel(received.layout, copies=0)
+        call.dispatch.launch_kernel(received.layout, num_copy=0)
         call.ctx.buffer.launcher.repeat(order)
         call.ctx.buffer.repeat(product, call.num_ctas or _NUM_COPY_PROGRAMS[0])
         return C, received
@@ -286,11 +286,12 @@ class Fused(Algorithm[Call, EPGroupGEMMKey]):
             call.x, call.topk_ids, call.expert_map, received.rows, rows.pointers
         )
         num_copy_programs = call.num_ctas or _NUM_COPY_PROGRAMS[0]
-        digest = digest_of(dispatch.limit, plan.TOPK, self.name, call.x.dtype, num_copy_programs)
+        max_tokens = dispatch.token_limit
+        digest = digest_of(max_tokens, plan.TOPK, self.name, call.x.dtype, num_copy_programs)
         arguments = (
-            tensors, ctx.buffer.regions(torch.int32)[1], B, C, memory, dispatch.tokens,
-            dispatch.limit, dispatch.logical_experts, ctx.rank, num_copy_programs, digest, K,
-            strides, output_columns,
+            tensors, ctx.buffer.regions(torch.int32)[1], B, C, memory, dispatch.tokens, max_tokens,
+            dispatch.logical_experts, ctx.rank, num_copy_programs, digest, K, strides,
+            output_columns,
         )  # fmt: skip
         options = {**product.options, "ep_plan": plan, "grouped_plan": grouped_plan}
         grid = (num_copy_programs + product.grid[0],)  # type: ignore[index]

@@ -174,8 +174,8 @@ class DispatchCall(OpCall):
             "ep_dispatch", self.num_ctas, self.block_bytes, None, DEFAULT_PARAMS
         )
         ctx, experts = self.ctx, self.expert_map
-        self.tokens, self.limit = len(self.x), self.key.M
-        self.capacity = min(ctx.capacity, self.limit)
+        self.tokens, self.token_limit = len(self.x), self.key.M
+        self.capacity = min(ctx.capacity, self.token_limit)
         self.logical_experts = ctx.num_experts if experts is None else len(experts)
         self.wire_dtype = torch.float8_e4m3fn if self.quantise else self.x.dtype
         self.chosen_algorithm.check(self)
@@ -225,19 +225,20 @@ class DispatchCall(OpCall):
     @functools.cached_property
     def locations(self) -> torch.Tensor | None:
         """Memory for the result of ``kernel_locate``; ``None`` unless the capacity is limited."""
-        if self.capacity == self.limit:
+        if self.capacity == self.token_limit:
             return None
-        return int32_vectors(self.ctx.device.torch_device, self.ctx.num_ranks * self.limit)[0]
+        return int32_vectors(self.ctx.device.torch_device, self.ctx.num_ranks * self.token_limit)[0]
 
-    def programs(self, copies: int | None = None) -> tuple[int, int, int]:
+    def programs(self, num_copy: int | None = None) -> tuple[int, int, int]:
         """Return the numbers of meta, copy and layout programs."""
-        total, blocks = max_programs(self.num_sms), -(-self.limit // block_tokens(self.key.topk))
-        meta = max(1, min(_MAX_META_PROGRAMS, blocks, total // 8))
-        layouts = min(_MAX_LAYOUT_PROGRAMS, self.ctx.num_ranks * blocks)
-        if copies is None:
-            copies = min(self.params.num_ctas, total - meta - 1 - min(layouts, total // 4))
-            copies = max(1, copies)
-        return meta, copies, max(1, min(layouts, total - meta - 1 - copies))
+        blocks = -(-self.token_limit // block_tokens(self.key.topk))
+        total = max_programs(self.num_sms)
+        num_meta = max(1, min(_MAX_META_PROGRAMS, blocks, total // 8))
+        num_layout = min(_MAX_LAYOUT_PROGRAMS, self.ctx.num_ranks * blocks)
+        if num_copy is None:
+            num_copy = min(self.params.num_ctas, total - num_meta - 1 - min(num_layout, total // 4))
+            num_copy = max(1, num_copy)
+        return num_meta, num_copy, max(1, min(num_layout, total - num_meta - 1 - num_copy))
 
     def plan(self) -> EPPlan:
         key, block = self.key, self.params.block_bytes // self.x.element_size()
@@ -251,10 +252,10 @@ class DispatchCall(OpCall):
         """Return a result whose tensors the call will fill."""
         ctx = self.ctx
         topk, experts, num_ranks = self.topk_ids.shape[1], ctx.local_experts, ctx.num_ranks
-        routes, device = num_ranks * self.limit * topk, ctx.device.torch_device
+        routes, device = num_ranks * self.token_limit * topk, ctx.device.torch_device
         row_of_position, position_of_route, local_ids, ends, counts, destinations = int32_vectors(
             device, routes + experts * (self.alignment - 1), routes, routes, experts,
-            experts * num_ranks, self.limit,
+            experts * num_ranks, self.token_limit,
         )  # fmt: skip
         weights = None
         if self.topk_weights is not None:
@@ -267,7 +268,7 @@ class DispatchCall(OpCall):
             ctx, self.row_buffer()[: rows * ctx.hidden].view(rows, ctx.hidden), scales,
             row_of_position, ends, counts.view(experts, num_ranks), weights,
             position_of_route.view(-1, topk), local_ids.view(-1, topk), destinations, self.tokens,
-            self.limit, self.routing_skew,
+            self.token_limit, self.routing_skew,
         )  # fmt: skip
 
     def row_buffer(self) -> torch.Tensor:
@@ -275,39 +276,39 @@ class DispatchCall(OpCall):
         return self.ctx.buffer.memory["rows"].local.view(self.wire_dtype)
 
     def launch_kernel(
-        self, layout: EPLayout, send: bool = True, receive: bool = True, copies: int | None = None
+        self, layout: EPLayout, send: bool = True, receive: bool = True, num_copy: int | None = None
     ) -> None:
         """Launch the programs that send, the programs that receive, or both.
 
-        ``copies`` replaces the number of copy programs. If it is 0, no rows are sent.
+        ``num_copy`` replaces the number of copy programs. If it is 0, no rows are sent.
         """
         ctx = self.ctx
         if send and self.locations is not None:
             # The user's counter must not count tokens that calls of the tuner drop.
-            is_tuning = copies is not None or waits.are_limited()
+            is_tuning = num_copy is not None or waits.are_limited()
             arguments = (
                 self.topk_ids, self.expert_map, self.locations,
-                ctx.dropped_in_tuning if is_tuning else ctx.dropped, self.tokens, self.limit,
+                ctx.dropped_in_tuning if is_tuning else ctx.dropped, self.tokens, self.token_limit,
                 self.capacity, self.logical_experts, ctx.rank,
             )  # fmt: skip
             options = {"ep_plan": self.plan(), "num_warps": self.params.num_warps}
             ctx.buffer.launcher.repeat(Launch(kernel_locate, (ctx.num_ranks,), arguments, options))
-        meta_programs, copies, _ = self.programs(copies)
-        launch = self.kernel(layout, send, receive, copies)
-        ctx.buffer.repeat(launch, meta_programs + copies, 2)
+        num_meta, num_copy, _ = self.programs(num_copy)
+        launch = self.kernel(layout, send, receive, num_copy)
+        ctx.buffer.repeat(launch, num_meta + num_copy, 2)
 
-    def digest(self, plan: EPPlan, *programs: int) -> int:
+    def digest(self, *programs: int) -> int:
         """Return the call tag, a digest of the arguments that must be equal on all ranks."""
-        weighted = self.topk_weights is not None
-        return digest_of(self.limit, plan.TOPK, plan.SCALES, self.wire_dtype, weighted, *programs)
+        key, dtype = self.key, self.wire_dtype
+        return digest_of(key.M, key.topk, key.scales, dtype, key.has_weights, *programs)
 
     def kernel(
-        self, layout: EPLayout, send: bool = True, receive: bool = True, copies: int | None = None
+        self, layout: EPLayout, send: bool = True, receive: bool = True, num_copy: int | None = None
     ) -> Launch:
         ctx, memory, plan = self.ctx, self.ctx.buffer.memory, self.plan()
-        meta_programs, copies, layouts = self.programs(copies)
-        programs = (meta_programs + copies if send else 0) + (layouts + 1 if receive else 0)
-        digest = self.digest(plan, meta_programs, copies)
+        num_meta, num_copy, num_layout = self.programs(num_copy)
+        programs = (num_meta + num_copy if send else 0) + (num_layout + 1 if receive else 0)
+        digest = self.digest(num_meta, num_copy)
         has_scales = plan.SCALES != "none"
         scales, meta = memory["scales"], memory["meta"]
         regions = EPMemory(
@@ -317,8 +318,8 @@ class DispatchCall(OpCall):
         _, peers = ctx.buffer.regions(torch.int32)
         arguments = (
             self.x, self.x_scale, self.topk_ids, self.topk_weights, self.locations,
-            self.expert_map, regions, peers, layout, self.tokens, self.limit, self.capacity,
-            ctx.hidden, self.logical_experts, ctx.rank, meta_programs, copies, digest,
+            self.expert_map, regions, peers, layout, self.tokens, self.token_limit, self.capacity,
+            ctx.hidden, self.logical_experts, ctx.rank, num_meta, num_copy, digest,
         )  # fmt: skip
         options = {"receives_only": not send, "ep_plan": plan, **launch_options(self.params)}
         return Launch(kernel_dispatch, (programs,), arguments, options)
@@ -376,29 +377,29 @@ class Packets(Push):
     def launch(self, call: DispatchCall, layout: EPLayout) -> Launch:
         ctx, topk = call.ctx, call.topk_ids.shape[1]
         meta_tokens = block_tokens(topk, True)
-        metas = -(-call.limit // meta_tokens)
+        num_meta = -(-call.token_limit // meta_tokens)
         plan = call.plan()._replace(
             BLOCK=max(4 * SCALE_ELEMENTS, call.params.block_bytes // call.x.element_size()),
-            BLOCKS=triton.next_power_of_2(ctx.num_ranks * metas), META_TOKENS=meta_tokens,
+            BLOCKS=triton.next_power_of_2(ctx.num_ranks * num_meta), META_TOKENS=meta_tokens,
         )  # fmt: skip
         per_sm = packet_programs_per_sm(ctx.num_ranks)
         total = max_programs(call.num_sms, per_sm)
-        metas = min(metas, -(-total // 8))
-        layouts = min(ctx.num_ranks * metas, -(-total // 4))
-        copies = min(call.params.num_ctas, total - metas - layouts)
+        num_meta = min(num_meta, -(-total // 8))
+        num_layout = min(ctx.num_ranks * num_meta, -(-total // 4))
+        num_copy = min(call.params.num_ctas, total - num_meta - num_layout)
         # Each copy program handles the same block of columns in all its rows. It then waits only
         # for programs with smaller numbers.
         blocks = -(-ctx.hidden // plan.BLOCK)
-        copies -= copies % blocks if copies > blocks else 0
-        programs = metas + copies + layouts
-        digest = call.digest(plan, metas, copies)
+        num_copy -= num_copy % blocks if num_copy > blocks else 0
+        programs = num_meta + num_copy + num_layout
+        digest = call.digest(num_meta, num_copy)
         has_scales = plan.SCALES != "none"
         arguments = (
             call.x, call.x_scale, call.topk_ids, call.topk_weights, call.expert_map,
             call.row_buffer(), ctx.buffer.memory["scales"].local if has_scales else None,
             ctx.buffer.packet_regions()._replace(calls=ctx.epochs), layout, call.tokens,
-            call.limit, ctx.hidden, call.logical_experts, ctx.rank, ctx.meta_lines, metas, copies,
-            digest,
+            call.token_limit, ctx.hidden, call.logical_experts, ctx.rank, ctx.meta_lines, num_meta,
+            num_copy, digest,
         )  # fmt: skip
         options = {"ep_plan": plan, **launch_options(call.params, per_sm, 1024)}
         return Launch(kernel_dispatch_packets, (programs,), arguments, options)
@@ -424,7 +425,7 @@ class Collective(Push):
             raise InvalidArgument("ep_dispatch", "algorithm", self.name, expected)
 
     def start(self, call: DispatchCall, received: Received) -> None:
-        call.launch_kernel(received.layout, copies=0)
+        call.launch_kernel(received.layout, num_copy=0)
         x, scale = call.x.detach(), call.x_scale
         if call.quantise:
             groups = -(-x.shape[1] // SCALE_ELEMENTS)
@@ -438,8 +439,8 @@ class Collective(Push):
         for source, target in ((x, received.rows), (scale, received.scales)):
             if source is not None and target is not None:
                 shard = source
-                if len(source) < call.limit:
-                    shard = source.new_empty((call.limit, source.shape[1]))
+                if len(source) < call.token_limit:
+                    shard = source.new_empty((call.token_limit, source.shape[1]))
                     shard[: len(source)] = source
                 if call.ctx.num_ranks == 1:
                     target.copy_(shard)

@@ -70,7 +70,7 @@ _COMBINE_PARAMS = tuple(
 
 
 @jit
-def check_rows(y_rows, ep_layout, ep_plan: tl.constexpr):
+def report_missing_rows(y_rows, ep_layout, ep_plan: tl.constexpr):
     """Report a fault if y has fewer rows than positions in use. Missing products count as zero."""
     is_short = tl.load(ep_layout.ends + ep_plan.EXPERTS - 1) > y_rows
     if (tl.program_id(0) == 0) & is_short:
@@ -248,7 +248,7 @@ def kernel_combine(
                     first_token, hidden, ep_plan,
                 )  # fmt: skip
     if program == 0:
-        check_rows(y_rows, ep_layout, ep_plan)
+        report_missing_rows(y_rows, ep_layout, ep_plan)
 
 
 @jit(do_not_specialize=["y_rows", "tokens"])
@@ -259,7 +259,7 @@ def kernel_partial_sums(
 
     ``out`` is the input of the reduce-scatter of a library.
     """
-    check_rows(y_rows, ep_layout, ep_plan)
+    report_missing_rows(y_rows, ep_layout, ep_plan)
     token = tl.program_id(0).to(tl.int64)
     while token < tokens:
         for first in range(0, hidden, ep_plan.BLOCK):
@@ -340,7 +340,7 @@ class CombineCall(OpCall):
         options = {"ep_plan": self.plan(), "num_warps": self.params.num_warps}
         arguments = (self.y, len(self.y), out, self.layout(), tokens, ctx.hidden)
         grid = (min(tokens, 8 * ctx.device.num_sms),)
-        ctx.sums.launcher.repeat(Launch(kernel_partial_sums, grid, arguments, options))
+        ctx.combine_buffer.launcher.repeat(Launch(kernel_partial_sums, grid, arguments, options))
         return out
 
 
@@ -369,18 +369,18 @@ class CombinePush(Algorithm[CombineCall, Key]):
 
     def run(self, call: CombineCall) -> torch.Tensor:
         out, launch = self.launch(call)
-        call.ctx.sums.repeat(launch)
+        call.ctx.combine_buffer.repeat(launch)
         return out
 
     def launch(self, call: CombineCall) -> tuple[torch.Tensor, Launch]:
         """Return the result, and the launch that computes it."""
         ctx, received, params = call.ctx, call.received, call.params
         out = call.y.new_empty((received.tokens, ctx.hidden))
-        _, peers = ctx.sums.regions(call.y.dtype)
+        _, peers = ctx.combine_buffer.regions(call.y.dtype)
         slot = ctx.slot_tokens if received.max_tokens <= ctx.slot_tokens else 0
         digest = digest_of(received.max_tokens, call.key.topk, call.has_weights, params)
         arguments = (
-            call.y, len(call.y), out, ctx.sums.packet_regions(), peers, call.layout(),
+            call.y, len(call.y), out, ctx.combine_buffer.packet_regions(), peers, call.layout(),
             received.tokens, received.max_tokens, ctx.first_slot, slot, ctx.hidden, ctx.rank,
             params.num_chunks, digest,
         )  # fmt: skip

@@ -109,7 +109,7 @@ class EPContext(OpContext[ExchangeBuffer]):
             sums = ExchangeBuffer(
                 1, group, "ep_combine", packet_bytes, disagreements, packet_slots=1
             )
-            self.sums = add(sums)
+            self.combine_buffer = add(sums)
         device = self.device.torch_device
         self.epochs = torch.zeros(MAX_CTAS, dtype=torch.int64, device=device)
         # The addresses of both are multiples of 16 bytes, so Triton compiles one kernel for both.

@@ -133,16 +133,16 @@ class EPPlan(NamedTuple):
 
 
 @jit
-def begin_ep_call(peers, call_tag, rank, continues: tl.constexpr, ep_plan: tl.constexpr):
+def begin_ep_call(peers, call_tag, rank, is_continuation: tl.constexpr, ep_plan: tl.constexpr):
     """Begin a call. Each program calls this once.
 
-    A launch with ``continues`` belongs to the call of the launch before. ``offset`` of the result
-    is an int64 zero, which makes the indices of rows int64.
+    A launch with ``is_continuation`` belongs to the call of the launch before. ``offset`` of the
+    result is an int64 zero, which makes the indices of rows int64.
     """
     peer = tl.arange(0, ep_plan.LANES)
     table = tl.load(peers.table + peer, mask=peer < ep_plan.NUM_RANKS, other=0)
     flags = table.to(peers.arrivals.dtype) + tl.program_id(0) * ep_plan.NUM_RANKS + rank
-    if not continues:
+    if not is_continuation:
         step = tl.where(tl.program_id(0) == 0, _PER_CALL - tl.num_programs(0) + 1, 1).to(tl.int64)
         counted = tl.atomic_add(peers.calls + 1, step, sem="relaxed", scope="gpu")
         epoch = counted // _PER_CALL + 1
@@ -150,20 +150,20 @@ def begin_ep_call(peers, call_tag, rank, continues: tl.constexpr, ep_plan: tl.co
         # have claimed in the next call (``send_rows``): reset it.
         if tl.program_id(0) == 0:
             tl.atomic_add(peers.calls, MAX_CTAS, sem="relaxed", scope="gpu")
-            tl.store(peers.calls + claims_word(epoch + 1), 0)
+            tl.store(peers.calls + claim_counter_index(epoch + 1), 0)
     else:
         epoch = tl.load(peers.calls + 1) // _PER_CALL
     return Call(flags=flags, epoch=epoch, offset=epoch * 0, call_tag=call_tag, rank=rank)
 
 
 @jit
-def claims_word(epoch):
+def claim_counter_index(epoch):
     """Return the index in ``Peers.calls`` of the number of claimed items of a call."""
     return 2 + epoch % 2
 
 
 @jit
-def physical_expert(logical, token, map_ptr, num_experts, rank, ep_plan: tl.constexpr):
+def physical_expert(logical, token, expert_map_ptr, num_experts, rank, ep_plan: tl.constexpr):
     """Return the physical experts of logical ids.
 
     The result is -1 for an id of -1, and INVALID for ids out of range. Tokens alternate between the
@@ -171,8 +171,8 @@ def physical_expert(logical, token, map_ptr, num_experts, rank, ep_plan: tl.cons
     """
     valid = (logical >= 0) & (logical < num_experts)
     expert = tl.where(valid, logical, tl.where(logical == -1, -1, INVALID)).to(tl.int32)
-    if map_ptr is not None:
-        replicas_ptr = map_ptr + tl.where(valid, logical, 0).to(tl.int32) * ep_plan.REPLICAS
+    if expert_map_ptr is not None:
+        replicas_ptr = expert_map_ptr + tl.where(valid, logical, 0).to(tl.int32) * ep_plan.REPLICAS
         replicas = expert * 0
         REPLICAS: tl.constexpr = ep_plan.REPLICAS
         for replica in tl.static_range(REPLICAS):
@@ -187,8 +187,8 @@ def physical_expert(logical, token, map_ptr, num_experts, rank, ep_plan: tl.cons
 
 @jit
 def read_block(
-    first, ids_ptr, weights_ptr, locations_ptr, map_ptr, num_experts, ep_layout, rank, tokens,
-    max_tokens, ep_plan: tl.constexpr,
+    first, ids_ptr, weights_ptr, locations_ptr, expert_map_ptr, num_experts, ep_layout, rank,
+    tokens, max_tokens, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Return the experts and the bits of the weights of a block of tokens, and its route counts.
 
@@ -206,7 +206,7 @@ def read_block(
     if weights_ptr is not None:
         weight = tl.load(weights_ptr + route, mask=valid, other=0.0).to(tl.float32)
         bits = weight.to(tl.int32, bitcast=True)
-    expert = physical_expert(logical, token[:, None], map_ptr, num_experts, rank, ep_plan)
+    expert = physical_expert(logical, token[:, None], expert_map_ptr, num_experts, rank, ep_plan)
     owner = tl.where(expert >= 0, expert // ep_plan.EXPERTS, -1)
     is_sent = owner >= 0
     if locations_ptr is not None:
@@ -222,8 +222,8 @@ def read_block(
 
 @jit
 def send_meta(
-    program, ids_ptr, weights_ptr, locations_ptr, map_ptr, num_experts, memory, ep_layout, call,
-    tokens, max_tokens, num_meta, ep_plan: tl.constexpr,
+    program, ids_ptr, weights_ptr, locations_ptr, expert_map_ptr, num_experts, memory, ep_layout,
+    call, tokens, max_tokens, num_meta, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Store ids, weights, locations and counts of this rank's tokens on every rank. Set flags."""
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
@@ -235,8 +235,8 @@ def send_meta(
     choice = tl.arange(0, ep_plan.TOPK_LANES)[None, :]
     for first in range(program * ep_plan.META_TOKENS, max_tokens, num_meta * ep_plan.META_TOKENS):
         expert, bits, count = read_block(
-            first, ids_ptr, weights_ptr, locations_ptr, map_ptr, num_experts, ep_layout, call.rank,
-            tokens, max_tokens, ep_plan,
+            first, ids_ptr, weights_ptr, locations_ptr, expert_map_ptr, num_experts, ep_layout,
+            call.rank, tokens, max_tokens, ep_plan,
         )  # fmt: skip
         token = first + tl.arange(0, ep_plan.META_TOKENS)
         in_call = token < max_tokens
@@ -319,14 +319,14 @@ def await_begun(begun, phase, peers, call, ep_plan: tl.constexpr):
 
 @jit
 def send_rows(
-    program, x_ptr, x_scale_ptr, ids_ptr, locations_ptr, map_ptr, num_experts, rows, scales,
-    strides, peers, call, tokens, max_tokens, hidden, rank, copies, ep_plan: tl.constexpr,
-    CLAIMED: tl.constexpr = False,
+    program, x_ptr, x_scale_ptr, ids_ptr, locations_ptr, expert_map_ptr, num_experts, rows, scales,
+    strides, peers, call, tokens, max_tokens, hidden, rank, num_senders, ep_plan: tl.constexpr,
+    CLAIMS_BLOCKS: tl.constexpr = False,
 ):  # fmt: skip
     """Store this program's tokens once on each rank that owns one of their experts.
 
-    If CLAIMED is true, programs claim the second half of the blocks one by one. With fixed shares,
-    a program with many rows for peers would end much later than the others.
+    If CLAIMS_BLOCKS is true, the ``num_senders`` programs claim the second half of the blocks one
+    by one. With fixed shares, a program with many rows for peers would end much later than others.
 
     ``rows[i]`` and ``scales[i]`` are the addresses of the first token on rank ``rank + i``.
     ``strides`` are the strides of rows and scales on peers. If ``call`` is ``None``, rows are sent
@@ -338,11 +338,11 @@ def send_rows(
     blocks, groups = tl.cdiv(hidden, BLOCK), tl.cdiv(hidden, SCALE_ELEMENTS)
     items = tokens * blocks
     next_x, next_ids = load_block(x_ptr, ids_ptr, program, items, hidden, ep_plan)
-    begun, item, first_claimed = 0, program, tl.maximum(items // 2, copies)
+    begun, item, first_claimed = 0, program, tl.maximum(items // 2, num_senders)
     while item < items:
-        x, ids, next_item = next_x, next_ids, item + copies
-        if CLAIMED and next_item >= first_claimed:
-            claims = peers.calls + claims_word(call.epoch)
+        x, ids, next_item = next_x, next_ids, item + num_senders
+        if CLAIMS_BLOCKS and next_item >= first_claimed:
+            claims = peers.calls + claim_counter_index(call.epoch)
             claimed = tl.atomic_add(claims, 1, sem="relaxed", scope="gpu")
             next_item = first_claimed + claimed.to(tl.int32)
         next_x, next_ids = load_block(x_ptr, ids_ptr, next_item, items, hidden, ep_plan)
@@ -355,7 +355,7 @@ def send_rows(
             scale_ptr = x_scale_ptr + token * groups + group
             scale = tl.load(scale_ptr, mask=group < groups, other=0.0)
         x = x.to(rows[0].dtype.element_ty)
-        expert = physical_expert(ids, item // blocks, map_ptr, num_experts, rank, ep_plan)
+        expert = physical_expert(ids, item // blocks, expert_map_ptr, num_experts, rank, ep_plan)
         # Begin with this rank's rows, because they need not wait for peers.
         for step in tl.static_range(NUM_RANKS):
             peer, location = (rank + step) % NUM_RANKS, token
@@ -379,7 +379,7 @@ def send_rows(
 
 
 @jit
-def begin_experts(
+def first_positions(
     total, ep_layout, timeout_words, program, programs, max_positions, ep_plan: tl.constexpr
 ):  # fmt: skip
     """Return the first position of each expert, and store the ends and the padding.
@@ -408,7 +408,7 @@ def begin_experts(
 
 
 @jit
-def place_routes(ep_layout, begin, ids, local, row, bits, index, valid, max_positions):
+def write_positions(ep_layout, begin, ids, local, row, bits, index, valid, max_positions):
     """Write the positions of a block's routes.
 
     ``begin`` [EXPERT_LANES] is the first free position of each expert. ``local`` is the local
@@ -439,7 +439,7 @@ def place_routes(ep_layout, begin, ids, local, row, bits, index, valid, max_posi
 
 
 @jit
-def lay_out(
+def write_layout(
     program, programs, has_locations: tl.constexpr, memory, peers, ep_layout, call, max_tokens,
     capacity, num_meta, ep_plan: tl.constexpr,
 ):  # fmt: skip
@@ -485,7 +485,7 @@ def lay_out(
             tl.store(ep_layout.counts + expert * NUM_RANKS + source, sent, mask=is_expert)
         total += sent
     max_positions = num_ids + EXPERTS * (ep_plan.ALIGNMENT - 1)
-    position = earlier + begin_experts(
+    position = earlier + first_positions(
         total, ep_layout, peers.timeout_words, program, programs, max_positions, ep_plan
     )  # fmt: skip
     for item in range(first_item, tl.minimum(first_item + block_share, NUM_RANKS * blocks)):
@@ -506,7 +506,7 @@ def lay_out(
         bits = tl.full((ROUTES,), 0, tl.int32)
         if ep_layout.weights is not None:
             bits = tl.load(meta_ptr + num_ids + index, mask=valid, other=0, cache_modifier=".cg")
-        place_routes(
+        write_positions(
             ep_layout, position, ids, tl.where(is_local, local, -1), source * capacity + location,
             bits, index, valid, max_positions,
         )  # fmt: skip
@@ -527,8 +527,8 @@ def report_fault(control_ptr, fault):
     ]
 )  # fmt: skip
 def kernel_dispatch(
-    x_ptr, x_scale_ptr, ids_ptr, weights_ptr, locations_ptr, map_ptr, memory, peers, ep_layout,
-    tokens, max_tokens, capacity, hidden, num_experts, rank, num_meta, num_copy, digest,
+    x_ptr, x_scale_ptr, ids_ptr, weights_ptr, locations_ptr, expert_map_ptr, memory, peers,
+    ep_layout, tokens, max_tokens, capacity, hidden, num_experts, rank, num_meta, num_copy, digest,
     receives_only: tl.constexpr, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Run the programs of a dispatch, or with ``receives_only`` only the last two kinds.
@@ -545,8 +545,8 @@ def kernel_dispatch(
         notify_ranks(call, 1, chunk_flag(call, 0), ep_plan)
     if program < num_meta:
         send_meta(
-            program, ids_ptr, weights_ptr, locations_ptr, map_ptr, num_experts, memory, ep_layout,
-            call, tokens, max_tokens, num_meta, ep_plan,
+            program, ids_ptr, weights_ptr, locations_ptr, expert_map_ptr, num_experts, memory,
+            ep_layout, call, tokens, max_tokens, num_meta, ep_plan,
         )  # fmt: skip
     if program < num_senders:
         NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
@@ -561,13 +561,13 @@ def kernel_dispatch(
                 scales = scales + (target + own * groups,)  # noqa: RUF005
         # The first blocks belong to the copy programs, which begin before the meta programs.
         send_rows(
-            (program + num_copy) % num_senders, x_ptr, x_scale_ptr, ids_ptr, locations_ptr, map_ptr,
-            num_experts, rows, scales, (hidden, groups), peers, call,
+            (program + num_copy) % num_senders, x_ptr, x_scale_ptr, ids_ptr, locations_ptr,
+            expert_map_ptr, num_experts, rows, scales, (hidden, groups), peers, call,
             tl.where(num_copy > 0, tokens, 0), max_tokens, hidden, rank, num_senders, ep_plan, True,
         )  # fmt: skip
         notify_ranks(call, 0, chunk_flag(call, 1), ep_plan)
     elif program < end - 1:
-        lay_out(
+        write_layout(
             program - num_senders, end - 1 - num_senders, locations_ptr is not None, memory, peers,
             ep_layout, call, max_tokens, capacity, num_meta, ep_plan,
         )  # fmt: skip
@@ -581,8 +581,8 @@ def kernel_dispatch(
 
 @jit(do_not_specialize=["tokens", "max_tokens", "capacity", "num_experts", "rank"])
 def kernel_locate(
-    ids_ptr, map_ptr, locations_ptr, dropped_ptr, tokens, max_tokens, capacity, num_experts, rank,
-    ep_plan: tl.constexpr,
+    ids_ptr, expert_map_ptr, locations_ptr, dropped_ptr, tokens, max_tokens, capacity, num_experts,
+    rank, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Compute the location of each token on each rank, and count dropped tokens. Grid (ranks,).
 
@@ -596,7 +596,9 @@ def kernel_locate(
         token = first + tl.arange(0, ep_plan.META_TOKENS)
         valid = (token < tokens)[:, None] & (choice < ep_plan.TOPK)
         logical = tl.load(ids_ptr + token[:, None] * ep_plan.TOPK + choice, mask=valid, other=-1)
-        expert = physical_expert(logical, token[:, None], map_ptr, num_experts, rank, ep_plan)
+        expert = physical_expert(
+            logical, token[:, None], expert_map_ptr, num_experts, rank, ep_plan
+        )
         is_owned = (expert >= 0) & (expert // ep_plan.EXPERTS == peer)
         is_sent = tl.max(is_owned.to(tl.int32), 1)
         location = count + tl.cumsum(is_sent, 0) - is_sent

@@ -72,7 +72,7 @@ def combine_variants(
         )
         variant_received = call.result()
         # Without copies, the rows that ``received`` refers to stay in the context.
-        call.launch_kernel(variant_received.layout, copies=0)
+        call.launch_kernel(variant_received.layout, num_copy=0)
         rows = variant_received.num_positions()
         yield {"y": y.new_zeros((rows, ctx.hidden)), "received": variant_received}
 

@@ -4,8 +4,8 @@ Receivers poll the words of the data itself: packets (``common/exchange/packets.
 lines. A peer may therefore store data before this rank has begun the call. In memory, a source rank
 has 16-byte lines in this order:
 
-* *routes*: for each route of its tokens, a packet with the physical expert and the bits of the
-  weight;
+* *routes*: for each route (a token and one of its experts), a packet with the expert and the bits
+  of the weight;
 * *counts*: for each block of tokens, the number of routes to each expert of the receiver, in
   unmarked lines;
 * *rows*: for each token, its row and the scales of the row, in unmarked lines.
@@ -52,19 +52,20 @@ from triton_dist.kernels.common.peers import AWAITED, FLAG, GAVE_UP
 from triton_dist.kernels.nvidia.expert_parallel.kernel import (
     SCALE_ELEMENTS,
     SCALES_OF_LINE,
-    begin_experts,
+    first_positions,
     has_owner,
-    place_routes,
     read_block,
     send_rows,
     store_row,
+    write_positions,
 )
 from triton_dist.language._spin import INTERPRETED, spin, wait_deadline
 
 LINE_BITS = tl.constexpr(128)
 SLOTS = tl.constexpr(3)
 BLOCK_ROUTES = tl.constexpr(128)
-"""Routes of a block, if the number of choices is rounded up to a power of two."""
+"""Routes of a block of tokens. Each token counts as many routes as topk, rounded up to a power of
+two."""
 _COUNTS_PER_LINE = tl.constexpr(4)
 """Counts in a line. Each is one word, because halves of a word may arrive at different times."""
 _ELEMENTS_PER_SCALE_LINE = tl.constexpr(SCALES_OF_LINE.value * SCALE_ELEMENTS.value)
@@ -178,7 +179,7 @@ def _polling_ptx(peers: int) -> str:
 
 @jit
 def send_routes(
-    program, programs, ids_ptr, weights_ptr, map_ptr, packets, ep_layout, tokens, max_tokens,
+    program, programs, ids_ptr, weights_ptr, expert_map_ptr, packets, ep_layout, tokens, max_tokens,
     num_experts, rank, digest, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Send ids, weights and counts of every ``programs``-th block of tokens to all ranks."""
@@ -190,7 +191,7 @@ def send_routes(
     bin = tl.arange(0, ep_plan.BINS)
     for first in range(program * META_TOKENS, max_tokens, programs * META_TOKENS):
         expert, bits, count = read_block(
-            first, ids_ptr, weights_ptr, None, map_ptr, num_experts, ep_layout, rank, tokens,
+            first, ids_ptr, weights_ptr, None, expert_map_ptr, num_experts, ep_layout, rank, tokens,
             max_tokens, ep_plan,
         )  # fmt: skip
         epoch = next_epoch(packets.calls)
@@ -216,7 +217,7 @@ def send_routes(
 @jit
 def receive_tokens(
     program, rows_ptr, scales_ptr, packets, epoch, tag, max_tokens, hidden, rank, meta_lines,
-    token_lines, copies, ep_plan: tl.constexpr,
+    token_lines, num_copy, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Wait for the rows that peers send, store them, and clear their lines."""
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
@@ -228,7 +229,7 @@ def receive_tokens(
     blocks, groups = tl.cdiv(hidden, BLOCK), tl.cdiv(hidden, SCALE_ELEMENTS)
     choice = tl.arange(0, ep_plan.TOPK_LANES)
     in_topk = choice < ep_plan.TOPK
-    for item in range(program, max_tokens * blocks, copies):
+    for item in range(program, max_tokens * blocks, num_copy):
         token = item // blocks
         first = item % blocks * BLOCK
         begin = meta_lines + token * token_lines
@@ -237,16 +238,16 @@ def receive_tokens(
         # Each thread also polls the line with the scales of its elements.
         quad = index // (_ELEMENTS_PER_SCALE_LINE // PER_LINE)
         scale_line = begin + hidden // PER_LINE + quad
-        metas, lines, scale_lines = tl.tuple([]), tl.tuple([]), tl.tuple([])
+        id_lines, lines, scale_lines = tl.tuple([]), tl.tuple([]), tl.tuple([])
         for peer in tl.static_range(NUM_RANKS - 1):
-            metas = metas + (shards[peer] + (token * ep_plan.TOPK + choice) * LINE_WORDS,)  # noqa: RUF005
+            id_lines = id_lines + (shards[peer] + (token * ep_plan.TOPK + choice) * LINE_WORDS,)  # noqa: RUF005
             shard = shards[peer].to(tl.pointer_type(tl.int32))
             lines = lines + (shard + line * 4,)  # noqa: RUF005
             scale_lines = scale_lines + (shard + scale_line * 4,)  # noqa: RUF005
-        metas = poll_lines(metas, tag, in_topk, packets.timeout_words)
+        id_lines = poll_lines(id_lines, tag, in_topk, packets.timeout_words)
         is_sent = tl.tuple([])
         for peer in tl.static_range(NUM_RANKS - 1):
-            expert, _ = tl.split(metas[peer])
+            expert, _ = tl.split(id_lines[peer])
             is_owner = has_owner(tl.where(in_topk, expert, -1), rank, ep_plan)
             is_sent = is_sent + (in_row & is_owner,)  # noqa: RUF005
         if ep_plan.SCALES != "none":
@@ -271,7 +272,7 @@ def receive_tokens(
 
 
 @jit
-def lay_out_routes(
+def write_layout_of_packets(
     program, programs, packets, ep_layout, epoch, tag, max_tokens, rank, meta_lines,
     ep_plan: tl.constexpr,
 ):  # fmt: skip
@@ -293,7 +294,7 @@ def lay_out_routes(
     counts = tl.where(is_sent[:, None], line_of(counts, 0), 0)
     counts = tl.reshape(counts, [BLOCKS, LINES * 4])
     length = NUM_RANKS * routes + EXPERTS * (ep_plan.ALIGNMENT - 1)
-    begin = begin_experts(
+    begin = first_positions(
         tl.sum(counts, 0), ep_layout, packets.timeout_words, program, programs, length, ep_plan
     )  # fmt: skip
     expert = tl.arange(0, ep_plan.EXPERT_LANES)
@@ -313,13 +314,13 @@ def lay_out_routes(
         local = tl.where((local >= 0) & (local < EXPERTS), local, -1)
         position = begin + tl.sum(tl.where(item < number, counts, 0), 0)
         route_index = source * routes + route
-        place_routes(
+        write_positions(
             ep_layout, position, ids, local, route_index // ep_plan.TOPK, bits, route_index,
             route < end, length,
         )  # fmt: skip
-    # Counts arrive even if ranks disagree, but routes do not. Positions are then missing, so the
-    # ends must be 0. Every program stores zeros if a wait gave up, because program 0 may have
-    # stored other ends before.
+    # If ranks disagree, counts arrive but routes do not, so positions of rows are not written. The
+    # ends of the experts' rows must then be 0. Every program stores zeros if a wait gave up,
+    # because program 0 may have stored other ends before.
     tl.debug_barrier()
     gave_up = tl.load(packets.timeout_words + 1, volatile=True) != 0
     tl.store(ep_layout.ends + expert, 0, mask=(expert < EXPERTS) & gave_up)
@@ -335,19 +336,19 @@ def lay_out_routes(
 
 @jit(
     do_not_specialize=[
-        "tokens", "max_tokens", "num_experts", "rank", "metas", "copies", "digest",
+        "tokens", "max_tokens", "num_experts", "rank", "num_meta", "num_copy", "digest",
     ]
 )  # fmt: skip
 def kernel_dispatch_packets(
-    x_ptr, x_scale_ptr, ids_ptr, weights_ptr, map_ptr, rows_ptr, scales_ptr, packets, ep_layout,
-    tokens, max_tokens, hidden, num_experts, rank, meta_lines, metas, copies, digest,
-    ep_plan: tl.constexpr,
+    x_ptr, x_scale_ptr, ids_ptr, weights_ptr, expert_map_ptr, rows_ptr, scales_ptr, packets,
+    ep_layout, tokens, max_tokens, hidden, num_experts, rank, meta_lines, num_meta, num_copy,
+    digest, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Run the programs of a dispatch. Grid (programs,).
 
-    The first ``metas`` programs send ids. The next ``copies`` programs send and receive rows. The
-    others lay out routes. ``meta_lines`` is the number of lines of routes and counts of a source
-    rank.
+    The first ``num_meta`` programs send ids. The next ``num_copy`` programs send and receive rows.
+    The others write the layout. ``meta_lines`` is the number of lines of routes and counts of a
+    source rank.
     """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     PER_LINE: tl.constexpr = LINE_BITS // rows_ptr.dtype.element_ty.primitive_bitwidth
@@ -357,12 +358,12 @@ def kernel_dispatch_packets(
     token_lines = row_lines
     if ep_plan.SCALES != "none":
         token_lines += tl.cdiv(groups, SCALES_OF_LINE)
-    if program < metas:
+    if program < num_meta:
         send_routes(
-            program, metas, ids_ptr, weights_ptr, map_ptr, packets, ep_layout, tokens, max_tokens,
-            num_experts, rank, digest, ep_plan,
+            program, num_meta, ids_ptr, weights_ptr, expert_map_ptr, packets, ep_layout, tokens,
+            max_tokens, num_experts, rank, digest, ep_plan,
         )  # fmt: skip
-    elif program < metas + copies:
+    elif program < num_meta + num_copy:
         own = epoch * 0 + rank * max_tokens
         targets = packet_targets(packets, rank, NUM_RANKS)
         offset = packet_offset(epoch, rank, packets.shard_words, NUM_RANKS, SLOTS)
@@ -377,19 +378,19 @@ def kernel_dispatch_packets(
                 begin += row_lines * LINE_WORDS
                 scales = scales + (begin.to(scales_ptr.dtype),)  # noqa: RUF005
         send_rows(
-            program - metas, x_ptr, x_scale_ptr, ids_ptr, None, map_ptr, num_experts, rows, scales,
-            (token_lines * PER_LINE, token_lines * SCALES_OF_LINE), None, None, tokens, max_tokens,
-            hidden, rank, copies, ep_plan,
+            program - num_meta, x_ptr, x_scale_ptr, ids_ptr, None, expert_map_ptr, num_experts,
+            rows, scales, (token_lines * PER_LINE, token_lines * SCALES_OF_LINE), None, None,
+            tokens, max_tokens, hidden, rank, num_copy, ep_plan,
         )  # fmt: skip
     tag = packet_tag(epoch, digest)
-    if program >= metas + copies:
-        lay_out_routes(
-            program - metas - copies, tl.num_programs(0) - metas - copies, packets, ep_layout,
-            epoch, tag, max_tokens, rank, meta_lines, ep_plan,
+    if program >= num_meta + num_copy:
+        write_layout_of_packets(
+            program - num_meta - num_copy, tl.num_programs(0) - num_meta - num_copy, packets,
+            ep_layout, epoch, tag, max_tokens, rank, meta_lines, ep_plan,
         )  # fmt: skip
-    elif program >= metas:
+    elif program >= num_meta:
         receive_tokens(
-            program - metas, rows_ptr, scales_ptr, packets, epoch, tag, max_tokens, hidden, rank,
-            meta_lines, token_lines, copies, ep_plan,
+            program - num_meta, rows_ptr, scales_ptr, packets, epoch, tag, max_tokens, hidden, rank,
+            meta_lines, token_lines, num_copy, ep_plan,
         )  # fmt: skip
     end_call(packets.calls, epoch)
