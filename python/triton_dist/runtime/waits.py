@@ -33,7 +33,7 @@ _limits: list[float] = []
 on_poll: Callable[[Any, Any, Any, int, int, bool], None] | None = None
 """Hook of the deadlock check, called after each unsuccessful poll of a wait in an interpreted
 kernel. Arguments: pointers, the value seen, the value awaited, the number of low bits of a flag
-that do not count calls, the number of earlier polls, and whether the wait is overdue."""
+that are the call tag, the number of earlier polls, and whether the wait is overdue."""
 
 
 on_publish: Callable[[], None] | None = None

@@ -74,7 +74,7 @@ class ShortRace(IteratorSearch):
             remaining = self._possible_winners(remaining)
 
     def _possible_winners(self, candidates: Sequence[Config]) -> list[Config]:
-        """Return the candidates that noise may hide as the fastest, in their order."""
+        """Return the candidates that may be the fastest, considering noise, in their order."""
         medians = {
             config: self._median(config) for config in candidates if config.digest in self._samples
         }

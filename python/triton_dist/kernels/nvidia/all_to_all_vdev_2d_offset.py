@@ -38,7 +38,8 @@ class AllToAllContext(RowContext):
         max_num_token: maximum number of rows of inputs and outputs.
         nsplits: number of splits, world_size * ne.
         dispatch_splits_offsets, combine_splits_offsets: int32 [2 * nsplits], splits, then offsets.
-            The first are inputs of a dispatch and outputs of a combine, the second vice versa.
+            A dispatch reads ``dispatch_splits_offsets`` and writes ``combine_splits_offsets``; a
+            combine does the opposite.
         dispatch_data, combine_data: [max_num_token * token_len_elem], the rows of these splits.
     """
 
@@ -70,8 +71,8 @@ class AllToAllContext(RowContext):
             rows, out: [rows, token_len_elem].
             splits: [nsplits], number of rows of each chunk.
             offsets: [nsplits], first row of each chunk in ``rows``; ``None``: chunks have no gaps.
-            align: in ``out``, the chunks of each row of the 2D splits begin at a multiple of this
-                number of rows. Gaps are filled with zeros.
+            align: the first chunk of each row of the 2D splits begins in ``out`` at a multiple of
+                this number of rows. Gaps are filled with zeros.
         """
         expert = torch.arange(self.nsplits, device=rows.device)
         if not rank_in_row:
@@ -131,8 +132,8 @@ def all_to_all_v_offset_op(
         copy_to_symm_buffer: ``False``: rows, splits and offsets are already in ``ctx``, and the
             result stays there.
         return_tensor: return the result.
-        major_align: in the result, the chunks of each row of the 2D splits begin at a multiple of
-            this number of rows. If it is above 1, they also reserve at least this number of rows.
+        major_align: the first chunk of each row of the 2D splits begins in the result at a multiple
+            of this number of rows. If it is above 1, a row also reserves at least so many rows.
         grid_size, profiling: ignored; accepted for existing scripts.
 
     Returns:

@@ -1,8 +1,8 @@
 """GEMM-AllReduce on all ranks: ``bash scripts/launch.sh test_gemm_ar.py --case check``.
 
 ``check``: compare the op with a product and a sum in torch, several times, each with new data,
-at most M rows and a delayed rank. ``perf``: time the op, GEMM and all-reduce alone, both in
-sequence, and the GEMM with torch's all-reduces in symmetric memory. Pass the shape as -M, -N and
+at most M rows and a delayed rank. ``perf``: time the op, GEMM alone, all-reduce alone, GEMM
+then all-reduce, and GEMM then torch's all-reduces in symmetric memory. Pass the shape as -M, -N and
 -K, or as three numbers. On CPU ranks, shapes are reduced for the interpreter.
 """
 

@@ -430,7 +430,7 @@ def begin_kernel_tuning(
 ) -> KernelTuning:
     """Create the tuning of a kernel and key. All ranks must call this function together.
 
-    If there is a record, the winner of the result is set.
+    If there is a record, the returned ``KernelTuning`` has its winner.
 
     Args:
         prune: returns the ``triton.Config`` objects that the kernel's own pruning keeps.
@@ -523,7 +523,7 @@ def begin_kernel_tuning(
         tuning.winner, tuning.is_untuned_default = local.triton_configs[kept[0].digest], True
         warn(
             f"{tuning.name}: not tuned yet, and tuning is impossible during CUDA-graph capture. "
-            "Its first config is used. RunningCall the function once before.",
+            "Its first config is used. Call the function once before the capture.",
             TuningWarning,
         )
         return tuning

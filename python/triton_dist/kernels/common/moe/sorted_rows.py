@@ -49,7 +49,7 @@ def gather_positions(positions: Positions, A: torch.Tensor) -> tuple[torch.Tenso
 
 @jit
 def rows_of_experts(ends_ptr, block_m, EXPERTS: tl.constexpr, EXPERT_LANES: tl.constexpr):
-    """Return, for all experts, the number, the first and the end row, and the number of tiles."""
+    """Return four vectors: the experts, their first and end rows, and their numbers of tiles."""
     lane = tl.arange(0, EXPERT_LANES)
     end = tl.load(ends_ptr + lane, mask=lane < EXPERTS, other=0)
     begin = tl.load(ends_ptr + lane - 1, mask=(lane < EXPERTS) & (lane > 0), other=0)

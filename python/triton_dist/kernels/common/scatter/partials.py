@@ -106,7 +106,7 @@ def chunks_of_row_block(config: triton.Config, rows: int, N: int, num_chunks: in
     """Divide a row block [rows, N] into at most ``num_chunks`` chunks.
 
     The tiles of a group of GROUP_SIZE_M rows of tiles are completed at the same time. A chunk
-    therefore consists of several groups, or of one group that is smaller.
+    therefore consists of whole groups. A group is at most as large as a chunk.
     """
     tile = config.kwargs
     tiles_m = int(triton.cdiv(rows, tile["BLOCK_SIZE_M"]))

@@ -49,8 +49,8 @@ _NUM_COPY_PROGRAMS = (32, 16, 64)
 _BLOCK_BYTES = 8192
 """Bytes of a row that a copy program of ``"fused"`` sends at once."""
 _OWN_FIRST_SHARES = (1.0, 0.25)
-"""Shares of the experts whose own tiles precede all other tiles. Weights of these experts are read
-twice, so fewer are faster if the time to read weights limits the GEMM."""
+"""Shares of the experts whose tiles of this rank's rows precede all other tiles. The weights of
+these experts are read twice, so a small share is faster if reading weights limits the GEMM."""
 _TILES_PER_STEP = 128
 """Number of tiles whose records a program writes at a time."""
 

@@ -55,12 +55,13 @@ from triton_dist.runtime.launch import Launch, int32_vectors
 
 _MAX_META_PROGRAMS, _MAX_LAYOUT_PROGRAMS = 32, 32
 _MIN_PROGRAMS = 4
-"""A dispatch has at least one program of each of the four kinds."""
+"""Minimum of ``num_sms``: a dispatch needs programs for ids, rows and the layout."""
 MAX_COMBINE_PROGRAMS = 512
 _FREE_SMS = 4
 """Number of SMs left free for other launches."""
 _LINE_ELEMENTS = 16
-"""Elements of the smallest dtype in a line. A row in packets must fill whole lines."""
+"""Number of elements of the smallest dtype in a line of 16 bytes. A row in packets must fill whole
+lines."""
 DEFAULT_PARAMS = LaunchParams(128, 8192)
 _DISPATCH_PARAMS = (
     DEFAULT_PARAMS,

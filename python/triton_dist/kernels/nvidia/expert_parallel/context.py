@@ -42,7 +42,7 @@ _IN_USE = "at least num_positions() rows"
 FAULTS = {
     kernel.FAULT_ID.value: (
         "ep_dispatch", "topk_ids", "on a rank, an id without expert",
-        "ids of experts, or -1; in each row of expert_map, experts before -1",
+        "ids of experts, or -1; in a row of expert_map, -1 only after the experts",
     ),
     kernel.FAULT_WEIGHT.value: ("ep_dispatch", "topk_weights", "NaN on a rank", "no NaN"),
     kernel.FAULT_ROWS.value: ("ep_combine", "y.shape", "fewer rows", _IN_USE),
@@ -81,7 +81,7 @@ class EPContext(OpContext[ExchangeBuffer]):
         meta = num_ranks * (max_tokens * (2 * topk + 1) + counts)
         meta = -(-meta // META_ALIGNMENT) * META_ALIGNMENT
         scales = num_ranks * capacity * -(-hidden // SCALE_ELEMENTS)
-        # In packets, each token has meta lines, the lines of its row, and the lines of its scales.
+        # The lines of a token contain its routes (meta lines), its row, and the scales of its row.
         packet_tokens = min(max_tokens, MAX_PACKET_TOKENS) if num_ranks > 1 else 0
         blocks = -(-packet_tokens // block_tokens(topk, True))
         self.meta_lines = packet_tokens * topk + blocks * -(-self.local_experts // 4)
@@ -101,7 +101,8 @@ class EPContext(OpContext[ExchangeBuffer]):
                     },
                 )
             )  # fmt: skip
-            # Combines of few tokens alternate between two slots behind the memory of the others.
+            # Combines of few tokens alternate between two slots, which follow the memory of other
+            # combines.
             self.slot_tokens = min(max_tokens, MAX_PACKET_TOKENS)
             self.first_slot = max_tokens if max_tokens > self.slot_tokens else 0
             sum_rows = self.first_slot + 2 * self.slot_tokens
@@ -175,7 +176,7 @@ def matrix_checks(
 
 
 def pending_send_check(ctx: EPContext) -> Check:
-    expected = "a context without a result of ep_send whose wait() was not called"
+    expected = "a call of wait() of the last result of ep_send first"
     return "ctx", "a pending send", ctx.pending is None, expected
 
 

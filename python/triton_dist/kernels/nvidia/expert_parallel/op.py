@@ -71,7 +71,7 @@ def combine_variants(
             x, variant["topk_ids"], ctx, weights, max_tokens=limit, routing_skew=skew
         )
         variant_received = call.result()
-        # Without copies, the rows that ``received`` refers to stay in the context.
+        # Copy no rows, so that the rows of ``received`` in the context are not overwritten.
         call.launch_kernel(variant_received.layout, num_copy=0)
         rows = variant_received.num_positions()
         yield {"y": y.new_zeros((rows, ctx.hidden)), "received": variant_received}
@@ -202,9 +202,10 @@ def ep_combine(
         ctx: context of ``create_ep_context``.
         apply_weights: whether to multiply products by the ``topk_weights`` of the dispatch, if any.
         num_sms: maximum number of programs, at least 4, equal on all ranks.
-        num_ctas, block_bytes, num_chunks: number of programs, at most 512, bytes that a program
-            copies at once, and number of chunks of a program's blocks. A program adds a received
-            block after it has sent one more chunk (tuned).
+        num_ctas, block_bytes: number of programs (at most 512), and bytes of a block, which a
+            program copies at once (tuned).
+        num_chunks: number of chunks into which the blocks of a program are divided (tuned). A
+            program sends the next chunk before it waits for the peers' blocks of a chunk.
         algorithm: ``"push"`` or ``"collective"`` (tuned; ``"push"`` if untuned).
         validated_key: reserved for the tuner.
 

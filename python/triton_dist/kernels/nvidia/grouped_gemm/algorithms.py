@@ -44,7 +44,7 @@ from triton_dist.runtime.launch import BoundedDict, Launch
 ORDERS = ("route", "sorted")
 SILU_MUL = "silu_mul"
 ROUTES_OF_ROW = {"gathered": 1, "position": 0}
-"""``routes_per_row`` of ``grouped_product``, by ``GroupedKey.rows`` of ``Positions``."""
+"""The argument ``routes_per_row`` of ``grouped_product`` for each value of ``GroupedKey.rows``."""
 # Signatures of operands that passed the checks: checking takes several us, a lookup less.
 _CHECKED_KEYS: BoundedDict[Any, Any] = BoundedDict()
 

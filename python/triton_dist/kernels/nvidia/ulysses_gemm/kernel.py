@@ -95,8 +95,8 @@ def kernel_gemm_send(
         owner = (rank + 1 + number // (tiles_m * tiles_n)) % NUM_RANKS
         m, n = tile_in_group(number % (tiles_m * tiles_n), tiles_m, tiles_n, tile.GROUP_M)
         shard, row = owner // REPLICAS, m * tile.M
-        # First column of the tile in the block, of the block in B, and of the block in a row of the
-        # blocks for the owner.
+        # ``column``: first column of the tile in the block. ``first``: first column of the block in
+        # B. ``skipped``: first column of the block in a row of the owner's blocks.
         index, column, first, skipped, WIDTH = 0, n * tile.N, owner * Q, 0, Q + 0 * n
         if n >= tiles_q:
             index, column, skipped, WIDTH = 1, (n - tiles_q) * tile.N, Q, K_WIDTH + 0 * n
