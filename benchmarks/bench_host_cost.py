@@ -83,7 +83,7 @@ def parts(
         marks.append(time.perf_counter())
         C = algorithms._empty_product(call)
         marks.append(time.perf_counter())
-        call.chosen_algorithm._consume(call, C, gathered)
+        call.chosen_algorithm._run_consumer(call, C, gathered)
         marks.append(time.perf_counter())
         ctx.buffer.finish(has_awaited_peers=True)
         marks.append(time.perf_counter())

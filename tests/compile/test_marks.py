@@ -87,7 +87,7 @@ def test_a_kernel_that_makes_no_marks_is_the_one_without_them(sm90, marks, sourc
     # A wait, and of own and of gathered tiles the product and the store, each with begin and end;
     # and the flag that is awaited.
     assert marked.ptx.count("%globaltimer") == 2 * 6
-    assert marked.ptx.count(f"mov.u64 at, {marks.address};") == 6
+    assert marked.ptx.count(f"mov.u64 record, {marks.address};") == 6
     assert marked.stack_bytes == 0
     assert marked.shared_memory_bytes == plain.shared_memory_bytes
     assert len(TMA_LOAD.findall(marked.ptx)) == len(TMA_LOAD.findall(plain.ptx))
@@ -106,7 +106,7 @@ def test_each_flag_of_a_block_is_recorded_next_to_the_mark(sm90, marks):
     plain = compile_kernel(kernel_set_and_await_flags, flags).ptx
     with marks.on():
         marked = compile_kernel(kernel_set_and_await_flags, flags).ptx
-    assert marked.count(f"mov.u64 at, {marks.address};") == (1 + 4) + (1 + 1) + (1 + 4)
+    assert marked.count(f"mov.u64 record, {marks.address};") == (1 + 4) + (1 + 1) + (1 + 4)
     assert "globaltimer" not in plain
 
 

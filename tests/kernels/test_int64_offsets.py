@@ -101,8 +101,8 @@ def test_kernels_use_64_bits_only_where_they_must():
     slot = SimpleNamespace(epoch=None)
     for columns in (far - 1, far):
         to = SimpleNamespace(
-            num_ranks=2, rank=0, mode="all", slot=slot, rows=lambda M: M // 2,
-            regions=lambda C, bias: (None, None),
+            num_ranks=2, rank=0, mode="all", slot=slot, rows_per_row_block=lambda M: M // 2,
+            kernel_arguments=lambda C, bias: (None, None),
         )  # fmt: skip
         C = torch.empty(128, columns, dtype=torch.float16, device="meta")
         deferred = add_deferred_tiles(C, None, config, to, M=128, num_sms=8)

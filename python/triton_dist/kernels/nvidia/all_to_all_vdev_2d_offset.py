@@ -133,7 +133,7 @@ def all_to_all_v_offset_op(
             result stays there.
         return_tensor: return the result.
         major_align: the first chunk of each row of the 2D splits begins in the result at a multiple
-            of this number of rows. If it is above 1, a row also reserves at least so many rows.
+            of this number of rows. If it is above 1, a row reserves at least this number of rows.
         grid_size, profiling: ignored; accepted for existing scripts.
 
     Returns:
