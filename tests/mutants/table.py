@@ -345,11 +345,11 @@ MUTANTS = (
         "wait: another size ends the waits of all memories of the context",
         _SIGNALS,
         "other = tl.load(words + _NEXT_WORDS)",
-        "other = guard.to(tl.int64)",
+        "other = timeout_words.to(tl.int64)",
         ("tests/kernels/test_epochs.py",),
     ),
     Mutant(
-        "reset: a guard stays in the ring",
+        "reset: timeout words stay in the ring",
         _TIMEOUT_WORD,
         "        yield\n        self.disagreements.link()\n",
         "        yield\n",
@@ -436,7 +436,7 @@ MUTANTS = (
         "bound: no more rows than the memory holds",
         _SUMMING,
         "if self.A.shape[0] > max_rows and",
-        "if self.A.shape[0] > most + 1 and",
+        "if self.A.shape[0] > max_rows + 1 and",
         GEMM_AR,
     ),
     Mutant(
@@ -464,7 +464,7 @@ MUTANTS = (
         "row mask: the last element of a shard is copied",
         _PROTOCOL,
         "in_shard = index < lengths.shard\n        received_ptr",
-        "inside = index < lengths.shard - 1\n        from_ptr",
+        "in_shard = index < lengths.shard - 1\n        received_ptr",
         COLLECTIVES,
     ),
     Mutant(
@@ -542,7 +542,7 @@ MUTANTS = (
         "sizes: who learned from others teaches nobody",
         _NEIGHBOURS,
         "[each.record for each in self.neighbours if not each.record.warm_started_from]",
-        "[each.record for each in self.all]",
+        "[each.record for each in self.neighbours]",
         ("tests/tuning/test_sizes.py",),
     ),
     Mutant(

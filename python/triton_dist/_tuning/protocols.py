@@ -232,7 +232,7 @@ class Journal(Protocol):
     def begin(self, header: Tree, record: str | None) -> Sequence[JournalEntry]:
         """On the leader, return the outcomes of an interrupted tuning with an equal ``header``.
 
-        Other entries in the journal are removed: entries with another head, and entries of the
+        Other entries in the journal are removed: entries with another header, and entries of the
         finished tuning whose record has the digest ``record``.
         """
 

@@ -165,7 +165,7 @@ def fingerprint_of(
         function_source: statements and constants that the tuned function depends on.
         hooks_source: statements and constants that the user's functions depend on, such as
             ``prune_fn``, which decide which configs can win and what is timed.
-        space: digest of the config space and the validators.
+        space: digest of the config space and the hooks.
         version: the version that the author of the function declared.
     """
     return Fingerprint(

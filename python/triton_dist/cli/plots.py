@@ -190,7 +190,7 @@ def _changes_since_older(reported: ReportedRecord) -> Figure:
 
 
 def history(reported_records: Sequence[ReportedRecord]) -> Figure:
-    """Return the figure of the winners' times over all tunings of each subject."""
+    """Return the figure of the winners' times over all tunings of each record's key."""
     data = []
     for reported in reported_records:
         past, key = reported.history, reported.stored.record.key

@@ -17,25 +17,18 @@ in the interpreter and below the compute capability that they need.
 
 from triton_dist.language._checked import breakpoint, dump  # hides Python's breakpoint()
 from triton_dist.language._marks import mark
-from triton_dist.language.signals import (
-    consume_token,
-    give_turn,
-    notify,
-    only_rows,
-    symm_at,
-    wait,
-)
+from triton_dist.language.signals import consume_token, give_turn, notify, only_rows, symm_at, wait
 from triton_dist.language.tma import publish_tile
 
 __all__ = [
     "breakpoint",
     "consume_token",
     "dump",
+    "give_turn",
     "mark",
     "notify",
     "only_rows",
     "publish_tile",
     "symm_at",
     "wait",
-    "give_turn",
 ]

@@ -28,8 +28,7 @@ def init_model_cpu(
     * a folder with fp8 weights (``layers/nvidia/fp8.py``): a ``Llama`` with these weights and their
       scales. It cannot run itself; ``parallelize`` must replace its layers;
     * a folder with only a ``config.json``, or a name in ``models.llama.KNOWN_CONFIGS``: a ``Llama``
-    with
-      random weights, equal on all ranks.
+      with random weights, equal on all ranks.
 
     Args:
         model_name: name or folder.

@@ -49,7 +49,7 @@ class RankPool(AbstractContextManager["RankPool"]):
 
     Args:
         world_size: number of ranks.
-        env, device, share_gpus, init, poison_empty, fresh: see ``spawn_ranks``.
+        env, device, share_gpus, init, poison_empty, new_interpreters: see ``spawn_ranks``.
         timeout: time limit of the process group, in seconds.
     """
 

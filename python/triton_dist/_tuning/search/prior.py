@@ -7,7 +7,7 @@ is hopeless if this time is longer than the time of the fastest sampled config. 
 bad, the ratios differ widely, and nothing is skipped.
 
 Predictions for one algorithm say little about another. So a config is skipped only after another
-config with the same algorithm was sampled. All values that are strings identify the algorithm.
+config with the same algorithm was tried. All values that are strings identify the algorithm.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class PredictedRacing(Racing):
         compared = [each for each in ranked if predicted[each] < math.inf]
         if len(compared) < _MIN_SAMPLED or predicted[config] == math.inf:
             return False
-        if _strings(config) not in map(_strings, compared):
+        if _strings(config) not in map(_strings, self._candidates):
             return False
         ratios = (max(self._optimistic_ms(each), 1e-9) / predicted[each] for each in compared)
         logs = list(map(math.log, ratios))

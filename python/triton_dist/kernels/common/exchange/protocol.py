@@ -40,7 +40,7 @@ argument              dtype      shape                                   written
 ====================  =========  ======================================  ======================
 slots.data            of x       [2, slots.elements]                     kernels of peers
 slots.table           int64      [NUM_RANKS], addresses of ``data``      host, once
-peers.arrivals        int64      [2, MAX_PHASES, MAX_CTAS, NUM_RANKS]        kernels of the sources
+peers.arrivals        int64      [2, MAX_PHASES, MAX_CTAS, NUM_RANKS]    kernels of the sources
 peers.table           int64      [NUM_RANKS], addresses of ``arrivals``  host, once
 peers.calls           int64      one word                                kernels of this rank
 peers.timeout_words   int64      see ``language.wait``                   this rank and its host

@@ -258,7 +258,7 @@ def kernel_grouped_gemm(
     BLOCK_SIZE_K: tl.constexpr, GROUP_SIZE_M: tl.constexpr, sources=None, rank=0, shard_rows=1,
     scales=None,
 ):  # fmt: skip
-    """Compute C [R, width] from A and B [E, K, N]. Any grid.
+    """Compute C [R, out_columns] from A and B [E, K, N]. Any grid.
 
     R is the number of routes; each row of A has ``routes_per_row`` routes. If ``NUM_SOURCES`` is
     above 1, A consists of shards of ``shard_rows`` rows. This rank's shard is at

@@ -244,7 +244,7 @@ class SummingSizes:
         A, B: operands of one call. All calls of the key have operands with equal properties, except
             M.
         M: maximum number of rows over the calls of the key.
-        requested: algorithm that deprecated keywords of the call select.
+        requested_algorithm: algorithm that deprecated keywords of the call select.
         scaling: scales of fp8 operands, and the output's dtype.
         adds_on_arrival: whether arriving tiles are added to a single sum on the owner rank.
             Algorithms that store the tiles of each rank separately then do not fit.

@@ -14,7 +14,7 @@ later kernel on the stream, and ends. The later kernel can wait safely: on each 
 programs have begun, or no program waits.
 
     epoch_ptr + NUM_BEGUN_WORD    number of programs that have begun in this use of the slot
-    deferred [program]   whether a program has deferred its own tiles
+    deferred [program]            whether a program has deferred its own tiles
 """
 
 from __future__ import annotations
