@@ -14,6 +14,14 @@ def on_any(on_ranks):
 
 
 @pytest.fixture
+def on_new(on_ranks, _pools):
+    """Three ranks without the tunings of earlier tests."""
+    if 3 in _pools:
+        _pools.pop(3).close()
+    return on_ranks(3)
+
+
+@pytest.fixture
 def on_two(on_ranks):
     return on_ranks(2)
 

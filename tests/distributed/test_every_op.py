@@ -63,8 +63,8 @@ def test_errors_contexts_and_autograd_modes(on_two, name):
         assert "  rank 1: " in differs
 
 
-def test_one_rank_that_differs_is_an_error_on_all(on_any):
-    by_rank = on_any(bad_input_ranks.one_rank_differs, env={"TRITON_DIST_WAIT_TIMEOUT": "30"})
+def test_one_rank_that_differs_is_an_error_on_all(on_new):
+    by_rank = on_new(bad_input_ranks.one_rank_differs, env={"TRITON_DIST_WAIT_TIMEOUT": "30"})
     for rank, seen in enumerate(by_rank):
         max_m, k, dtype, a_dtype, rows, layout, local_copy = seen
         own_fault = "InvalidArgument" if rank == 1 else "RankDisagreement"
