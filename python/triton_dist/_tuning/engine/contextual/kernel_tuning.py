@@ -332,9 +332,8 @@ class KernelTuning:
         if autotuner.cache_results and not self._has_own_cache:
             configs = [self.triton_configs[config.digest] for config in self.candidates]
             autotuner.check_disk_cache(self.triton_key, configs, lambda: None)
-            autotuner.configs_timings = (
-                timings  # ``check_disk_cache`` may have loaded an older entry
-            )
+            # ``check_disk_cache`` may have loaded an older entry.
+            autotuner.configs_timings = timings
             self.write_to_triton_cache()
         listener = getattr(triton.knobs.autotuning, "listener", None)
         if listener is not None:  # Triton 3.8 and later

@@ -101,8 +101,8 @@ class EPContext(OpContext[ExchangeBuffer]):
                     },
                 )
             )  # fmt: skip
-            # Combines of few tokens alternate between two slots, which follow the memory of other
-            # combines.
+            # Combines of few tokens alternate between two slots. In memory, these slots follow the
+            # rows of combines of more tokens.
             self.slot_tokens = min(max_tokens, MAX_PACKET_TOKENS)
             self.first_slot = max_tokens if max_tokens > self.slot_tokens else 0
             sum_rows = self.first_slot + 2 * self.slot_tokens
@@ -124,7 +124,7 @@ class EPContext(OpContext[ExchangeBuffer]):
         """Result of an ``ep_send`` whose ``wait`` has not been called."""
         self.receive_pending: Callable[..., None] | None = None
         """Function that receives the rows of ``pending`` on the current stream. Its arguments are
-        tensors of the stream of ``ep_send`` that the current stream then also uses."""
+        tensors of the stream of ``ep_send``. They are marked as used by the current stream too."""
 
     def check(self) -> None:
         """Wait for the device and raise the errors that kernels have recorded.
@@ -176,7 +176,7 @@ def matrix_checks(
 
 
 def pending_send_check(ctx: EPContext) -> Check:
-    expected = "a call of wait() of the last result of ep_send first"
+    expected = "a context without one: call wait() of the last result of ep_send first"
     return "ctx", "a pending send", ctx.pending is None, expected
 
 

@@ -64,8 +64,7 @@ from triton_dist.language._spin import INTERPRETED, spin, wait_deadline
 LINE_BITS = tl.constexpr(128)
 SLOTS = tl.constexpr(3)
 BLOCK_ROUTES = tl.constexpr(128)
-"""Routes of a block of tokens. Each token counts as many routes as topk, rounded up to a power of
-two."""
+"""Routes of a block of tokens. A token counts as topk routes, rounded up to a power of two."""
 _COUNTS_PER_LINE = tl.constexpr(4)
 """Counts in a line. Each is one word, because halves of a word may arrive at different times."""
 _ELEMENTS_PER_SCALE_LINE = tl.constexpr(SCALES_OF_LINE.value * SCALE_ELEMENTS.value)

@@ -89,9 +89,10 @@ def length_of(counts, rank, plan: tl.constexpr):
 
 @jit
 def begin_of_blocks(source, tokens, before, batch, plan: tl.constexpr):
-    """Return the begin of the blocks of ``source`` in a slot, in elements.
+    """Return the offset of the blocks of ``source`` in a slot, in elements.
 
-    ``tokens`` is the number of tokens of a block, ``before`` of the ranks before the source.
+    ``tokens`` is the number of tokens of a block. ``before`` is the number of tokens of the ranks
+    before the source; it is used only if ``IS_PRE_ATTN``.
     """
     if plan.IS_PRE_ATTN:
         return before.to(tl.int64) * batch * plan.SUM
@@ -195,7 +196,7 @@ def receive_local(
     """Write a chunk of a local tensor. Heads are summed over the ranks that share them.
 
     ``index`` is 0 for q, 1 for k and 2 for v. The rank's own block is in x. With ``IS_OWN``, only
-    the own block is written.
+    the own block is written, otherwise only the other blocks.
     """
     WIDTH: tl.constexpr = plan.WIDTHS[index]
     REPLICAS: tl.constexpr = plan.REPLICAS[index]
