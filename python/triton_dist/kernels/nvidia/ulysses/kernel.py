@@ -195,8 +195,8 @@ def receive_local(
 ):  # fmt: skip
     """Write a chunk of a local tensor. Heads are summed over the ranks that share them.
 
-    ``index`` is 0 for q, 1 for k and 2 for v. The rank's own block is in x. With ``IS_OWN``, only
-    the own block is written, otherwise only the other blocks.
+    ``index`` is 0 for q, 1 for k and 2 for v. The rank's own block is in x. If no ranks share
+    heads, the own block is written with ``IS_OWN``, and the other blocks without.
     """
     WIDTH: tl.constexpr = plan.WIDTHS[index]
     REPLICAS: tl.constexpr = plan.REPLICAS[index]
