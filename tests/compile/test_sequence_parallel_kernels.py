@@ -50,7 +50,8 @@ def context(num_ranks, q_heads, kv_heads, dim=128, tokens=8000):
     vars(ctx).update(
         rank=1, num_ranks=num_ranks, max_tokens=tokens, max_local_tokens=tokens, q_heads=q_heads,
         kv_heads=kv_heads, head_dims=(dim, dim), dtype=torch.bfloat16,
-        replicas=max(1, num_ranks // kv_heads), lengths=lambda _: matrix(2, 8, dtype=torch.int32),
+        ranks_per_kv_head=max(1, num_ranks // kv_heads),
+        lengths=lambda _: matrix(2, 8, dtype=torch.int32),
         device=SimpleNamespace(torch_device=torch.device("meta")),
         pushed=SimpleNamespace(slots=FakeSlots(slots)),
         _buffer=SimpleNamespace(regions=lambda _: (exchanged, peers)),
@@ -61,7 +62,7 @@ def context(num_ranks, q_heads, kv_heads, dim=128, tokens=8000):
 def test_partial_results_are_merged_in_vectors(sm90):
     out, lse = matrix(1, 4096, 32, 128), matrix(1, 32, 4096, dtype=torch.float32)
     arguments = (out, lse, out, lse, 32 * 2048, 4096, 2048, 2048)
-    options = {"HEADS": 32, "DIM": 128, "LANES": 128, "BLOCK": 32, "num_warps": 4}
+    options = {"HEADS": 32, "DIM": 128, "PADDED_DIM": 128, "BLOCK": 32, "num_warps": 4}
     kernel = compile_launch(Launch(kernel_merge, (2048,), arguments, options))
     assert_fits(kernel, stack_bytes=0, programs=4, has=[VECTOR_LOAD, VECTOR_STORE])
     *_, last_load = re.finditer(r"ld\.global", kernel.ptx)

@@ -95,8 +95,8 @@ def random_calls(seed: int, rounds: int) -> int:
                     _, *sums = ulysses_post_attn.fn(*gradients, **options)
                     for total, each in zip(sums, dkv, strict=True):
                         shards = [
-                            sum(x.float() for x in each[first : first + ctx.replicas])
-                            for first in range(0, size, ctx.replicas)
+                            sum(x.float() for x in each[first : first + ctx.ranks_per_kv_head])
+                            for first in range(0, size, ctx.ranks_per_kv_head)
                         ]
                         expected = torch.cat(shards, 2).to(dtype)
                         assert_bitwise_equal(total, local_tokens(expected, every, rank))

@@ -113,15 +113,15 @@ MUTANTS = (
     Mutant(
         "ulysses: blocks begin after the blocks of earlier sources",
         _ULYSSES_KERNEL,
-        "return before.to(tl.int64) * batch * plan.SUM",
-        "return before.to(tl.int64) * plan.SUM",
+        "return first_token.to(tl.int64) * batch * plan.TOTAL_WIDTH",
+        "return first_token.to(tl.int64) * plan.TOTAL_WIDTH",
         ULYSSES,
     ),
     Mutant(
         "ulysses: ranks that share a KV head receive the same head",
         _ULYSSES_KERNEL,
-        "peer // plan.REPLICAS[i] * plan.WIDTHS[i]",
-        "peer % plan.REPLICAS[i] * plan.WIDTHS[i]",
+        "peer // plan.RANKS_PER_HEAD[i] * plan.WIDTHS[i]",
+        "peer % plan.RANKS_PER_HEAD[i] * plan.WIDTHS[i]",
         ULYSSES,
     ),
     Mutant(
@@ -211,8 +211,8 @@ MUTANTS = (
     Mutant(
         "decode attention: a shard's first key is at the end of the shards before it",
         _DECODE_KERNEL,
-        "position = before + index",
-        "position = before + index + (rank > 0).to(tl.int32)",
+        "position = first_position + index",
+        "position = first_position + index + (rank > 0).to(tl.int32)",
         DECODE_ATTENTION,
     ),
     Mutant(

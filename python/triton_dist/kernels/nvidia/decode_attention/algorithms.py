@@ -44,18 +44,19 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch, dot_precision
 
 TUNABLES = ("ctas_per_sm", "block_n", "num_stages", "num_warps")
-_PARAMS = (
+"""Names of the values in each of the following configs."""
+_CONFIGS = (
     (2, 64, 3, 4), (2, 64, 4, 4), (1, 128, 3, 8), (1, 64, 3, 8), (2, 32, 3, 4), (1, 64, 3, 4),
     (2, 32, 4, 4), (2, 64, 2, 4), (2, 64, 6, 4), (2, 32, 6, 4), (1, 32, 3, 8), (1, 32, 2, 8),
     (1, 16, 1, 8),
 )  # fmt: skip
-_FEW_PARAMS = ((2, 64, 3, 4), (1, 64, 3, 4), (2, 32, 3, 4), (1, 32, 3, 8), (1, 16, 1, 8))
-"""Candidates of the algorithms that are rarely the fastest."""
+_FEW_CONFIGS = ((2, 64, 3, 4), (1, 64, 3, 4), (2, 32, 3, 4), (1, 32, 3, 8), (1, 16, 1, 8))
+"""Configs of the algorithms that are rarely the fastest."""
 _FREE_SMS = 4
 """Number of SMs left free for kernels of other ops."""
 _MAX_ACCUMULATORS = 128
 """Maximum number of fp32 accumulators per thread. More do not fit in its registers."""
-_ELEMENTS = 8192
+_MAX_LOADED_ELEMENTS = 8192
 """Maximum number of elements of partial outputs, of all ranks, that a program loads at once."""
 _LSE_BYTES = 16
 """Bytes of a packed row after the output: the LSE, and padding to a whole 16-byte vector."""
@@ -150,7 +151,7 @@ class Call(OpCall):
             self.num_warps or warps,
         )  # fmt: skip
 
-    def programs(self) -> int:
+    def num_programs(self) -> int:
         """Return the number of programs of a launch, which all must be resident at the same time.
 
         Some SMs stay free for kernels of other ops, which a peer may start before this op. The
@@ -163,7 +164,7 @@ class Call(OpCall):
 
     def spec(self) -> Spec:
         return spec_of(
-            self.key, self.programs(), self.params()[1], self.out_heads,
+            self.key, self.num_programs(), self.params()[1], self.out_heads,
             self.q.shape[-2], self.interleave or 0, self.window or 0, self.soft_cap > 0,
             self.k_scale is not None and len(self.k_scale) > 1, self.lse_base == "2",
         )  # fmt: skip
@@ -184,7 +185,7 @@ class Call(OpCall):
         v = k if self.v_cache is None else self.v_cache
         strides = *k.stride()[:3], *v.stride()[:3], 0 if table is None else table.stride(0)
         kv = KV._make((k, v, table, self.kv_lens, self.k_scale, self.v_scale, *strides))
-        rows = (self.batch * spec.TILES + self.programs()) * spec.BLOCK_M
+        rows = (self.batch * spec.TILES + self.num_programs()) * spec.BLOCK_M
         memory = self.q.new_empty(rows * (spec.V + 1), dtype=torch.float32)
         return Query(q, *q.stride()[:4]), kv, Parts(*memory.split((rows * spec.V, rows)))
 
@@ -207,7 +208,7 @@ class Call(OpCall):
         """Return the call tag, a digest of the arguments that must be equal on all ranks."""
         return digest_of(
             self.batch, self.key._replace(max_kv_len=0, page_size=0), self.window, self.interleave,
-            float(self.soft_cap), self.scale_of(), self.sinks is None, self.programs(),
+            float(self.soft_cap), self.scale_of(), self.sinks is None, self.num_programs(),
         )  # fmt: skip
 
     def options(self, spec: Spec) -> dict[str, Any]:
@@ -235,15 +236,15 @@ class Call(OpCall):
 @functools.lru_cache(4096)
 def default_params(sizes: DecodeKey) -> tuple[int, int, int, int]:
     """Return the first candidate that fits, else the last, which needs the least memory."""
-    configs = [dict(zip(TUNABLES, each, strict=True)) for each in _PARAMS]
+    configs = [dict(zip(TUNABLES, each, strict=True)) for each in _CONFIGS]
     config = next((each for each in configs if fits_device(each, sizes)), configs[-1])
     return tuple(config[name] for name in TUNABLES)  # type: ignore[return-value]
 
 
 @functools.lru_cache(4096)
 def spec_of(
-    key: DecodeKey, programs: int, block_n: int, out_heads: int, shard_heads: int,
-    interleave: int, window: int, has_soft_cap: bool, has_head_scales: bool, base_2: bool,
+    key: DecodeKey, num_programs: int, block_n: int, out_heads: int, shard_heads: int,
+    interleave: int, window: int, has_soft_cap: bool, has_scale_per_head: bool, is_lse_base_2: bool,
 ) -> Spec:  # fmt: skip
     d0, d1 = blocks_of(key.head_dim)
     v = triton.next_power_of_2(key.v_head_dim)
@@ -251,21 +252,21 @@ def spec_of(
     # Choose the size of an item so that there are about as many items as programs. An item is a
     # chunk of the columns of one row or of several rows.
     columns, all_rows = v, key.batch * key.q_len * key.q_heads
-    chunk = triton.next_power_of_2(max(1, columns * all_rows // programs))
+    chunk = triton.next_power_of_2(max(1, columns * all_rows // num_programs))
     chunk = min(columns, max(MIN_COLUMNS, chunk))
-    item = triton.next_power_of_2(max(1, all_rows // programs))
-    item = min(item, triton.next_power_of_2(rows), tile, max(1, _ELEMENTS // 4 // chunk))
+    item = triton.next_power_of_2(max(1, all_rows // num_programs))
+    item = min(item, triton.next_power_of_2(rows), tile, max(1, _MAX_LOADED_ELEMENTS // 4 // chunk))
     head_tiles = -(-rows // tile)
     return Spec(
         NUM_RANKS=key.num_ranks, LANES=max(16, triton.next_power_of_2(key.batch)), Q_LEN=key.q_len,
         HEADS=key.q_heads, KV_HEADS=key.kv_heads, SHARD_HEADS=shard_heads, OUT_HEADS=out_heads,
         D=key.head_dim, D0=d0, D1=d1, DV=key.v_head_dim, V=v,
         SHARED_V=key.shares_v and v == d0, PAGE=key.page_size, INTERLEAVE=interleave,
-        WINDOW=window, HAS_SOFT_CAP=has_soft_cap, HEAD_SCALES=has_head_scales, BASE_2=base_2,
-        BLOCK_M=tile, BLOCK_N=block_n, HEAD_TILES=head_tiles, TILES=key.kv_heads * head_tiles,
-        ROWS=item, ITEMS=-(-min(rows, tile) // item), COLUMNS=chunk,
-        CHUNKS=-(-key.v_head_dim // chunk), PARTS=max(1, _ELEMENTS // (item * chunk)),
-        PRECISION=dot_precision(key.dtype),
+        WINDOW=window, HAS_SOFT_CAP=has_soft_cap, HAS_SCALE_PER_HEAD=has_scale_per_head,
+        IS_LSE_BASE_2=is_lse_base_2, BLOCK_M=tile, BLOCK_N=block_n, HEAD_TILES=head_tiles,
+        TILES=key.kv_heads * head_tiles, ROWS=item, ITEMS=-(-min(rows, tile) // item),
+        COLUMNS=chunk, CHUNKS=-(-key.v_head_dim // chunk),
+        PARTS=max(1, _MAX_LOADED_ELEMENTS // (item * chunk)), PRECISION=dot_precision(key.dtype),
     )  # fmt: skip
 
 
@@ -273,11 +274,11 @@ class _Algorithm(Algorithm[Call, DecodeKey]):
     """Base class of the algorithms that compute attention with a kernel of this package."""
 
     tunables: ClassVar[tuple[str, ...]] = TUNABLES
-    params: ClassVar[tuple[tuple[int, ...], ...]] = _FEW_PARAMS
+    configs: ClassVar[tuple[tuple[int, ...], ...]] = _FEW_CONFIGS
     min_ranks: ClassVar[int] = 2
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return ((1, 64, 2, 4), (1, 32, 2, 4)) if current_device().interprets else self.params
+        return ((1, 64, 2, 4), (1, 32, 2, 4)) if current_device().interprets else self.configs
 
     def fits(self, config: Mapping[str, Any], sizes: DecodeKey) -> bool:
         values = tuple(config[name] for name in TUNABLES)
@@ -293,7 +294,7 @@ class _Algorithm(Algorithm[Call, DecodeKey]):
 class Packets(_Algorithm):
     """One launch, in which ranks exchange rows in packets (``exchange/packets.py``)."""
 
-    name, params = "packets", _PARAMS
+    name, configs = "packets", _CONFIGS
 
     def launch(self, call: Call, target: Target, q: torch.Tensor) -> Launch:
         ctx, spec = call.ctx, call.spec()
@@ -302,7 +303,7 @@ class Packets(_Algorithm):
             *call.operands(q, spec), target, packets, ctx.barrier_counter, call.scale_of(),
             float(call.soft_cap), call.batch, ctx.rank, call.digest(),
         )  # fmt: skip
-        return Launch(kernel_decode_packets, (call.programs(),), arguments, call.options(spec))
+        return Launch(kernel_decode_packets, (call.num_programs(),), arguments, call.options(spec))
 
     def compile(self, call: Call) -> None:
         self.check_resident(call, self.launch(call, call.new_target(), call.queries(False)))
@@ -339,12 +340,12 @@ class AllToAll(_Algorithm):
 
     def launches(self, call: Call, q: torch.Tensor, target: Target) -> tuple[Launch, Launch]:
         """Return the launches that compute the parts of this rank and combine them."""
-        spec, ctx, programs = call.spec(), call.ctx, call.programs()
+        spec, ctx, num_programs = call.spec(), call.ctx, call.num_programs()
         operands = call.operands(q, spec)
         arguments: tuple[Any, ...]
         arguments = *operands, call.scale_of(), float(call.soft_cap), call.batch, ctx.rank
-        attend = Launch(kernel_attend, (programs,), arguments, call.options(spec))
-        arguments = call.kv_lens, operands[2], target, call.batch, ctx.rank, programs
+        attend = Launch(kernel_attend, (num_programs,), arguments, call.options(spec))
+        arguments = call.kv_lens, operands[2], target, call.batch, ctx.rank, num_programs
         options = {"IS_FINAL": ctx.num_ranks == 1, "spec": spec, "num_warps": 4}
         items = call.batch * spec.TILES * spec.ITEMS * spec.CHUNKS
         return attend, Launch(kernel_combine, (items,), arguments, options)

@@ -99,7 +99,8 @@ class Spec(NamedTuple):
     consecutive tokens in turn; else INTERLEAVE is 0. WINDOW is 0 without a window. SHARD_HEADS is
     the number of heads of a shard of q, OUT_HEADS of a shard of the output. HEAD_TILES is the
     number of tiles of a KV head, TILES of a sequence. A tile has ITEMS blocks of ROWS rows and
-    CHUNKS chunks of COLUMNS columns. PARTS is the number of parts that a program combines at once.
+    CHUNKS chunks of COLUMNS columns. PARTS is the number of parts that a program combines at
+    once. If HAS_SCALE_PER_HEAD is true, each KV head has its own ``k_scale`` and ``v_scale``.
     """
 
     NUM_RANKS: Any
@@ -119,8 +120,8 @@ class Spec(NamedTuple):
     INTERLEAVE: Any
     WINDOW: Any
     HAS_SOFT_CAP: Any
-    HEAD_SCALES: Any
-    BASE_2: Any
+    HAS_SCALE_PER_HEAD: Any
+    IS_LSE_BASE_2: Any
     BLOCK_M: Any
     BLOCK_N: Any
     HEAD_TILES: Any
@@ -144,7 +145,7 @@ def local_keys(lens_ptr, batch, rank, spec: tl.constexpr):
     sequence = tl.arange(0, spec.LANES)
     valid = sequence < batch
     total = tl.load(lens_ptr + sequence, mask=valid, other=0)
-    before = total * 0
+    first_position = total * 0
     if spec.INTERLEAVE > 0:
         cycle = spec.INTERLEAVE * spec.NUM_RANKS
         rest = total % cycle - rank * spec.INTERLEAVE
@@ -156,7 +157,7 @@ def local_keys(lens_ptr, batch, rank, spec: tl.constexpr):
         for other in tl.static_range(1, NUM_RANKS):
             keys = tl.load(lens_ptr + other * batch + sequence, mask=valid, other=0)
             keys = tl.maximum(keys, 0)
-            before = tl.where(rank == other, total, before)
+            first_position = tl.where(rank == other, total, first_position)
             end = tl.where(rank == other, keys, end)
             total += keys
     begin = end * 0
@@ -165,19 +166,19 @@ def local_keys(lens_ptr, batch, rank, spec: tl.constexpr):
         if spec.INTERLEAVE > 0:
             begin = first // (spec.INTERLEAVE * spec.NUM_RANKS) * spec.INTERLEAVE
         else:
-            begin = tl.maximum(first - before, 0)
+            begin = tl.maximum(first - first_position, 0)
         begin = tl.minimum(begin, end)
-    return begin, end, before, total
+    return begin, end, first_position, total
 
 
 @jit
-def position_of(index, before, rank, spec: tl.constexpr):
+def position_of(index, first_position, rank, spec: tl.constexpr):
     """Return the positions in the sequence of keys ``index`` of this rank."""
     if spec.INTERLEAVE > 0:
         block = index // spec.INTERLEAVE * spec.NUM_RANKS + rank
         position = block * spec.INTERLEAVE + index % spec.INTERLEAVE
     else:
-        position = before + index
+        position = first_position + index
     return position
 
 
@@ -200,10 +201,10 @@ def tile_of(unit, units, spec: tl.constexpr):
     TILES: tl.constexpr = spec.TILES
     lane = tl.arange(0, spec.LANES)
     sequence = tl.sum((tl.cumsum(units * TILES, 0) <= unit).to(tl.int32), 0)
-    before = tl.sum(tl.where(lane < sequence, units * TILES, 0), 0)
-    own = tl.sum(tl.where(lane == sequence, units, 0), 0)
-    tile = (unit - before) // own
-    return sequence * TILES + tile, before + tile * own
+    first_unit = tl.sum(tl.where(lane < sequence, units * TILES, 0), 0)
+    tile_units = tl.sum(tl.where(lane == sequence, units, 0), 0)
+    tile = (unit - first_unit) // tile_units
+    return sequence * TILES + tile, first_unit + tile * tile_units
 
 
 @jit
@@ -211,11 +212,11 @@ def rows_of(tile, row, spec: tl.constexpr):
     """Return the sequence, KV head, new token and query head of ``row`` of ``tile``, and whether
     the row exists."""
     TILES: tl.constexpr = spec.TILES
-    PER_HEAD: tl.constexpr = spec.HEAD_TILES
+    TILES_PER_HEAD: tl.constexpr = spec.HEAD_TILES
     GROUP: tl.constexpr = spec.HEADS // spec.KV_HEADS
     within = tile % TILES
-    kv_head = within // PER_HEAD
-    row += within % PER_HEAD * spec.BLOCK_M
+    kv_head = within // TILES_PER_HEAD
+    row += within % TILES_PER_HEAD * spec.BLOCK_M
     head, valid = kv_head * GROUP + row % GROUP, row < GROUP * spec.Q_LEN
     return tile // TILES, kv_head, row // GROUP, head, valid
 
@@ -239,12 +240,12 @@ def attend(query, kv, parts, scale, soft_cap, batch, rank, spec: tl.constexpr):
     DTYPE: tl.constexpr = query.q.dtype.element_ty
     BLOCK_M: tl.constexpr = spec.BLOCK_M
     V: tl.constexpr = spec.V
-    begins, ends, befores, lengths = local_keys(kv.lens, batch, rank, spec)
+    begins, ends, first_positions, lengths = local_keys(kv.lens, batch, rank, spec)
     units = units_of(begins, ends, batch, spec)
     total = tl.sum(units, 0) * spec.TILES
-    share = tl.cdiv(total, tl.num_programs(0))
-    begin = tl.program_id(0) * share
-    end = tl.minimum(begin + share, total)
+    units_per_program = tl.cdiv(total, tl.num_programs(0))
+    begin = tl.program_id(0) * units_per_program
+    end = tl.minimum(begin + units_per_program, total)
     tile, tile_begin = tile_of(tl.minimum(begin, total - 1), units, spec)
     last_tile, _ = tile_of(tl.maximum(end - 1, 0), units, spec)
     row = tl.arange(0, BLOCK_M)
@@ -253,7 +254,8 @@ def attend(query, kv, parts, scale, soft_cap, batch, rank, spec: tl.constexpr):
         current = tile + index
         sequence, kv_head, token, head, in_tile = rows_of(current, row, spec)
         first_key, end_key = element(begins, sequence, spec), element(ends, sequence, spec)
-        before, length = element(befores, sequence, spec), element(lengths, sequence, spec)
+        first_position = element(first_positions, sequence, spec)
+        length = element(lengths, sequence, spec)
         q_row = head // spec.SHARD_HEADS * query.shard_stride.to(tl.int64)
         q_row += sequence.to(tl.int64) * query.batch_stride + token * query.token_stride
         q_row += head % spec.SHARD_HEADS * query.head_stride
@@ -262,9 +264,9 @@ def attend(query, kv, parts, scale, soft_cap, batch, rank, spec: tl.constexpr):
             q1 = load_tile(query.q, 0, q_row, spec.D0, in_tile, spec.D, spec.D1, DTYPE)
         score_scale, value_scale = scale, 1.0
         if kv.k_scale is not None:
-            score_scale *= tl.load(kv.k_scale + (kv_head if spec.HEAD_SCALES else 0))
+            score_scale *= tl.load(kv.k_scale + (kv_head if spec.HAS_SCALE_PER_HEAD else 0))
         if kv.v_scale is not None:
-            value_scale *= tl.load(kv.v_scale + (kv_head if spec.HEAD_SCALES else 0))
+            value_scale *= tl.load(kv.v_scale + (kv_head if spec.HAS_SCALE_PER_HEAD else 0))
         if not spec.HAS_SOFT_CAP:
             score_scale *= LOG2E
         max_score = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -294,7 +296,7 @@ def attend(query, kv, parts, scale, soft_cap, batch, rank, spec: tl.constexpr):
             visible = in_keys[None, :]
             if spec.Q_LEN > 1 or spec.WINDOW > 0:
                 distance = (length - spec.Q_LEN + token)[:, None]
-                distance = distance - position_of(key, before, rank, spec)[None, :]
+                distance = distance - position_of(key, first_position, rank, spec)[None, :]
                 visible = visible & (distance >= 0)
                 if spec.WINDOW > 0:
                     visible = visible & (distance < spec.WINDOW)
@@ -302,14 +304,14 @@ def attend(query, kv, parts, scale, soft_cap, batch, rank, spec: tl.constexpr):
             new_max = tl.maximum(max_score, tl.max(scores, 1))
             base = tl.where(new_max == float("-inf"), 0.0, new_max)
             weights = tl.exp2(scores - base[:, None])
-            decay = tl.exp2(max_score - base)
-            denominator = denominator * decay + tl.sum(weights, 1)
+            rescale = tl.exp2(max_score - base)
+            denominator = denominator * rescale + tl.sum(weights, 1)
             max_score = new_max
             v = k0
             if not spec.SHARED_V:
                 v_row = page * kv.v_block_stride + within.to(tl.int64) * kv.v_token_stride
                 v = load_tile(kv.v, v_head, v_row, 0, in_keys, spec.DV, V, DTYPE)
-            acc = acc * decay[:, None]
+            acc = acc * rescale[:, None]
             acc = tl.dot(weights.to(DTYPE), v, acc, input_precision=spec.PRECISION)
         # Avoid 0 / 0 and log2(0) in rows without keys.
         divisor = tl.where(denominator > 0, denominator, 1.0)
@@ -343,11 +345,12 @@ def combine_item(parts, units, programs, item, spec: tl.constexpr):
     tile, row = block // ITEMS, block % ITEMS * ROWS + tl.arange(0, ROWS)
     sequence, _, token, head, valid = rows_of(tile, row, spec)
     column = chunk * COLUMNS + tl.arange(0, COLUMNS)
-    before = tl.sum(tl.where(tl.arange(0, spec.LANES) < sequence, units, 0), 0) * TILES
+    first_unit = tl.sum(tl.where(tl.arange(0, spec.LANES) < sequence, units, 0), 0) * TILES
     tile_units = element(units, sequence, spec)
-    tile_begin = before + tile % TILES * tile_units
-    share = tl.cdiv(tl.sum(units, 0) * TILES, programs)
-    first_program, last_program = tile_begin // share, (tile_begin + tile_units - 1) // share
+    tile_begin = first_unit + tile % TILES * tile_units
+    units_per_program = tl.cdiv(tl.sum(units, 0) * TILES, programs)
+    first_program = tile_begin // units_per_program
+    last_program = (tile_begin + tile_units - 1) // units_per_program
     max_lse = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -362,9 +365,9 @@ def combine_item(parts, units, programs, item, spec: tl.constexpr):
         part = tl.load(part_ptr, mask=mask, other=0.0, cache_modifier=".cg")
         new_max = tl.maximum(max_lse, tl.max(lse, 0))
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        decay, weight = tl.exp2(max_lse - base), tl.exp2(lse - base[None, :])
-        total = total * decay + tl.sum(weight, 0)
-        out = out * decay[:, None] + tl.sum(part * weight[:, :, None], 0)
+        rescale, weight = tl.exp2(max_lse - base), tl.exp2(lse - base[None, :])
+        total = total * rescale + tl.sum(weight, 0)
+        out = out * rescale[:, None] + tl.sum(part * weight[:, :, None], 0)
         max_lse = new_max
     divisor = tl.where(total > 0, total, 1.0)
     lse = tl.where(total > 0, max_lse + tl.log2(divisor), float("-inf"))
@@ -390,7 +393,7 @@ def lse_of(base, total, spec: tl.constexpr):
     """Return the LSE, in the caller's base, of weights with sum ``total`` relative to ``base``."""
     lse = base + tl.log2(tl.where(total > 0, total, 1.0))
     lse = tl.where(total > 0, lse, float("-inf"))
-    return lse if spec.BASE_2 else lse * LN2
+    return lse if spec.IS_LSE_BASE_2 else lse * LN2
 
 
 @jit(do_not_specialize=["batch", "rank"])
@@ -443,15 +446,15 @@ def kernel_merge(
     if spec.OUT_HEADS < spec.HEADS:
         head += rank * spec.OUT_HEADS
     base, total = with_sink(max_lse, target.sinks, head, valid)
-    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for source in tl.static_range(NUM_RANKS):
         source_row = (source * rows + row).to(tl.int64)
         lse_ptr = partial.lse + source_row * partial.lse_stride
         weight = tl.exp2(tl.load(lse_ptr, mask=valid, other=float("-inf")) - base)
         out_ptr = partial.out + source_row[:, None] * partial.row_stride + column[None, :]
-        sums += tl.load(out_ptr, mask=mask, other=0.0).to(tl.float32) * weight[:, None]
+        acc += tl.load(out_ptr, mask=mask, other=0.0).to(tl.float32) * weight[:, None]
         total += weight
-    out = sums / tl.where(total > 0, total, 1.0)[:, None]
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
     out_ptr = target.out + row.to(tl.int64)[:, None] * target.row_stride + column[None, :]
     tl.store(out_ptr, out.to(target.out.dtype.element_ty), mask=mask)
     tl.store(target.lse + row * target.lse_stride, lse_of(base, total, spec), mask=valid)

@@ -52,22 +52,22 @@ def owners(head, rank, spec: tl.constexpr):
 
 
 @jit
-def lines_of(row, chunk, spec: tl.constexpr, PER_LINE: tl.constexpr):
+def lines_of(row, chunk, spec: tl.constexpr, ELEMENTS_PER_LINE: tl.constexpr):
     """Return three 1-D tensors: the lines of an item's elements, the line of each row's LSE, and
     the first column of each line of elements."""
-    LINES: tl.constexpr = spec.COLUMNS // PER_LINE
+    LINES: tl.constexpr = spec.COLUMNS // ELEMENTS_PER_LINE
     SIZE: tl.constexpr = row.shape[0] * LINES
-    lse_line = row * (spec.DV // PER_LINE + spec.CHUNKS) + chunk * (LINES + 1)
+    lse_line = row * (spec.DV // ELEMENTS_PER_LINE + spec.CHUNKS) + chunk * (LINES + 1)
     within = tl.arange(0, LINES)[None, :] + row[:, None] * 0
     line = lse_line[:, None] + 1 + within
-    column = chunk * spec.COLUMNS + within * PER_LINE
+    column = chunk * spec.COLUMNS + within * ELEMENTS_PER_LINE
     return tl.reshape(line, [SIZE]), lse_line, tl.reshape(column, [SIZE])
 
 
 @jit
-def per_line(values, spec: tl.constexpr, PER_LINE: tl.constexpr):
+def repeat_per_line(values, spec: tl.constexpr, ELEMENTS_PER_LINE: tl.constexpr):
     """Repeat ``values`` [rows] for each line of a row. Return a 1-D tensor."""
-    LINES: tl.constexpr = spec.COLUMNS // PER_LINE
+    LINES: tl.constexpr = spec.COLUMNS // ELEMENTS_PER_LINE
     repeated = tl.broadcast_to(values[:, None], [values.shape[0], LINES])
     return tl.reshape(repeated, [values.shape[0] * LINES])
 
@@ -84,10 +84,12 @@ def merge_item(
     """
     NUM_RANKS: tl.constexpr = spec.NUM_RANKS
     DTYPE: tl.constexpr = target.out.dtype.element_ty
-    PER_LINE: tl.constexpr = 64 // DTYPE.primitive_bitwidth
+    ELEMENTS_PER_LINE: tl.constexpr = 64 // DTYPE.primitive_bitwidth
     PEERS: tl.constexpr = NUM_RANKS - 1
-    in_row = (per_line(valid.to(tl.int32), spec, PER_LINE) != 0) & (column < spec.DV)
-    own_lse, all_lse_lines = per_line(lse, spec, PER_LINE), per_line(lse_line, spec, PER_LINE)
+    in_row = repeat_per_line(valid.to(tl.int32), spec, ELEMENTS_PER_LINE) != 0
+    in_row = in_row & (column < spec.DV)
+    own_lse = repeat_per_line(lse, spec, ELEMENTS_PER_LINE)
+    all_lse_lines = repeat_per_line(lse_line, spec, ELEMENTS_PER_LINE)
     lines, lse_lines = tl.tuple([]), tl.tuple([])
     for peer in tl.static_range(PEERS):
         lines = lines + (shards[peer] + line * LINE_WORDS,)  # noqa: RUF005
@@ -102,8 +104,9 @@ def merge_item(
         peer_lse = bits.to(tl.float32, bitcast=True)
         lses = lses + (peer_lse,)  # noqa: RUF005
         max_lse = tl.maximum(max_lse, peer_lse)
-    base, total = with_sink(max_lse, target.sinks, per_line(head, spec, PER_LINE), in_row)
-    sums = tl.zeros([payload.shape[0], PER_LINE], tl.float32)
+    line_head = repeat_per_line(head, spec, ELEMENTS_PER_LINE)
+    base, total = with_sink(max_lse, target.sinks, line_head, in_row)
+    acc = tl.zeros([payload.shape[0], ELEMENTS_PER_LINE], tl.float32)
     for source in tl.static_range(NUM_RANKS):
         # Select with ``tl.where``, because ``rank`` is not a constant.
         addend, source_lse = payload, own_lse
@@ -114,12 +117,14 @@ def merge_item(
             addend = tl.where(source > rank, payloads[source - 1], addend)
             source_lse = tl.where(source > rank, lses[source - 1], source_lse)
         weight = tl.exp2(source_lse - base)
-        values = tl.reshape(values_of(addend, DTYPE), sums.shape)
-        sums += values.to(tl.float32) * weight[:, None]
+        values = tl.reshape(values_of(addend, DTYPE), acc.shape)
+        acc += values.to(tl.float32) * weight[:, None]
         total += weight
-    out = sums / tl.where(total > 0, total, 1.0)[:, None]
-    index = per_line(index, spec, PER_LINE).to(tl.int64)
-    element = (index * target.row_stride + column)[:, None] + tl.arange(0, PER_LINE)[None, :]
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    index = repeat_per_line(index, spec, ELEMENTS_PER_LINE).to(tl.int64)
+    element = (index * target.row_stride + column)[:, None] + tl.arange(0, ELEMENTS_PER_LINE)[
+        None, :
+    ]
     tl.store(target.out + element, out.to(DTYPE), mask=in_row[:, None])
     lse = lse_of(base, total, spec)
     tl.store(target.lse + index * target.lse_stride, lse, mask=in_row & (column == 0))
@@ -133,7 +138,7 @@ def kernel_decode_packets(
     """Run a call over all ranks. Grid (programs,); all programs must be resident."""
     NUM_RANKS: tl.constexpr = spec.NUM_RANKS
     DTYPE: tl.constexpr = target.out.dtype.element_ty
-    PER_LINE: tl.constexpr = 64 // DTYPE.primitive_bitwidth
+    ELEMENTS_PER_LINE: tl.constexpr = 64 // DTYPE.primitive_bitwidth
     epoch = next_epoch(packets.calls)
     units = attend(query, kv, parts, scale, soft_cap, batch, rank, spec)
     # Count this program. All programs together add MAX_CTAS per call to the counter, which is a
@@ -155,7 +160,7 @@ def kernel_decode_packets(
         out, lse, row, head, valid, chunk = combine_item(parts, units, programs, item, spec)
         # Round this rank's rows like the rows of peers.
         payload = payload_of(tl.reshape(out.to(DTYPE), [out.numel]))
-        line, lse_line, column = lines_of(row * spec.HEADS + head, chunk, spec, PER_LINE)
+        line, lse_line, column = lines_of(row * spec.HEADS + head, chunk, spec, ELEMENTS_PER_LINE)
         lse_payload = tl.join(lse.to(tl.int32, bitcast=True), tl.zeros(lse.shape, tl.int32))
         owner = owners(head, rank, spec)
         for step in tl.static_range(1, NUM_RANKS):
@@ -163,7 +168,7 @@ def kernel_decode_packets(
             if spec.OUT_HEADS < spec.HEADS:
                 is_sent = valid & (owner == (rank + step) % NUM_RANKS)
             peer = (targets[step - 1],)
-            in_row = per_line(is_sent.to(tl.int32), spec, PER_LINE) != 0
+            in_row = repeat_per_line(is_sent.to(tl.int32), spec, ELEMENTS_PER_LINE) != 0
             send_lines(peer, offset, payload, line, in_row & (column < spec.DV), tag)
             send_lines(peer, offset, lse_payload, lse_line, is_sent, tag)
         valid = valid & (owner == rank)

@@ -190,11 +190,13 @@ class AttentionCall(OpCall):
     ) -> None:
         """Merge a part, which begins at token ``first``, into ``out`` and ``lse``."""
         batch, tokens, heads, dim = part.shape
-        lanes = triton.next_power_of_2(dim)
-        block = max(1, _MERGE_ELEMENTS // lanes)
+        padded_dim = triton.next_power_of_2(dim)
+        block = max(1, _MERGE_ELEMENTS // padded_dim)
         rows = batch * tokens * heads
         arguments = (out, lse, part, part_lse, rows, out.shape[1], tokens, first)
-        options = {"HEADS": heads, "DIM": dim, "LANES": lanes, "BLOCK": block, "num_warps": 4}
+        options = {
+            "HEADS": heads, "DIM": dim, "PADDED_DIM": padded_dim, "BLOCK": block, "num_warps": 4,
+        }  # fmt: skip
         grid = (triton.cdiv(rows, block),)
         self.ctx.buffer.slots.launcher.repeat(Launch(kernel_merge, grid, arguments, options))
 
@@ -278,15 +280,15 @@ def attention_gradients(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale
         )
     else:
-        random = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        philox = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout
         rest = (None, None, *lengths, 0.0, causal)
         if backend == "flash":
             gradients = ops._scaled_dot_product_flash_attention_backward(
-                grad, q, k, v, out, lse, *rest, random, random[:0], scale=scale
+                grad, q, k, v, out, lse, *rest, philox, philox[:0], scale=scale
             )
         else:
             gradients = ops._scaled_dot_product_cudnn_attention_backward(
-                grad, q, k, v, out, lse[..., None], random[:1].long(), random[:1].long(), None,
+                grad, q, k, v, out, lse[..., None], philox[:1].long(), philox[:1].long(), None,
                 *rest, scale=scale,
             )  # fmt: skip
     dq, dk, dv = (x.transpose(1, 2) for x in gradients)

@@ -22,16 +22,18 @@ def kernel_await_shard(pushed, call_tag, source):
 @jit(do_not_specialize=["rows", "tokens", "part_tokens", "first"])
 def kernel_merge(
     out_ptr, lse_ptr, part_ptr, part_lse_ptr, rows, tokens, part_tokens, first, HEADS: tl.constexpr,
-    DIM: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Merge attention over more keys (``part``) into ``out``, in place. Grid (blocks of rows,).
 
     ``out`` is [batch, tokens, HEADS, DIM], ``part`` [batch, part_tokens, HEADS, DIM]. ``part`` has
     ``rows`` rows of DIM elements and begins at token ``first`` of ``out``. ``lse`` and ``part_lse``
-    are their log-sum-exps, fp32 [batch, HEADS, tokens] and [batch, HEADS, part_tokens], to base e.
+    are their log-sum-exps, fp32 [batch, HEADS, tokens] and [batch, HEADS, part_tokens],
+    to base e. PADDED_DIM is DIM
+    rounded up to a power of two, BLOCK the number of rows of a program.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    column = tl.arange(0, LANES)[None, :]
+    column = tl.arange(0, PADDED_DIM)[None, :]
     head = row % HEADS
     batch = row // HEADS // part_tokens
     token = row // HEADS - batch * part_tokens

@@ -33,8 +33,8 @@ from triton_dist.kernels.nvidia.ulysses.context import UlyssesContext
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch
 
-_DEFAULT = LaunchParams(64, 16384, 4)
-_PUSH = tuple(
+_DEFAULT_PARAMS = LaunchParams(64, 16384, 4)
+_PUSH_PARAMS = tuple(
     LaunchParams(ctas, nbytes, chunks)
     for ctas, nbytes, every in (
         (16, 8192, (1, 4)), (64, 8192, (1, 4)), (32, 16384, (4, 8)), (128, 8192, (4, 8, 16)),
@@ -53,7 +53,7 @@ class UlyssesKey(NamedTuple):
     """Number of elements per token of q, k and v on a rank after ``ulysses_pre_attn``. 0 for a
     tensor that is ``None``."""
     dtype: torch.dtype
-    replicas: int
+    ranks_per_head: int
     """Number of ranks that share a KV head."""
     is_batched: bool
     has_lengths: bool
@@ -94,20 +94,21 @@ class UlyssesCall(OpCall):
         equal = tokens if self.is_pre_attn else tokens // size
         self.lengths = (equal,) * size if lengths is None else tuple(map(int, lengths))
         self.total, self.own_tokens = sum(self.lengths), self.lengths[ctx.rank]
-        self.replicas = 1, ctx.replicas, ctx.replicas
+        self.ranks_per_head = 1, ctx.ranks_per_kv_head, ctx.ranks_per_kv_head
         self.widths: tuple[int, ...] = tuple(
             0 if x is None
-            else x.shape[2] * x.shape[3] // (size // replicas if self.is_pre_attn else 1)
-            for x, replicas in zip(self.x, self.replicas, strict=True)
+            else x.shape[2] * x.shape[3] // (size // ranks_per_head if self.is_pre_attn else 1)
+            for x, ranks_per_head in zip(self.x, self.ranks_per_head, strict=True)
         )  # fmt: skip
         self.key: UlyssesKey = self.validated_key or UlyssesKey(
-            self.batch * self.total, self.widths, first.dtype, ctx.replicas, self.batch > 1,
-            lengths is not None, size,
+            self.batch * self.total, self.widths, first.dtype, ctx.ranks_per_kv_head,
+            self.batch > 1, lengths is not None, size,
         )  # fmt: skip
         self.chosen_algorithm = algorithms[self.algorithm or Push.name]
         self.params = checked_params(
-            function, self.num_ctas, self.block_bytes, self.num_chunks, _DEFAULT, MAX_CTAS // 2
-        )
+            function, self.num_ctas, self.block_bytes, self.num_chunks, _DEFAULT_PARAMS,
+            MAX_CTAS // 2,
+        )  # fmt: skip
 
     @property
     def agreement(self) -> str:
@@ -120,11 +121,11 @@ class UlyssesCall(OpCall):
             (self.total, 1) if self.is_pre_attn else (self.own_tokens, self.ctx.num_ranks)
         )
         out: list[Any] = []
-        for x, width, replicas in zip(self.x, self.widths, self.replicas, strict=True):
+        for x, width, ranks_per_head in zip(self.x, self.widths, self.ranks_per_head, strict=True):
             if x is None:
                 out.append(None)
             else:
-                heads = max(1, size // replicas) * width // x.shape[3]
+                heads = max(1, size // ranks_per_head) * width // x.shape[3]
                 out.append(x.new_empty(self.batch, tokens, heads, x.shape[3]))
         return out
 
@@ -146,7 +147,7 @@ class UlyssesCall(OpCall):
         return kernel.UlyssesPlan(
             size, triton.next_power_of_2(size), params.block_bytes // self.key.dtype.itemsize,
             params.num_chunks, params.num_ctas, self.is_pre_attn, self.batch > 1, self.widths,
-            (0, q, q + k), self.replicas, q + k + v,
+            (0, q, q + k), self.ranks_per_head, q + k + v,
         )  # fmt: skip
 
 
@@ -166,8 +167,10 @@ def call_checks(
     for (name, x), dims in zip(tensors.items(), (dims_of_first, *dims_of_k_and_v), strict=True):
         if x is None:
             continue
-        heads, replicas = (ctx.q_heads, 1) if name == main else (ctx.kv_heads, ctx.replicas)
-        heads = heads if is_pre_attn else heads * replicas // ctx.num_ranks
+        heads, ranks_per_head = (
+            (ctx.q_heads, 1) if name == main else (ctx.kv_heads, ctx.ranks_per_kv_head)
+        )
+        heads = heads if is_pre_attn else heads * ranks_per_head // ctx.num_ranks
         fits = x.ndim == 4 and x.shape[2] == heads and x.shape[3] in dims
         dim = " or ".join(map(str, dict.fromkeys(dims)))
         yield f"{name}.shape", tuple(x.shape), fits, f"[batch, tokens, {heads}, {dim}]"
@@ -247,14 +250,14 @@ class Push(_Algorithm):
     kernel: ClassVar[Any] = kernel.kernel_exchange_heads
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        candidates = dict.fromkeys((params_for_device(_DEFAULT), *_PUSH))
+        candidates = dict.fromkeys((params_for_device(_DEFAULT_PARAMS), *_PUSH_PARAMS))
         return (params.tunable_values for params in candidates)
 
     def fits(self, config: Mapping[str, Any], sizes: UlyssesKey) -> bool:
         # Each program must have a block of q to send per chunk, or the config must be the smallest.
         nbytes = sizes.M // sizes.num_ranks * sizes.widths[0] * sizes.dtype.itemsize
         ctas, block_bytes, chunks = (config[name] for name in self.tunables)
-        smallest = _PUSH[0].tunable_values
+        smallest = _PUSH_PARAMS[0].tunable_values
         return nbytes >= ctas * block_bytes * chunks or (ctas, block_bytes, chunks) == smallest
 
     def compile(self, call: UlyssesCall) -> None:
@@ -321,10 +324,12 @@ class Collective(_Algorithm):
         ctx, lengths, size = call.ctx, call.lengths, call.ctx.num_ranks
         sent = []
         for peer in range(size):
-            for x, width, replicas in zip(call.x, call.widths, call.replicas, strict=True):
+            for x, width, ranks_per_head in zip(
+                call.x, call.widths, call.ranks_per_head, strict=True
+            ):
                 if x is not None and call.is_pre_attn:
                     heads = width // x.shape[3]
-                    sent.append(x.narrow(2, peer // replicas * heads, heads).flatten())
+                    sent.append(x.narrow(2, peer // ranks_per_head * heads, heads).flatten())
                 elif x is not None:
                     sent.append(x.narrow(1, sum(lengths[:peer]), lengths[peer]).flatten())
         own_tokens = (call.own_tokens,) * size
@@ -343,17 +348,19 @@ class Collective(_Algorithm):
             each.split([call.batch * tokens * width for width in call.widths])
             for each, tokens in zip(received.split(received_sizes), received_tokens, strict=True)
         )
-        for result, width, replicas, received_blocks in zip(
-            out, call.widths, call.replicas, zip(*blocks, strict=True), strict=True
+        for result, width, ranks_per_head, received_blocks in zip(
+            out, call.widths, call.ranks_per_head, zip(*blocks, strict=True), strict=True
         ):
             if result is None:
                 continue
             rows = [block.view(call.batch, -1, width) for block in received_blocks]
             target = result.flatten(2)
-            if replicas == 1 or call.is_pre_attn:
+            if ranks_per_head == 1 or call.is_pre_attn:
                 torch.cat(rows, 1 if call.is_pre_attn else 2, out=target)
             else:
-                sums = torch.stack(rows).unflatten(0, (-1, replicas)).sum(1, dtype=torch.float32)
+                sums = (
+                    torch.stack(rows).unflatten(0, (-1, ranks_per_head)).sum(1, dtype=torch.float32)
+                )
                 target.copy_(torch.cat(tuple(sums), 2))
 
 

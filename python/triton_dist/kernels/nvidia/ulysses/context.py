@@ -38,7 +38,7 @@ class UlyssesContext(OpContext[ExchangeBuffer]):
         self.max_tokens, self.max_local_tokens = max_tokens, max_local_tokens
         self.q_heads, self.kv_heads, self.head_dims = q_heads, kv_heads, head_dims
         self.dtype = dtype
-        self.replicas = max(1, self.num_ranks // kv_heads)
+        self.ranks_per_kv_head = max(1, self.num_ranks // kv_heads)
         """Number of ranks that share a KV head."""
         head_dim, v_head_dim = head_dims
         local_kv = max(1, kv_heads // self.num_ranks)

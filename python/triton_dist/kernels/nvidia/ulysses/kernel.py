@@ -5,7 +5,8 @@ Terms:
     * A *global* tensor is [batch, all tokens, heads of the rank].
     * If ``IS_PRE_ATTN`` is true, a call converts local tensors to global tensors, else it converts
       global tensors to local tensors.
-    * A *block* is the part that a source rank has before the call and a target rank after the call.
+    * A *block* is the part that a source rank has before the call and a target
+      rank after the call.
       It has all batches and tokens of the rank with the local tensor, and the heads of the rank
       with the global tensor. A row of a block has WIDTH elements.
 
@@ -44,13 +45,13 @@ class Heads(NamedTuple):
 class TokenCounts(NamedTuple):
     """Numbers of tokens of a call, per batch.
 
-    ``by_rank`` is int32 [2, NUM_RANKS]: the number of tokens of each rank, and of all ranks before
-    each rank. It is ``None`` if each rank has ``equal`` tokens. ``total`` is the number of tokens
-    of all ranks, ``batch`` the batch size.
+    ``lengths_ptr`` is int32 [2, NUM_RANKS]: the number of tokens of each rank, and the first token
+    of each rank in the sequence. It is ``None`` if each rank has ``length`` tokens. ``total`` is
+    the number of tokens of all ranks, ``batch`` the batch size.
     """
 
-    by_rank: Any
-    equal: Any
+    lengths_ptr: Any
+    length: Any
     total: Any
     batch: Any
 
@@ -59,9 +60,10 @@ class UlyssesPlan(NamedTuple):
     """Constants of a launch.
 
     WORKERS programs share the elements of a chunk. IS_BATCHED is true if the batch size exceeds 1.
-    The three following constants have an entry for each of q, k and v: the WIDTH of its blocks (0
-    for an absent tensor), the sum of the WIDTHs of the entries before, and the number of ranks that
-    share a head. SUM is the sum of all WIDTHs. ``Plan`` describes the other constants.
+    WIDTHS, COLUMN_BEGINS and RANKS_PER_HEAD have an entry for each of q, k and v: the WIDTH of its
+    blocks (0 for an absent tensor), the sum of the earlier WIDTHS, and the number of ranks that use
+    the same head. TOTAL_WIDTH is the sum of the WIDTHS. ``exchange/protocol.py`` describes the
+    other constants.
     """
 
     NUM_RANKS: Any
@@ -72,31 +74,31 @@ class UlyssesPlan(NamedTuple):
     IS_PRE_ATTN: Any
     IS_BATCHED: Any
     WIDTHS: Any
-    BEGINS: Any
-    REPLICAS: Any
-    SUM: Any
+    COLUMN_BEGINS: Any
+    RANKS_PER_HEAD: Any
+    TOTAL_WIDTH: Any
 
 
 @jit
-def length_of(counts, rank, plan: tl.constexpr):
-    """Return the number of tokens of ``rank``, and of all ranks before ``rank``, per batch."""
-    length, before = counts.equal, rank * counts.equal
-    if counts.by_rank is not None:
-        length = tl.load(counts.by_rank + rank)
-        before = tl.load(counts.by_rank + plan.NUM_RANKS + rank)
-    return length, before
+def tokens_of(counts, rank, plan: tl.constexpr):
+    """Return the number of tokens of ``rank``, and its first token in the sequence, per batch."""
+    length, first_token = counts.length, rank * counts.length
+    if counts.lengths_ptr is not None:
+        length = tl.load(counts.lengths_ptr + rank)
+        first_token = tl.load(counts.lengths_ptr + plan.NUM_RANKS + rank)
+    return length, first_token
 
 
 @jit
-def begin_of_blocks(source, tokens, before, batch, plan: tl.constexpr):
+def begin_of_blocks(source, tokens, first_token, batch, plan: tl.constexpr):
     """Return the offset of the blocks of ``source`` in a slot, in elements.
 
-    ``tokens`` is the number of tokens of a block. ``before`` is the number of tokens of the ranks
-    before the source; it is used only if ``IS_PRE_ATTN``.
+    ``tokens`` is the number of tokens of a block. ``first_token`` is the first token of the source
+    in the sequence; it is used only if ``IS_PRE_ATTN``.
     """
     if plan.IS_PRE_ATTN:
-        return before.to(tl.int64) * batch * plan.SUM
-    return source.to(tl.int64) * tokens * batch * plan.SUM
+        return first_token.to(tl.int64) * batch * plan.TOTAL_WIDTH
+    return source.to(tl.int64) * tokens * batch * plan.TOTAL_WIDTH
 
 
 @jit
@@ -108,24 +110,24 @@ def num_rounds(rows, WIDTH: tl.constexpr, plan: tl.constexpr):
 
 @jit
 def elements_of(round, worker, chunk, rows, WIDTH: tl.constexpr, plan: tl.constexpr):
-    """Return the first row of a worker's elements of a chunk, their offsets from its begin, and
-    their mask."""
+    """Return the first row of the elements that a worker moves in ``round``, their offsets from the
+    begin of this row, and their mask."""
     chunk_rows = tl.cdiv(rows, plan.NUM_CHUNKS)
-    first = chunk * chunk_rows
-    end = tl.minimum(first + chunk_rows, rows)
-    skipped_elements = (worker.to(tl.int64) + round * plan.WORKERS) * plan.BLOCK
-    skipped = skipped_elements // WIDTH
-    offset = (skipped_elements - skipped * WIDTH).to(tl.int32) + tl.arange(0, plan.BLOCK)
+    chunk_begin = chunk * chunk_rows
+    chunk_end = tl.minimum(chunk_begin + chunk_rows, rows)
+    begin = (worker.to(tl.int64) + round * plan.WORKERS) * plan.BLOCK  # an element of the chunk
+    row = begin // WIDTH
+    offset = (begin - row * WIDTH).to(tl.int32) + tl.arange(0, plan.BLOCK)
     # The right side is in int64 and has no minimum. The compiler can then derive that vectors are
     # not divided by the mask.
-    mask = tl.arange(0, plan.BLOCK) < (end - first) * WIDTH - skipped_elements
-    return first + skipped, offset, mask
+    mask = tl.arange(0, plan.BLOCK) < (chunk_end - chunk_begin) * WIDTH - begin
+    return chunk_begin + row, offset, mask
 
 
 @jit
 def offset_in(
-    LAYOUT: tl.constexpr, first_row, offset, stride, tokens, before, total, WIDTH: tl.constexpr,
-    plan: tl.constexpr,
+    LAYOUT: tl.constexpr, first_row, offset, stride, tokens, first_token, total,
+    WIDTH: tl.constexpr, plan: tl.constexpr,
 ):  # fmt: skip
     """Return the offsets of ``elements_of`` in a "block", or in a "local" or "global" tensor whose
     rows have the distance ``stride``."""
@@ -134,21 +136,22 @@ def offset_in(
     if LAYOUT == "global":
         if plan.IS_BATCHED:
             row = first_row + offset // WIDTH
-            row += row // tokens * (total - tokens) + before
+            row += row // tokens * (total - tokens) + first_token
             return row * stride + offset % WIDTH
-        first_row += before
+        first_row += first_token
     return first_row * stride + offset // WIDTH * stride + offset % WIDTH
 
 
 @jit
 def copy_block(
-    source_ptr, stride, target_ptr, worker, chunk, tokens, before, counts, SOURCE: tl.constexpr,
-    TARGET: tl.constexpr, WIDTH: tl.constexpr, plan: tl.constexpr,
+    source_ptr, stride, target_ptr, worker, chunk, tokens, first_token, counts,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, WIDTH: tl.constexpr, plan: tl.constexpr,
 ):  # fmt: skip
     """Copy this program's elements of a chunk of a block.
 
     SOURCE and TARGET are layouts of ``offset_in``. ``tokens`` is the number of tokens of the rank
-    with the local tensor, ``before`` of the ranks before it. Only the source may have a ``stride``.
+    with the local tensor, ``first_token`` its first token in the sequence. Only the source may have
+    a ``stride``.
     """
     # Loads of received blocks bypass L1, which may hold stale data.
     CACHE: tl.constexpr = ".cg" if SOURCE == "block" else ""
@@ -156,9 +159,11 @@ def copy_block(
     for round in range(num_rounds(rows, WIDTH, plan)):
         first_row, offset, mask = elements_of(round, worker, chunk, rows, WIDTH, plan)
         source = offset_in(
-            SOURCE, first_row, offset, stride, tokens, before, total, WIDTH, plan
+            SOURCE, first_row, offset, stride, tokens, first_token, total, WIDTH, plan
         )  # fmt: skip
-        target = offset_in(TARGET, first_row, offset, WIDTH, tokens, before, total, WIDTH, plan)
+        target = offset_in(
+            TARGET, first_row, offset, WIDTH, tokens, first_token, total, WIDTH, plan
+        )
         x = tl.load(source_ptr + source, mask=mask, cache_modifier=CACHE)
         tl.store(target_ptr + target, x, mask=mask)
 
@@ -168,23 +173,23 @@ def send(x, row_strides, slots, call, worker, chunk, counts, plan: tl.constexpr)
     """Store one chunk of each of this rank's blocks in the slots of the other ranks."""
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     LAYOUT: tl.constexpr = "local" if plan.IS_PRE_ATTN else "global"
-    own_tokens, own_before = length_of(counts, call.rank, plan)
+    own_tokens, own_first_token = tokens_of(counts, call.rank, plan)
     for step in tl.static_range(1, NUM_RANKS):
         peer = (call.rank + step) % NUM_RANKS
-        tokens, before = own_tokens, own_before
+        tokens, first_token = own_tokens, own_first_token
         if not plan.IS_PRE_ATTN:
-            tokens, before = length_of(counts, peer, plan)
-        begin = begin_of_blocks(call.rank, tokens, before, counts.batch, plan)
+            tokens, first_token = tokens_of(counts, peer, plan)
+        begin = begin_of_blocks(call.rank, tokens, first_token, counts.batch, plan)
         target = target_at(slots.table, peer, slots.data) + call.offset + begin
         rows = counts.batch.to(tl.int64) * tokens
         for i in tl.static_range(3):
             if x[i] is not None:
                 source = x[i]
                 if plan.IS_PRE_ATTN:
-                    source += peer // plan.REPLICAS[i] * plan.WIDTHS[i]
+                    source += peer // plan.RANKS_PER_HEAD[i] * plan.WIDTHS[i]
                 copy_block(
-                    source, row_strides[i], target + rows * plan.BEGINS[i], worker, chunk, tokens,
-                    before, counts, LAYOUT, "block", plan.WIDTHS[i], plan,
+                    source, row_strides[i], target + rows * plan.COLUMN_BEGINS[i], worker, chunk,
+                    tokens, first_token, counts, LAYOUT, "block", plan.WIDTHS[i], plan,
                 )  # fmt: skip
 
 
@@ -199,30 +204,31 @@ def receive_local(
     heads, the own block is written with ``IS_OWN``, and the other blocks without.
     """
     WIDTH: tl.constexpr = plan.WIDTHS[index]
-    REPLICAS: tl.constexpr = plan.REPLICAS[index]
-    SHARDS: tl.constexpr = plan.NUM_RANKS // REPLICAS
-    tokens, before = length_of(counts, rank, plan)
+    RANKS_PER_HEAD: tl.constexpr = plan.RANKS_PER_HEAD[index]
+    HEAD_SHARDS: tl.constexpr = plan.NUM_RANKS // RANKS_PER_HEAD
+    tokens, first_token = tokens_of(counts, rank, plan)
     rows = counts.batch.to(tl.int64) * tokens
-    blocks_ptr = slots_ptr + rows * plan.BEGINS[index]
+    blocks_ptr = slots_ptr + rows * plan.COLUMN_BEGINS[index]
     for round in range(num_rounds(rows, WIDTH, plan)):
         first_row, offset, mask = elements_of(round, worker, chunk, rows, WIDTH, plan)
         own = x_ptr + offset_in(
-            "global", first_row, offset, stride, tokens, before, counts.total, WIDTH, plan
+            "global", first_row, offset, stride, tokens, first_token, counts.total, WIDTH, plan
         )  # fmt: skip
         out = offset_in(
-            "local", first_row, offset, SHARDS * WIDTH, tokens, before, counts.total, WIDTH, plan
-        )
-        for shard in tl.static_range(SHARDS):
+            "local", first_row, offset, HEAD_SHARDS * WIDTH, tokens, first_token, counts.total,
+            WIDTH, plan,
+        )  # fmt: skip
+        for shard in tl.static_range(HEAD_SHARDS):
             needed = mask
-            if REPLICAS == 1:
+            if RANKS_PER_HEAD == 1:
                 needed = mask & ((rank == shard) if IS_OWN else (rank != shard))
             # The loads bypass L1, which may hold stale data.
-            for replica in tl.static_range(REPLICAS):
-                source = shard * REPLICAS + replica
-                block = blocks_ptr + source * (rows * plan.SUM) + first_row * WIDTH + offset
+            for replica in tl.static_range(RANKS_PER_HEAD):
+                source = shard * RANKS_PER_HEAD + replica
+                block = blocks_ptr + source * (rows * plan.TOTAL_WIDTH) + first_row * WIDTH + offset
                 block = tl.where(rank == source, own, block)
                 x = tl.load(block, mask=needed, cache_modifier=".cg")
-                if REPLICAS == 1:
+                if RANKS_PER_HEAD == 1:
                     value = x
                 elif replica == 0:
                     value = x.to(tl.float32)
@@ -244,7 +250,7 @@ def receive(
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     if not plan.IS_PRE_ATTN:
         for i in tl.static_range(3):
-            if x[i] is not None and (plan.REPLICAS[i] == 1 or not IS_OWN):
+            if x[i] is not None and (plan.RANKS_PER_HEAD[i] == 1 or not IS_OWN):
                 receive_local(
                     x[i], row_strides[i], results[i], slots_ptr, worker, chunk, counts, rank,
                     IS_OWN, i, plan,
@@ -252,21 +258,23 @@ def receive(
     else:
         for step in tl.static_range(0 if IS_OWN else 1, 1 if IS_OWN else NUM_RANKS):
             source = (rank + step) % NUM_RANKS
-            tokens, before = length_of(counts, source, plan)
+            tokens, first_token = tokens_of(counts, source, plan)
             rows = counts.batch.to(tl.int64) * tokens
-            blocks_ptr = slots_ptr + begin_of_blocks(source, tokens, before, counts.batch, plan)
+            blocks_ptr = slots_ptr + begin_of_blocks(
+                source, tokens, first_token, counts.batch, plan
+            )
             for i in tl.static_range(3):
                 if x[i] is not None:
                     if IS_OWN:
                         copy_block(
-                            x[i] + rank // plan.REPLICAS[i] * plan.WIDTHS[i], row_strides[i],
-                            results[i], worker, chunk, tokens, before, counts, "local", "global",
-                            plan.WIDTHS[i], plan,
+                            x[i] + rank // plan.RANKS_PER_HEAD[i] * plan.WIDTHS[i], row_strides[i],
+                            results[i], worker, chunk, tokens, first_token, counts, "local",
+                            "global", plan.WIDTHS[i], plan,
                         )  # fmt: skip
                     else:
                         copy_block(
-                            blocks_ptr + rows * plan.BEGINS[i], 0, results[i], worker, chunk,
-                            tokens, before, counts, "block", "global", plan.WIDTHS[i], plan,
+                            blocks_ptr + rows * plan.COLUMN_BEGINS[i], 0, results[i], worker, chunk,
+                            tokens, first_token, counts, "block", "global", plan.WIDTHS[i], plan,
                         )  # fmt: skip
 
 
@@ -282,7 +290,7 @@ def kernel_exchange_heads(
     other ranks send. ``lengths_ptr``, ``length``, ``total`` and ``batch``: see ``TokenCounts``.
     """
     call = begin_exchange(slots, peers, call_tag, rank, plan)
-    counts = TokenCounts(by_rank=lengths_ptr, equal=length, total=total, batch=batch)
+    counts = TokenCounts(lengths_ptr=lengths_ptr, length=length, total=total, batch=batch)
     worker = tl.program_id(0)
     if worker < plan.WORKERS:
         for chunk in range(plan.NUM_CHUNKS):

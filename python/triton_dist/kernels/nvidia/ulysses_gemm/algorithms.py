@@ -46,13 +46,13 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.transfer import Copy, InputRows
 from triton_dist.runtime.launch import Launch, dot_precision, fits_descriptor, normalise_strides
 
-_RECEIVE = LaunchParams(128, 16384)
+_RECEIVE_PARAMS = LaunchParams(128, 16384)
 """Launch parameters of the kernel that copies received blocks to the results."""
 _MIN_TOKENS = 6000
 """Minimum tokens of all ranks for ``"fused"``; with fewer, ``"serial"`` was faster (2 H200)."""
-_CHUNKS = (2, 4, 8)
+_NUM_CHUNKS = (2, 4, 8)
 _NUM_TILES = 3
-"""Number of tile shapes that are tried with all ``_CHUNKS``, instead of the second of them."""
+"""Number of tile shapes that are tried with all ``_NUM_CHUNKS``; others only with one."""
 
 
 class UlyssesGEMMKey(NamedTuple):
@@ -204,15 +204,15 @@ class Serial(_Algorithm):
     """A library's GEMM before or after the exchange by an algorithm of ``ulysses_pre_attn``."""
 
     def __init__(self, name: str, exchange: str) -> None:
-        self.name, self.exchange, self.inner = name, exchange, PRE_ATTN[exchange]
-        self.tunables = self.inner.tunables  # type: ignore[misc]
-        self.is_fallback = self.inner.is_fallback  # type: ignore[misc]
+        self.name, self.exchange, self.exchange_algorithm = name, exchange, PRE_ATTN[exchange]
+        self.tunables = self.exchange_algorithm.tunables  # type: ignore[misc]
+        self.is_fallback = self.exchange_algorithm.is_fallback  # type: ignore[misc]
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return self.inner.candidates()
+        return self.exchange_algorithm.candidates()
 
     def fits(self, config: Mapping[str, Any], sizes: UlyssesGEMMKey) -> bool:
-        return self.inner.fits(config, sizes.exchange)
+        return self.exchange_algorithm.fits(config, sizes.exchange)
 
     def compile(self, call: UlyssesGEMMCall) -> None:
         if call.is_pre_attn:
@@ -307,7 +307,7 @@ class SendTiles(Fused):
         return spaces.tiles_with_persistent(spaces.get_config_space)
 
     def check(self, call: UlyssesGEMMCall) -> None:
-        call.exchange.params = params_for_device(_RECEIVE)
+        call.exchange.params = params_for_device(_RECEIVE_PARAMS)
 
     def compile(self, call: UlyssesGEMMCall) -> None:
         super().compile(call)
@@ -354,7 +354,7 @@ class AwaitRows(Fused):
     def candidates(self) -> Iterable[tuple[Any, ...]]:
         pairs = spaces.tiles_with_persistent(spaces.get_config_space)
         for number, (tiles, persistent) in enumerate(pairs):
-            for chunks in _CHUNKS if number < _NUM_TILES else _CHUNKS[1:2]:
+            for chunks in _NUM_CHUNKS if number < _NUM_TILES else _NUM_CHUNKS[1:2]:
                 yield tiles, persistent, chunks
 
     def overlap(self, call: UlyssesGEMMCall, out: Sequence[torch.Tensor]) -> None:
@@ -374,7 +374,7 @@ class AwaitRows(Fused):
         for chunk, step in itertools.product(range(chunks), range(1, ctx.num_ranks)):
             stream = (chunk * (ctx.num_ranks - 1) + step) % PUSH_STREAMS
             peer = (ctx.rank + step) % ctx.num_ranks
-            tokens, before = call.lengths[peer], sum(call.lengths[:peer])
+            tokens, first_token = call.lengths[peer], sum(call.lengths[:peer])
             rows = call.batch * tokens
             first, end = (min(n * -(-rows // chunks), rows) for n in (chunk, chunk + 1))
             block = slots["shards"].peers[peer].view(call.key.dtype)[ctx.rank * rows * width :]
@@ -382,7 +382,7 @@ class AwaitRows(Fused):
             while first < end:  # one copy per batch
                 number, token = divmod(first, tokens)
                 stop = min(end, (number + 1) * tokens)
-                source = number * call.total + before + token
+                source = number * call.total + first_token + token
                 yield Copy(stream, block[first:stop], InputRows(source, source + stop - first))
                 first = stop
             flag = chunk * ctx.num_ranks + ctx.rank

@@ -27,8 +27,8 @@ from triton_dist.kernels.common.scatter.tiles import (
 from triton_dist.kernels.nvidia.ulysses.kernel import (
     TokenCounts,
     begin_of_blocks,
-    length_of,
     receive,
+    tokens_of,
 )
 
 
@@ -43,7 +43,7 @@ def describe_rows(ptr, rows, N, tile: tl.constexpr):
 
 @jit
 def describe_blocks(
-    results, targets, begin, before, M, rank, plan: tl.constexpr, tile: tl.constexpr
+    results, targets, begin, first_token, M, rank, plan: tl.constexpr, tile: tl.constexpr
 ):
     """Return descriptors of this rank's blocks of q, k and v on each rank.
 
@@ -57,8 +57,8 @@ def describe_blocks(
     for owner in tl.static_range(NUM_RANKS):
         slot_ptr = target_at(targets, owner, results.q) + begin
         for i in tl.static_range(3):
-            own_ptr = results[i] + before * plan.WIDTHS[i]
-            ptr = tl.where(rank == owner, own_ptr, slot_ptr + rows * plan.BEGINS[i])
+            own_ptr = results[i] + first_token * plan.WIDTHS[i]
+            ptr = tl.where(rank == owner, own_ptr, slot_ptr + rows * plan.COLUMN_BEGINS[i])
             desc = describe_rows(tl.multiple_of(ptr, 16), M, plan.WIDTHS[i], tile)
             descs = descs + (desc,)  # noqa: RUF005
     return descs
@@ -76,56 +76,62 @@ def kernel_gemm_send(
     this rank last, so every rank receives from one rank at a time.
     """
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
-    Q: tl.constexpr = plan.WIDTHS[0]
+    Q_WIDTH: tl.constexpr = plan.WIDTHS[0]
     K_WIDTH: tl.constexpr = plan.WIDTHS[1]
-    V: tl.constexpr = plan.WIDTHS[2]
-    REPLICAS: tl.constexpr = plan.REPLICAS[1]
-    counts = TokenCounts(by_rank=lengths_ptr, equal=length, total=total, batch=batch)
-    tokens, before = length_of(counts, rank, plan)
+    V_WIDTH: tl.constexpr = plan.WIDTHS[2]
+    RANKS_PER_HEAD: tl.constexpr = plan.RANKS_PER_HEAD[1]
+    counts = TokenCounts(lengths_ptr=lengths_ptr, length=length, total=total, batch=batch)
+    tokens, first_token = tokens_of(counts, rank, plan)
     rows = tl.cast(M, tl.int64)
-    before = tl.cast(before, tl.int64)
-    begin = begin_of_blocks(rank, tokens, before, batch, plan)
+    first_token = tl.cast(first_token, tl.int64)
+    begin = begin_of_blocks(rank, tokens, first_token, batch, plan)
     tiles_m = tl.cdiv(M, tile.M)
-    tiles_q, tiles_k = tl.cdiv(Q, tile.N), tl.cdiv(K_WIDTH, tile.N)
-    tiles_n = tiles_q + tiles_k + tl.cdiv(V, tile.N)
+    tiles_q, tiles_k = tl.cdiv(Q_WIDTH, tile.N), tl.cdiv(K_WIDTH, tile.N)
+    tiles_n = tiles_q + tiles_k + tl.cdiv(V_WIDTH, tile.N)
     a, b = make_operands(x_ptr, b_ptr, M, N, K, strides.bk, strides.bn, DESCRIPTORS, tile)
     if DESCRIPTORS:
-        descs = describe_blocks(results, targets, begin, before, M, rank, plan, tile)
-    for number in range(tl.program_id(0), NUM_RANKS * tiles_m * tiles_n, tl.num_programs(0)):
-        owner = (rank + 1 + number // (tiles_m * tiles_n)) % NUM_RANKS
-        m, n = tile_in_group(number % (tiles_m * tiles_n), tiles_m, tiles_n, tile.GROUP_M)
-        shard, row = owner // REPLICAS, m * tile.M
-        # ``column``: first column of the tile in the block. ``first``: first column of the block in
-        # B. ``skipped``: first column of the block in a row of the owner's blocks.
-        index, column, first, skipped, WIDTH = 0, n * tile.N, owner * Q, 0, Q + 0 * n
+        descs = describe_blocks(results, targets, begin, first_token, M, rank, plan, tile)
+    for index in range(tl.program_id(0), NUM_RANKS * tiles_m * tiles_n, tl.num_programs(0)):
+        owner = (rank + 1 + index // (tiles_m * tiles_n)) % NUM_RANKS
+        m, n = tile_in_group(index % (tiles_m * tiles_n), tiles_m, tiles_n, tile.GROUP_M)
+        head_shard, row = owner // RANKS_PER_HEAD, m * tile.M
+        # ``column``: first column of the tile in its block. ``b_column``: first column of the block
+        # in B. ``columns_before``: columns of the blocks before it in the slot.
+        tensor, column, width, columns_before = 0, n * tile.N, Q_WIDTH, 0
+        b_column = owner * Q_WIDTH
         if n >= tiles_q:
-            index, column, skipped, WIDTH = 1, (n - tiles_q) * tile.N, Q, K_WIDTH + 0 * n
-            first = NUM_RANKS * Q + shard * K_WIDTH
+            tensor, column, width, columns_before = 1, (n - tiles_q) * tile.N, K_WIDTH, Q_WIDTH
+            b_column = NUM_RANKS * Q_WIDTH + head_shard * K_WIDTH
         if n >= tiles_q + tiles_k:
-            index, column, skipped = 2, (n - tiles_q - tiles_k) * tile.N, Q + K_WIDTH
-            first, WIDTH = NUM_RANKS * Q + NUM_RANKS // REPLICAS * K_WIDTH + shard * V, V + 0 * n
+            tensor, column, width = 2, (n - tiles_q - tiles_k) * tile.N, V_WIDTH
+            columns_before = Q_WIDTH + K_WIDTH
+            b_column = (
+                NUM_RANKS * Q_WIDTH + NUM_RANKS // RANKS_PER_HEAD * K_WIDTH + head_shard * V_WIDTH
+            )
         product = multiply_operands(
-            a, b, row, first + column, M, N, K, strides, None, DESCRIPTORS, tile
+            a, b, row, b_column + column, M, N, K, strides, None, DESCRIPTORS, tile
         )
-        product = add_bias_at(product, bias_ptr, first + column, first + WIDTH)
+        product = add_bias_at(product, bias_ptr, b_column + column, b_column + width)
         if DESCRIPTORS:
             desc = descs[0]
             for i in tl.static_range(1, 3 * NUM_RANKS):
-                if owner * 3 + index == i:
+                if owner * 3 + tensor == i:
                     desc = descs[i]
             store_tile(desc, product, 0, row, column, tile.SUBTILE, tile.M, tile.N)
         else:
             local_row = row + tl.arange(0, tile.M)
             local_column = column + tl.arange(0, tile.N)
-            mask = (local_row < M)[:, None] & (local_column < WIDTH)[None, :]
-            target = target_at(targets, owner, results.q) + begin + rows * skipped
+            mask = (local_row < M)[:, None] & (local_column < width)[None, :]
+            target = target_at(targets, owner, results.q) + begin + rows * columns_before
             target_row = local_row.to(tl.int64)
             if owner == rank:
-                target = tl.where(index == 0, results.q, tl.where(index == 1, results.k, results.v))
-                target_row += before
+                target = tl.where(
+                    tensor == 0, results.q, tl.where(tensor == 1, results.k, results.v)
+                )
+                target_row += first_token
                 if plan.IS_BATCHED:
                     target_row += local_row // tokens * (total - tokens)
-            block = target + target_row[:, None] * WIDTH + local_column[None, :]
+            block = target + target_row[:, None] * width + local_column[None, :]
             tl.store(block, product.to(results.q.dtype.element_ty), mask=mask)
     if DESCRIPTORS:
         dl.publish_tile()  # The flags of other ranks are set after this kernel.
@@ -142,7 +148,7 @@ def kernel_receive_heads(
     """
     token = await_pushed(pushed, current_flag(pushed.epoch, call_tag), 0, rank, plan.NUM_RANKS)
     slots_ptr = pushed.shards + after_wait(tl.zeros((), tl.int64), token)
-    counts = TokenCounts(by_rank=lengths_ptr, equal=length, total=total, batch=batch)
+    counts = TokenCounts(lengths_ptr=lengths_ptr, length=length, total=total, batch=batch)
     worker = tl.program_id(0)
     for chunk in range(plan.NUM_CHUNKS):
         receive(x, row_strides, results, slots_ptr, worker, chunk, counts, rank, False, plan)
