@@ -23,7 +23,11 @@ from triton_dist.kernels.common.gemm.scales import (
     library_supports,
     num_scale_blocks,
 )
-from triton_dist.kernels.common.gemm.spaces import fits_registers, warp_specialized_tiles
+from triton_dist.kernels.common.gemm.spaces import (
+    FEW_ROWS,
+    fits_registers,
+    warp_specialized_tiles,
+)
 from triton_dist.kernels.common.libraries import has_async_tp
 from triton_dist.kernels.nvidia import (
     ag_gemm,
@@ -264,7 +268,10 @@ def sum_of(name: str, recipe: str, M: int, N: int, K: int, dtype: torch.dtype) -
             bias = uniform(number, (1, N), torch.float32)[0].to(dtype)
             scales = {"A_scale": scaling.A_scale, "B_scale": scaling.B_scale}
             rest, tiles = dict(options), default_tiles(A.dtype)
-            if (splits := rest.pop("splits", 1)) > 1:
+            splits = rest.pop("splits", 1)
+            if splits > 1 and M > FEW_ROWS:
+                continue
+            if splits > 1:
                 # Wide tiles with few rows multiply (B.T @ A.T).T.
                 split = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 256, "SPLIT_K": splits}
                 tiles = triton.Config({**tiles.kwargs, **split}, num_stages=2)

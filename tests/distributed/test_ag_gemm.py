@@ -41,7 +41,7 @@ def test_what_is_too_large_for_one_launch_is_said(on_two):
 
 
 def test_a_reset_lets_copies_go_on(on_any):
-    assert on_any(ag_gemm_ranks.copies_held_up) == [5] * 3
+    assert set(on_any(ag_gemm_ranks.copies_held_up)) == {5}
 
 
 def test_only_calls_out_of_turn_look_at_their_peers(on_two):

@@ -36,7 +36,8 @@ from triton_dist.runtime.compiling.kernels import use_target
 
 _PACKAGE_INIT = "triton/__init__.py"
 _PROGRAM = (
-    f"import json, sys; from {__name__} import compile_here; compile_here(json.load(sys.stdin))"
+    f"import json, sys; from {__name__} import compile_request; "
+    "compile_request(json.load(sys.stdin))"
 )
 _LAST_LINES = 4
 

@@ -483,21 +483,18 @@ class OneLaunchAlgorithm(SummingAlgorithm[SummingCallT], Generic[SummingCallT]):
 
     def check(self, call: SummingCallT) -> None:
         call.check_tiles()
-        splits, buffer, ranks = (
-            num_splits_of(call.gemm_config),
-            call.ctx.exchange,
-            call.ctx.num_ranks,
-        )
+        splits, ranks = num_splits_of(call.gemm_config), call.ctx.num_ranks
         if splits == 1 or ranks == 1:
             return
         M, item_bytes = len(call.A), call.ctx.output_dtype.itemsize
         rows = M // ranks if self.to_owners else M
-        nbytes = splits * ranks * padded_shard_numel(rows * call.ctx.N) * item_bytes
-        is_valid = splits in range(1, MAX_SPLIT_K + 1) and not self.broadcasts_sums
-        if not is_valid or nbytes > buffer.slot_bytes:
-            expected = f"1 to {MAX_SPLIT_K}, so that the partials of M = {M} rows fit in a slot"
-            expected = "1" if self.broadcasts_sums else expected
-            raise InvalidArgument(call.ctx_type.function, "SPLIT_K", splits, expected)
+        split_bytes = ranks * padded_shard_numel(rows * call.ctx.N) * item_bytes
+        largest = min(MAX_SPLIT_K, call.ctx.exchange.slot_bytes // split_bytes)
+        if self.broadcasts_sums or splits not in range(1, largest + 1):
+            expected = "1" if self.broadcasts_sums or largest < 2 else f"1 to {largest}"
+            raise InvalidArgument(
+                call.ctx_type.function, "SPLIT_K", splits, f"{expected} for M = {M}"
+            )
 
     def compile(self, call: SummingCallT) -> None:
         self.make_launch(call).compile()
