@@ -95,10 +95,10 @@ def measure(
     group = dist.group.WORLD
     inputs = operands(sizes, tokens, dtype)
     leaves = [each for each in inputs if each.requires_grad]
-    with TensorParallel(tokens * dist.get_world_size()) as ranks:
+    with TensorParallel(tokens * dist.get_world_size()) as collectives:
 
         def ours(keep: bool = False) -> torch.Tensor:
-            return ep_experts(*inputs, ranks, tokens, keep_gathered=keep)
+            return ep_experts(*inputs, collectives, tokens, keep_gathered=keep)
 
         def both(forward: Callable[[], torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
             def run() -> list[torch.Tensor]:

@@ -89,20 +89,21 @@ class Server:
     """A parallelized model, with its cache and current tokens."""
 
     def __init__(
-        self, model: Llama, ranks: TensorParallel, batch: int, max_tokens: int, shards_tokens: bool
-    ) -> None:
+        self, model: Llama, collectives: TensorParallel, batch: int, max_tokens: int,
+        shards_tokens: bool,
+    ) -> None:  # fmt: skip
         self.model, config = model, model.config
         dtype = model.lm_head.weight.dtype
         self.cos_sin = _set_cos_sin_cache(model.model.rotary_emb.inv_freq, max_tokens)
         self.cache: Any
         if shards_tokens:
-            self.cache = ShardedCache(config, batch, max_tokens, dtype, ranks.device)
+            self.cache = ShardedCache(config, batch, max_tokens, dtype, collectives.device)
         else:
             self.cache = KV_Cache(
                 config.num_hidden_layers, batch, max_tokens, config.num_key_value_heads,
-                config.head_dim, dtype, ranks.num_ranks,
+                config.head_dim, dtype, collectives.num_ranks,
             )  # fmt: skip
-        self.token = torch.zeros(batch, 1, dtype=torch.long, device=ranks.device)
+        self.token = torch.zeros(batch, 1, dtype=torch.long, device=collectives.device)
 
     def step(self) -> None:
         """Replace ``token`` by the next token of each sequence."""
@@ -202,9 +203,11 @@ def main() -> None:
     if args.fp8:
         quantise_layers(model, args.fp8)
 
-    with parallelize(model, max_M=args.batch * args.prompt) as ranks:
-        server = Server(model, ranks, args.batch, args.prompt + args.tokens + 1, args.kv_shards)
-        server.token.copy_(server.next_token(prompts.to(ranks.device)))
+    with parallelize(model, max_M=args.batch * args.prompt) as collectives:
+        server = Server(
+            model, collectives, args.batch, args.prompt + args.tokens + 1, args.kv_shards
+        )
+        server.token.copy_(server.next_token(prompts.to(collectives.device)))
         tokens = [server.token.clone()]
         server.step()  # tune the shapes of a step before the capture
         tokens.append(server.token.clone())
@@ -230,7 +233,7 @@ def main() -> None:
     dist_print(
         f"{args.tokens} tokens of {args.batch} sequences, {as_expected}: {served_tokens.tolist()}"
     )
-    assert dist.get_world_size() == ranks.num_ranks
+    assert dist.get_world_size() == collectives.num_ranks
     finalize_distributed()
 
 

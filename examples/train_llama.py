@@ -113,19 +113,19 @@ def main() -> None:
     ids = torch.randint(model.config.vocab_size, (args.fsdp * args.batch, args.tokens + 1))
 
     options = {"max_M": rows, "sequence_parallel": True, "keep_gathered": True}
-    with parallelize(model, mesh["tp"], **options) as ranks:
+    with parallelize(model, mesh["tp"], **options) as collectives:
         if args.fsdp > 1:
             for block in model.model.layers:
                 fully_shard(block, mesh=mesh["fsdp"])
             fully_shard(model, mesh=mesh["fsdp"])
-        reference_model.to(ranks.device)
-        ids = ids.to(ranks.device)
+        reference_model.to(collectives.device)
+        ids = ids.to(collectives.device)
         all_inputs, all_targets = ids[:, :-1], ids[:, 1:]
         replica = mesh["fsdp"].get_local_rank()
         inputs = all_inputs.chunk(args.fsdp)[replica]
-        shard = (ranks.rank, ranks.num_ranks)
+        shard = (collectives.rank, collectives.num_ranks)
         # The rows of the last rank may end with padding, which the loss ignores.
-        own_rows = shard_rows(torch.arange(1, rows + 1, device=ranks.device), *shard)
+        own_rows = shard_rows(torch.arange(1, rows + 1, device=collectives.device), *shard)
         own_rows = own_rows[own_rows > 0] - 1
         own_targets = all_targets.chunk(args.fsdp)[replica].flatten()[own_rows]
         optimiser, reference_optimiser = make_optimiser(model), make_optimiser(reference_model)

@@ -64,7 +64,7 @@ def prepared(name, shape, elements=1 << 22, num_ranks=4, dtype=torch.bfloat16, r
 def assert_only_vectors(ptx):
     """Data is read and written 16 bytes at a time alone."""
     narrow = re.findall(r"(?:ld|st)\.global(?:\.cg)?\.(?:b16|b32|v2\.b32)\b", ptx)
-    # What is not data: entries of tables, and the two words of the guard.
+    # What is not data: entries of tables, and two timeout words.
     assert not [each for each in narrow if each[:2] == "st" or "b16" in each or ".cg" in each]
 
 

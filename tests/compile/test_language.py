@@ -15,11 +15,13 @@ from triton_dist.testing.compile_only import compile_kernel
 
 
 @jit
-def kernel_wait(flags_ptr, timeout_ptr, out_ptr, count, GUARDED: tl.constexpr, BLOCK: tl.constexpr):
+def kernel_wait(
+    flags_ptr, timeout_ptr, out_ptr, count, HAS_TIMEOUT: tl.constexpr, BLOCK: tl.constexpr
+):
     flags = flags_ptr
     if BLOCK:
         flags = flags_ptr + tl.arange(0, 4)
-    if GUARDED:
+    if HAS_TIMEOUT:
         token = dl.wait(flags, count, 7, timeout_ptr)
     else:
         token = dl.wait(flags, count, 7)
@@ -59,14 +61,16 @@ def words(dtype=torch.int32):
     return torch.empty(16, dtype=dtype, device="meta")
 
 
-@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("has_timeout", [False, True])
 @pytest.mark.parametrize("block", [False, True])
-def test_a_wait_acquires_before_what_consumes_its_token(sm90, guarded, block):
+def test_a_wait_acquires_before_what_consumes_its_token(sm90, has_timeout, block):
     arguments = (words(), words(), words(), 3)
-    ptx = compile_kernel(kernel_wait, *arguments, grid=(1,), GUARDED=guarded, BLOCK=block).ptx
+    ptx = compile_kernel(
+        kernel_wait, *arguments, grid=(1,), HAS_TIMEOUT=has_timeout, BLOCK=block
+    ).ptx
     acquired = ptx.rindex(ACQUIRE if not block else ".acquire")
     assert acquired < ptx.index("fence.proxy.async.global") < ptx.rindex("ld.global.b32")
-    assert ("relaxed.max" in ptx) == guarded  # who gives up says so
+    assert ("relaxed.max" in ptx) == has_timeout  # who gives up says so
 
 
 @pytest.mark.parametrize("op", ["set", "add"])

@@ -93,7 +93,7 @@ def _side_stream() -> torch.cuda.Stream:
 
 
 def _words(until: int) -> torch.Tensor:
-    """How many run, until when, and the guard of their waits."""
+    """How many run, until when, and the timeout words of their waits."""
     words = torch.zeros(4, dtype=torch.int32, device="cuda")
     words[1:2].fill_(until)
     words[2:3].fill_(_MOST_POLLS)

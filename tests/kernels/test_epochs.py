@@ -127,14 +127,14 @@ def kernel_note(epoch_ptr, flag_ptr):
 def test_a_disagreement_ends_the_waits_of_all_memories_of_a_context():
     found = Disagreements("the rows of A", None)
     memories = [slots(name, found) for name in ("first", "second", "third")]
-    guards = [used.control_words_of_slot(slot) for used in memories for slot in (0, 1)]
+    control_words = [used.control_words_of_slot(slot) for used in memories for slot in (0, 1)]
     for number in (3, 0):
         kernel_note[(1,)](
-            guards[number], memories[number // 2].region_of_slot(number % 2, "flags").local
+            control_words[number], memories[number // 2].region_of_slot(number % 2, "flags").local
         )
         expected = [1] * 6
         expected[number] = DISAGREED.value
-        assert [int(timeout_words[GAVE_UP.value]) for timeout_words in guards] == expected
+        assert [int(words[GAVE_UP.value]) for words in control_words] == expected
         for used in memories:
             assert isinstance(used.timeout_words.timeout_error(), RankDisagreement)
         with pytest.raises(RankDisagreement, match="the rows of A"):
@@ -142,7 +142,7 @@ def test_a_disagreement_ends_the_waits_of_all_memories_of_a_context():
         for used in memories:
             used.reset()
         found.check()
-        assert not any(int(timeout_words[GAVE_UP.value]) for timeout_words in guards)
+        assert not any(int(words[GAVE_UP.value]) for words in control_words)
     for used in memories:
         used.free()
 

@@ -50,7 +50,7 @@ def say_every_word(members):
                 ranks.all_gather("all_gather", {"rank": dist.get_rank(), "number": number}),
                 ranks.broadcast("broadcast", [number, "leader's"] if ranks.is_leader else None),
                 ranks.barrier("barrier"),
-                ranks.align_devices(),
+                ranks.device_barrier(),
             )
         )
     return said
@@ -199,7 +199,7 @@ def test_alone_every_word_is_answered_here():
     assert (alone.rank, alone.size, alone.is_leader) == (0, 1, True)
     assert alone.all_gather("phase", 3) == [3]
     assert alone.broadcast("phase", 3) == 3
-    assert alone.barrier("phase") is alone.align_devices() is None
+    assert alone.barrier("phase") is alone.device_barrier() is None
     assert alone.facts()["world_size"] == "1"
 
 

@@ -34,7 +34,7 @@ class Agreement(Channel):
         self._meet()
         return super().all_gather(step, value, user_seconds)
 
-    def align_devices(self):
+    def device_barrier(self):
         self.order.append("line up")
 
 

@@ -135,7 +135,7 @@ class RankGroup(Protocol):
         call this method.
         """
 
-    def align_devices(self) -> None:
+    def device_barrier(self) -> None:
         """Make the devices of all ranks start the next queued work together.
 
         It requires a completed ``all_gather`` and does not block the host. Devices first finish the

@@ -26,7 +26,7 @@ def install(checks: Iterable[str]) -> Undo:
         checks: names in ``modes.CHECKS``, or the interactive modes ``"attach"`` and ``"where"``.
     """
     undos = [
-        patch(upstream.InterpreterBuilder, "create_assert", _with_site),
+        patch(upstream.InterpreterBuilder, "create_assert", _raise_with_location),
         printing.prefix_output(upstream),
     ]
     observers: list[Observer] = []
@@ -66,7 +66,7 @@ def checking(*checks: str) -> Iterator[None]:
         undo()
 
 
-def _with_site(original: Any, self: Any, condition: Any, message: Any) -> None:
+def _raise_with_location(original: Any, self: Any, condition: Any, message: Any) -> None:
     try:
         original(self, condition, message)
     except AssertionError as failed:

@@ -63,7 +63,7 @@ _COLLECTIVES = (
     "broadcast_object_list", "reduce", "gather", "gather_object", "scatter",
     "scatter_object_list", "send", "recv", "isend", "irecv", "batch_isend_irecv",
 )  # fmt: skip
-_GROUP_COLLECTIVES = ("first_all_gather", "broadcast", "all_gather", "barrier", "align_devices")
+_GROUP_COLLECTIVES = ("first_all_gather", "broadcast", "all_gather", "barrier", "device_barrier")
 
 
 _RELEASES = ("release", "acquire_release")

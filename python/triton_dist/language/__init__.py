@@ -15,7 +15,7 @@ in the interpreter and below the compute capability that they need.
     mark           ``with mark("wait"):`` records the run time of a block, for timelines
 """
 
-from triton_dist.language._checked import breakpoint, dump  # hides Python's breakpoint()
+from triton_dist.language._debug import breakpoint, dump  # hides Python's breakpoint()
 from triton_dist.language._marks import mark
 from triton_dist.language.signals import consume_token, give_turn, notify, only_rows, symm_at, wait
 from triton_dist.language.tma import publish_tile

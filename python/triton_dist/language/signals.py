@@ -9,7 +9,7 @@ from triton.language import target_info
 
 from triton_dist._jit import jit
 from triton_dist.language import _spin
-from triton_dist.language._checked import only_rows_of
+from triton_dist.language._debug import only_rows_of
 from triton_dist.language._marks import FLAG_AWAITED, FLAG_SET, flag_clock, mark, note_flags
 from triton_dist.language._spin import (
     INTERPRETED,

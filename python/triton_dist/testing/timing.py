@@ -76,7 +76,7 @@ def time_interleaved(
             ranks.barrier("interleaved timing")
             device.flush_cache()
             device.delay_stream(queueing)
-            ranks.align_devices()
+            ranks.device_barrier()
             timer.start()
             began = time.perf_counter()
             call()

@@ -135,9 +135,9 @@ class Channel:
         limit = self._limit(user_seconds)
         return self._exchange(step, lambda: self._ranks.all_gather(str(step), value, limit))
 
-    def align_devices(self) -> None:
+    def device_barrier(self) -> None:
         """Make the devices of all ranks start the next work together, after an ``all_gather``."""
-        self._ranks.align_devices()
+        self._ranks.device_barrier()
 
     def record_final_error(self, error: Exception) -> Exception:
         """Store the error that all ranks raise and that ends the exchange. Return ``error``."""

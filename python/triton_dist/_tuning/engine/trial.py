@@ -105,7 +105,7 @@ class Sampler:
                     if not failures and self._policy.flush:
                         self._device.flush_cache()
                     self._device.delay_stream(self._queueing_seconds.get(step.config, 0.0))
-                self._ranks.align_devices()
+                self._ranks.device_barrier()
                 if not failures:
                     with _collecting_exceptions(failures):
                         self._run(step, watch, timers[-1], call)

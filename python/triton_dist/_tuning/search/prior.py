@@ -70,10 +70,10 @@ class PredictedRacing(Racing):
             return False
         if _strings(config) not in map(_strings, self._candidates):
             return False
-        ratios = (max(self._optimistic_ms(each), 1e-9) / predicted[each] for each in compared)
+        ratios = (max(self._low_estimate_ms(each), 1e-9) / predicted[each] for each in compared)
         logs = list(map(math.log, ratios))
         lowest = statistics.fmean(logs) - _NUM_STANDARD_DEVIATIONS * statistics.stdev(logs)
-        return predicted[config] * math.exp(lowest) > self._optimistic_ms(ranked[0])
+        return predicted[config] * math.exp(lowest) > self._low_estimate_ms(ranked[0])
 
 
 def _strings(config: Config) -> list[str]:

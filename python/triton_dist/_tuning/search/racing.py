@@ -256,7 +256,7 @@ class Racing(IteratorSearch):
             self._drift.fit(self._digests(sampled))
             limit, ranked = self._limit_ms(sampled, 1, CLOCK_JUMP), self._ranked(others)
             spent = itertools.accumulate(
-                map(self._optimistic_ms, ranked), initial=self._one_run_each_ms(sampled)
+                map(self._low_estimate_ms, ranked), initial=self._one_run_each_ms(sampled)
             )
             others = [
                 config
@@ -288,7 +288,7 @@ class Racing(IteratorSearch):
         ranked = self._ranked(candidates)
         if not ranked:
             return []
-        fastest = self._optimistic_ms(ranked[0])
+        fastest = self._low_estimate_ms(ranked[0])
         limit = max(MAX_SLOWDOWN_OF_FIRST_SAMPLE * fastest, fastest + MAX_DELAY_MS)
         return [config for config in ranked if self._is_faster_than(config, limit)]
 
@@ -329,12 +329,12 @@ class Racing(IteratorSearch):
         """Return the candidates that did not fail, fastest first; ties keep the order of the
         space."""
         valid = [config for config in candidates if config.digest in self._samples]
-        return sorted(valid, key=self._optimistic_ms)
+        return sorted(valid, key=self._low_estimate_ms)
 
     def _is_faster_than(self, config: Config, limit: float) -> bool:
-        return config.digest in self._protected or self._optimistic_ms(config) <= limit
+        return config.digest in self._protected or self._low_estimate_ms(config) <= limit
 
-    def _optimistic_ms(self, config: Config) -> float:
+    def _low_estimate_ms(self, config: Config) -> float:
         """Return the typical time of a run. With few samples, use the lower median: the slower
         samples may have been late."""
         corrected = self._drift.without_drift(config.digest)
@@ -344,7 +344,7 @@ class Racing(IteratorSearch):
             else statistics.median_low(corrected)
         )
 
-    def _pessimistic_ms(self, digest: str) -> float:
+    def _high_estimate_ms(self, digest: str) -> float:
         """Return the typical time of a run. With few samples, use the higher median: the faster
         samples may have been lucky."""
         corrected = self._drift.without_drift(digest)
@@ -372,5 +372,5 @@ class Racing(IteratorSearch):
         margin = (
             NUM_STANDARD_ERRORS * margin_factor * third_quartile * math.sqrt(2 / max(samples, 1))
         )
-        fastest = min(map(self._pessimistic_ms, digests), default=math.inf)
+        fastest = min(map(self._high_estimate_ms, digests), default=math.inf)
         return fastest * (1 + max(margin, self._policy.indifference, min_margin))

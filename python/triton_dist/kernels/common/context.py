@@ -108,7 +108,7 @@ class OpContext(Generic[BufferT]):
         """Wait for all ranks, on the host and on the current stream of each rank."""
         ranks = group_for(self.group)
         ranks.barrier("barrier_all")
-        ranks.align_devices()
+        ranks.device_barrier()
 
     def sleep(self, straggler_option: tuple[int, int] | None) -> None:
         """Delay one rank's stream. ``straggler_option`` is (rank, GPU clock cycles) or ``None``."""

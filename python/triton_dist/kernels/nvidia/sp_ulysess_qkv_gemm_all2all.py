@@ -54,7 +54,7 @@ class UlyssesKernel:
         """
         ranks = group_for(self.group)
         ranks.barrier("sp_group_barrier_all_intra_node")
-        ranks.align_devices()
+        ranks.device_barrier()
 
     def finalize(self) -> None:
         """Free the memory; idempotent. Collective."""

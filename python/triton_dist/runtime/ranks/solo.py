@@ -58,5 +58,5 @@ class SoloRank:
     def barrier(self, phase: str, seconds: float | None = None) -> None:
         pass
 
-    def align_devices(self) -> None:
+    def device_barrier(self) -> None:
         pass

@@ -243,7 +243,7 @@ class StoreRanks:
             reasons = ended_or_stopped | stopped
         return values, reasons
 
-    def align_devices(self) -> None:
+    def device_barrier(self) -> None:
         """Do nothing: these ranks queue no work on a device."""
 
     def _checked_values(
@@ -419,7 +419,7 @@ class ProcessGroupRanks(StoreRanks):
                 seconds.append(options._timeout.total_seconds())
         return min(seconds, default=1800.0)
 
-    def align_devices(self) -> None:
+    def device_barrier(self) -> None:
         """Queue a one-element all-reduce on the current stream, so that the GPUs of all ranks
         continue at the same time. With gloo (ranks that share a GPU) the host waits for it. Call
         this right after a barrier: a missing rank causes a wait until the timeout of the group."""

@@ -36,20 +36,20 @@ class RunTarget(enum.Enum):
     NEITHER = enum.auto()
 
 
-def run_target(tuner_class: Any) -> RunTarget:
+def run_target(autotuner_class: Any) -> RunTarget:
     """Return which method the ``run`` of a class calls, found by the names in its code."""
-    runs = [(each, vars(each)["run"]) for each in tuner_class.__mro__ if "run" in vars(each)]
-    return _run_target(tuner_class, tuple(runs))
+    runs = [(each, vars(each)["run"]) for each in autotuner_class.__mro__ if "run" in vars(each)]
+    return _run_target(autotuner_class, tuple(runs))
 
 
 @functools.cache
-def _run_target(tuner_class: Any, runs: tuple[tuple[type, Run], ...]) -> RunTarget:
+def _run_target(autotuner_class: Any, runs: tuple[tuple[type, Run], ...]) -> RunTarget:
     """Return the result of :func:`run_target`, given the ``run`` of each class in method resolution
     order."""
     for number, (defining, run) in enumerate(runs):
         if defining is Autotuner:
             return RunTarget.TRITON_RUN
-        names = set(_names(run, tuner_class))
+        names = set(_names(run, autotuner_class))
         if "prune_configs" in names:
             return RunTarget.PRUNE_CONFIGS
         bases = {base.__name__ for base, _ in runs[number + 1 :]}
@@ -58,8 +58,8 @@ def _run_target(tuner_class: Any, runs: tuple[tuple[type, Run], ...]) -> RunTarg
     return RunTarget.TRITON_RUN
 
 
-def _names(run: Any, tuner_class: type) -> Iterator[str]:
-    """Yield the names in the code of ``run``, and of the methods of ``tuner_class`` it calls."""
+def _names(run: Any, autotuner_class: type) -> Iterator[str]:
+    """Yield the names in the code of ``run``, and of the methods of its class that it calls."""
     pending, seen = [run], set()
     while pending:
         function = pending.pop()
@@ -70,7 +70,8 @@ def _names(run: Any, tuner_class: type) -> Iterator[str]:
         seen.add(code)
         for _, each in nested_code(code):
             yield from each.co_names
-            methods = (inspect.getattr_static(tuner_class, name, None) for name in each.co_names)
+            names = each.co_names
+            methods = (inspect.getattr_static(autotuner_class, name, None) for name in names)
             functions = (each for each in methods if isinstance(each, types.FunctionType))
             pending += [each for each in functions if each not in vars(Autotuner).values()]
 
@@ -83,7 +84,7 @@ def has_own_cache(autotuner: Any) -> bool:
 class OverriddenRuns:
     """The subclasses of ``Autotuner`` that override ``run``.
 
-    ``replace(tuner_class, run)`` returns a new ``run``.
+    ``replace(autotuner_class, run)`` returns a new ``run``.
     """
 
     def __init__(self, replace: Callable[[type[Autotuner], Run], Run]) -> None:
@@ -98,47 +99,49 @@ class OverriddenRuns:
 
     def find(self) -> None:
         """Find the subclasses that exist now. Requires that no ``run`` is replaced now."""
-        for tuner_class in _subclasses(Autotuner):
-            original = vars(tuner_class).get("run")
-            if original is not None and self._classes.get(tuner_class, (None,))[0] is not original:
-                replacement = functools.wraps(original)(self._replace(tuner_class, original))
-                self._classes[tuner_class] = original, replacement
+        for autotuner_class in _subclasses(Autotuner):
+            original = vars(autotuner_class).get("run")
+            known_run, _ = self._classes.get(autotuner_class, (None, None))
+            if original is not None and known_run is not original:
+                replacement = functools.wraps(original)(self._replace(autotuner_class, original))
+                self._classes[autotuner_class] = original, replacement
         self.prune_callers = {
-            tuner_class: runs
-            for tuner_class, runs in self._classes.items()
-            if run_target(tuner_class) is RunTarget.PRUNE_CONFIGS
+            autotuner_class: runs
+            for autotuner_class, runs in self._classes.items()
+            if run_target(autotuner_class) is RunTarget.PRUNE_CONFIGS
         }
 
     def replace(self, only_prune_callers: bool = False) -> None:
         """Replace ``run`` of all classes, or only of the classes in ``prune_callers``."""
-        for tuner_class, (_, replacement) in (
+        for autotuner_class, (_, replacement) in (
             self.prune_callers if only_prune_callers else self._classes
         ).items():
-            tuner_class.run = replacement
+            autotuner_class.run = replacement
 
     def restore(self, only_prune_callers: bool = False) -> None:
-        for tuner_class, (original, _) in (
+        for autotuner_class, (original, _) in (
             self.prune_callers if only_prune_callers else self._classes
         ).items():
-            tuner_class.run = original
+            autotuner_class.run = original
 
     def warn(self, autotuner: Any) -> None:
         """Warn once per class that its kernels are not tuned."""
-        tuner_class = type(autotuner)
-        if tuner_class in self._warned:
+        autotuner_class = type(autotuner)
+        if autotuner_class in self._warned:
             return
-        self._warned.add(tuner_class)
+        self._warned.add(autotuner_class)
         warnings.warn(
-            f"contextual_autotune: {tuner_class.__module__}.{tuner_class.__qualname__}, the class "
-            f"of {autotuner.base_fn.__qualname__}, overrides run() without calling Triton's run() "
-            "or prune_configs(). It is not tuned here, and each rank chooses its own config.",
+            f"contextual_autotune: {autotuner_class.__module__}.{autotuner_class.__qualname__}, "
+            f"the class of {autotuner.base_fn.__qualname__}, overrides run() without calling "
+            "Triton's run() or prune_configs(). It is not tuned here, and each rank chooses its "
+            "own config.",
             TuningWarning,
             stacklevel=2,
         )
 
 
-def _subclasses(tuner_class: type[Autotuner]) -> Iterator[type[Autotuner]]:
-    for each in tuner_class.__subclasses__():
+def _subclasses(autotuner_class: type[Autotuner]) -> Iterator[type[Autotuner]]:
+    for each in autotuner_class.__subclasses__():
         yield each
         yield from _subclasses(each)
 

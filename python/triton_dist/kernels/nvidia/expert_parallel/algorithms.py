@@ -62,9 +62,9 @@ _FREE_SMS = 4
 _LINE_ELEMENTS = 16
 """Number of elements of the smallest dtype in a line of 16 bytes. A row in packets must fill whole
 lines."""
-DEFAULT_PARAMS = LaunchParams(128, 8192)
+EP_DEFAULT_PARAMS = LaunchParams(128, 8192)
 _DISPATCH_PARAMS = (
-    DEFAULT_PARAMS,
+    EP_DEFAULT_PARAMS,
     *(LaunchParams(ctas, nbytes) for ctas in (192, 128, 64) for nbytes in (16384, 8192, 4096)),
 )
 _PACKET_PARAMS = tuple(LaunchParams(*each) for each in ((192, 8192), (128, 8192), (192, 4096)))
@@ -172,7 +172,7 @@ class DispatchCall(OpCall):
         self.key = self.checked_key() if self.validated_key is None else self.validated_key
         self.chosen_algorithm = DISPATCH[self.algorithm or Push.name]  # type: ignore[assignment]
         self.params = checked_params(
-            "ep_dispatch", self.num_ctas, self.block_bytes, None, DEFAULT_PARAMS
+            "ep_dispatch", self.num_ctas, self.block_bytes, None, EP_DEFAULT_PARAMS
         )
         ctx, experts = self.ctx, self.expert_map
         self.tokens, self.token_limit = len(self.x), self.key.M

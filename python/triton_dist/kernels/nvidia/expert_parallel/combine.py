@@ -34,7 +34,7 @@ from triton_dist.kernels.common.exchange.protocol import LINE_WORDS, chunk_flag,
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
 from triton_dist.kernels.common.peers import digest_of, target_at
 from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
-    DEFAULT_PARAMS,
+    EP_DEFAULT_PARAMS,
     MAX_COMBINE_PROGRAMS,
     Key,
     launch_options,
@@ -247,8 +247,7 @@ def kernel_combine(
                     y_ptr, y_rows, out_ptr, packets, ep_layout, call, ranks, own, item,
                     first_token, hidden, ep_plan,
                 )  # fmt: skip
-    if program == 0:
-        report_missing_rows(y_rows, ep_layout, ep_plan)
+    report_missing_rows(y_rows, ep_layout, ep_plan)
 
 
 @jit(do_not_specialize=["y_rows", "tokens"])
@@ -290,7 +289,7 @@ class CombineCall(OpCall):
         self.key = self.checked_key() if self.validated_key is None else self.validated_key
         self.chosen_algorithm = COMBINE[self.algorithm or CombinePush.name]
         params = checked_params(
-            "ep_combine", self.num_ctas, self.block_bytes, self.num_chunks, DEFAULT_PARAMS,
+            "ep_combine", self.num_ctas, self.block_bytes, self.num_chunks, EP_DEFAULT_PARAMS,
             MAX_COMBINE_PROGRAMS,
         )  # fmt: skip
         self.programs_per_sm = packet_programs_per_sm(
@@ -351,7 +350,7 @@ class CombinePush(Algorithm[CombineCall, Key]):
     tunables: ClassVar[tuple[str, ...]] = ("num_ctas", "block_bytes", "num_chunks")
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        candidates = dict.fromkeys((params_for_device(DEFAULT_PARAMS), *_COMBINE_PARAMS))
+        candidates = dict.fromkeys((params_for_device(EP_DEFAULT_PARAMS), *_COMBINE_PARAMS))
         return (params.tunable_values for params in candidates)
 
     def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
