@@ -69,7 +69,8 @@ def regrets(recorder: Recorder, M: int, options: argparse.Namespace) -> list[dic
             rows.append({"op": op.__name__, "shape": str(shape), "routing": routing})
             rows[-1] |= {"ms": again[str(winner)], "regret": regret, "configs": len(timed)}
             rows[-1] |= {"regret with routing_skew": skewed}
-            rows[-1] |= {"tuned": str(tuned), "fastest": str(recorder.configs[int(fastest)])}
+            rows[-1] |= {"tuned": str(tuned), "tuned with routing_skew": str(with_skew)}
+            rows[-1] |= {"fastest": str(recorder.configs[int(fastest)])}
             text = f"{regret:.1%}, with routing_skew {skewed:.1%} of {again[fastest]:.4f} ms"
             dist_print(f"{op.__name__} {shape} {routing}: {text}")
         dist_print(f"smallest regret under the worst routing: {min(worst.values()):.1%}")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from triton_dist.kernels.common.moe.spaces import grouped_tiles
+from triton_dist.kernels.common.moe import spaces
+from triton_dist.kernels.common.moe.rows import grouped_library_supports
+from triton_dist.kernels.common.moe.spaces import GROUPED_TILES, grouped_tiles
 from triton_dist.kernels.nvidia import (
     AllGatherMethod,
     AllReduceMethod,
@@ -15,6 +18,7 @@ from triton_dist.kernels.nvidia import (
     LibraryAlgorithm,
     ReduceScatterMethod,
 )
+from triton_dist.runtime.device import current_device
 from triton_dist.testing.opinfo import OPINFOS
 from triton_dist.testing.opinfo.collectives import CollectiveSize
 from triton_dist.testing.opinfo.decode_attention import DecodeShape
@@ -96,3 +100,25 @@ def test_keys_differ_in_what_a_tuning_depends_on(name):
     for lay_out in LAYOUTS.values() if right else ():
         add(change=lambda given, f=lay_out: given.update({n: f(given[n]) for n in right}))
     assert len(set(keys)) == len(keys) - bool(right)  # the first key has one of the layouts
+
+
+@pytest.mark.parametrize("name", [n for n, i in OPINFOS.items() if i.shape_type is GroupedShape])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8-block"])
+def test_tiles_are_as_high_as_the_same_experts_have_rows(name, dtype, monkeypatch):
+    info, shape = OPINFOS[name].with_dtype(dtype), GroupedShape(64, 128, 128, 64, 2)
+    tiles = next(
+        each
+        for each in GROUPED_TILES
+        if (each.kwargs["BLOCK_SIZE_M"], each.kwargs["BLOCK_SIZE_N"]) == (64, 64)
+    )
+    config = {**info.op.config_space[0], "gemm_config": tiles}
+    memory = current_device().shared_memory_bytes
+    device = SimpleNamespace(interprets=False, shared_memory_bytes=memory)
+    monkeypatch.setattr(spaces, "current_device", lambda: device)
+    with info.context(shape, torch.bfloat16) as ctx:
+        args, kwargs = info.arguments(info.operands(shape, torch.bfloat16, 1), ctx)
+        for skew in (None, "even", "zipf", "same_experts"):
+            kept = info.op.prune_fn(config, *args, **kwargs, routing_skew=skew)
+            assert kept is (skew == "same_experts"), skew
+            key = info.op.key_fn(*args, **kwargs, routing_skew=skew)
+            assert grouped_library_supports(key) is (dtype == "bf16")

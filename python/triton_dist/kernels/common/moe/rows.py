@@ -10,7 +10,7 @@ import triton.language as tl
 
 from triton_dist._jit import jit
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.gemm.scales import Recipe, ScaledKey
+from triton_dist.kernels.common.gemm.scales import Recipe
 from triton_dist.kernels.common.moe.routing import BlockMap
 from triton_dist.kernels.common.moe.scales import OperandScales
 from triton_dist.runtime.device import current_device
@@ -86,7 +86,7 @@ def grouped_library_supports(key: Any) -> bool:
 
     For fp8, torch on Hopper supports e4m3 operands with scales per tensor or row, and bf16 output.
     """
-    if isinstance(key, ScaledKey):
+    if hasattr(key, "recipe"):  # ``ScaledKey``, also inside of a ``SkewedKey``
         has_kernel = key.recipe != Recipe.BLOCK.value and key.dtype is torch.float8_e4m3fn
         if not has_kernel or key.out_dtype is not torch.bfloat16:
             return False

@@ -13,7 +13,8 @@ _ZIPF_EXPONENT = 1.2
 
 
 class SkewedKey(NamedTuple):
-    """Tuning key of a call with the argument ``routing_skew``."""
+    """Tuning key of a call with the argument ``routing_skew``. It also has the attributes of
+    ``key``, but ``E`` counts only experts that receive tokens."""
 
     key: Any
     routing_skew: str
@@ -32,6 +33,15 @@ class SkewedKey(NamedTuple):
     def without_skew(key: Any) -> Any:
         """Return the key without ``routing_skew``."""
         return key.key if isinstance(key, SkewedKey) else key
+
+    @property
+    def E(self) -> int:
+        """Number of experts that receive tokens."""
+        E: int = self.key.E
+        return min(E, self.key.topk) if self.routing_skew == "same_experts" else E
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.key, name)
 
 
 def skewed_ids(topk_ids: torch.Tensor, E: int, skew: str, seed: int = 0) -> torch.Tensor:

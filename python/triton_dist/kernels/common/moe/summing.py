@@ -396,6 +396,7 @@ class SumCall(GEMMCall):
         arguments = dict(zip(_OPERAND_NAMES + _CALLER_OPTION_NAMES, args, strict=False)) | kwargs
         x, weights, ids, choices, ctx = (arguments[name] for name in _OPERAND_NAMES)
         key = cls.check_operands(x, weights, ids, choices, ctx, scaling_of(**arguments))
+        key = SkewedKey.of(ctx.function, key, arguments.get("routing_skew"))
         return SumSizes(key, arguments.get("n_chunks"), arguments.get("config"))
 
     def new_empty(self, *shape: int) -> torch.Tensor:

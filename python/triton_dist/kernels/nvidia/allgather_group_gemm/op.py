@@ -74,7 +74,6 @@ def key_fn(
 @op(
     algorithms=ALGORITHMS,
     call=Call,
-    sizes=lambda *args, **kwargs: SkewedKey.without_skew(key_fn(*args, **kwargs)),
     key_fn=key_fn,
     key_sizes=("M",),
     agree_fn=lambda a, b, ctx, full_topk_ids, **_: digest_text("ids", full_topk_ids),

@@ -49,7 +49,6 @@ def key_fn(*operands: Any, routing_skew: str | None = None, **options: Any) -> A
 @op(
     algorithms=ALGORITHMS,
     call=Call,
-    sizes=GroupedKey.of,
     key_fn=key_fn,
     key_sizes=("M",),
     predict_ms=predict_ms,
