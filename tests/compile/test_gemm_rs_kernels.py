@@ -123,7 +123,7 @@ def assert_parts_are_read_together(kernel, launch, num_ranks):
     """In 16 bytes a thread, all parts before the first is added."""
     loads = re.findall(r"ld\.global\.cg\S*", kernel.ptx)
     # 128 KB, or less where registers would not do, on their way for each program.
-    assert len(loads) == launch.options["summing"].ROWS * 256 * num_ranks // (8 * 256)
+    assert len(loads) == launch.options["summing"].ROWS_PER_STEP * 256 * num_ranks // (8 * 256)
     assert set(loads) == {"ld.global.cg.v4.b32"}
 
 

@@ -274,8 +274,8 @@ MUTANTS = (
     Mutant(
         "fp8: long sums are promoted to fp32",
         _SCALES,
-        "accumulation = FAST if self.use_fast_accum else PROMOTED",
-        "accumulation = FAST",
+        "accumulation = FAST_ACCUM if self.use_fast_accum else PROMOTED_ACCUM",
+        "accumulation = FAST_ACCUM",
         ("tests/compile/test_scaled_gemm_kernels.py",),
     ),
     Mutant(

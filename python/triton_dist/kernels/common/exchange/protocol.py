@@ -64,7 +64,7 @@ from triton_dist.language.signals import CALL_TAG_BITS, tagged
 
 MAX_CTAS = tl.constexpr(256)
 MAX_CHUNKS = tl.constexpr(16)
-MAX_PHASES = tl.constexpr(2)
+MAX_PHASES = tl.constexpr(2)  # times that a program waits for its peers, per chunk
 _EPOCH_BIT = tl.constexpr(CALL_TAG_BITS.value + 4)  # lowest bit of the epoch in a flag
 # Shards in a slot are padded to multiples of this number of elements, which aligns each shard to at
 # least 16 bytes.
@@ -324,14 +324,14 @@ def add_shards(
         index = block_begin(block, plan.BLOCK) + tl.arange(0, plan.BLOCK)
         mask = (index < lengths.shard) & (shard_begin + index < lengths.total)
         received_ptr = shards_ptr + after_wait(offset, token)
-        sums = tl.full((plan.BLOCK,), 0.0, tl.float32)
+        acc = tl.full((plan.BLOCK,), 0.0, tl.float32)
         for source in tl.static_range(NUM_RANKS):
             shard_ptr = received_ptr + source * lengths.stride.to(tl.int64)
             # Select a pointer instead of branching, so that all loads are in flight together. The
             # load bypasses L1, which may hold stale data.
             shard_ptr = tl.where(rank == source, x_ptr, shard_ptr)
-            sums += tl.load(shard_ptr + index, mask=mask, cache_modifier=".cg").to(tl.float32)
-        total = sums.to(out_ptr.dtype.element_ty)
+            acc += tl.load(shard_ptr + index, mask=mask, cache_modifier=".cg").to(tl.float32)
+        total = acc.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + index, total, mask=mask)
         if sums_offset is not None:
             send_block(total, index, mask, slots, sums_offset, lengths.stride, rank, plan)

@@ -72,18 +72,16 @@ INTERPRETED_SPLIT_K_TILES = tile_configs(
     names=_SPLIT_K_CONSTANTS,
 )
 # Fused push: (config, number of sending programs, number of chunks).
-_ROWS_128, _ROWS_64, *_INTERPRETED = tile_configs(
-    (128, 256, 64, 8, 3, 8, GROUP_ALL_SHARDS),
-    (64, 256, 64, 4, 4, 8, GROUP_ALL_SHARDS),
-    (32, 64, 64, 4, 2, 2, GROUP_ALL_SHARDS),
-    (16, 32, 32, 4, 2, 4, 1),
+_TILES_OF_128_ROWS, _TILES_OF_64_ROWS, *_INTERPRETED_TILES = tile_configs(
+    (128, 256, 64, 8, 3, 8, GROUP_ALL_SHARDS), (64, 256, 64, 4, 4, 8, GROUP_ALL_SHARDS),
+    (32, 64, 64, 4, 2, 2, GROUP_ALL_SHARDS), (16, 32, 32, 4, 2, 4, 1),
     names=("GROUP_SIZE_M", "GROUP_SIZE_SHARDS"),
-)
+)  # fmt: skip
 FUSED_PUSH_CANDIDATES = (
-    *((_ROWS_128, *counts) for counts in ((16, 4), (16, 2), (16, 8), (8, 4), (20, 4))),
-    (_ROWS_64, 16, 4),
+    *((_TILES_OF_128_ROWS, *counts) for counts in ((16, 4), (16, 2), (16, 8), (8, 4), (20, 4))),
+    (_TILES_OF_64_ROWS, 16, 4),
 )
-INTERPRETED_FUSED_PUSH_CANDIDATES = ((_INTERPRETED[0], 1, 2), (_INTERPRETED[1], 2, 3))
+INTERPRETED_FUSED_PUSH_CANDIDATES = ((_INTERPRETED_TILES[0], 1, 2), (_INTERPRETED_TILES[1], 2, 3))
 
 
 def split_k_tiles() -> list[triton.Config]:

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from triton_dist.kernels.common.gemm.scales import BLOCKWISE
+from triton_dist.kernels.common.gemm.scales import BLOCK_SCALES
 
 
 class BlockScales(NamedTuple):
@@ -62,7 +62,7 @@ def multiply_promoted(
     product = gl.zeros((HALF_M, HALF_N), gl.float32, layout=LAYOUT)
     left = gl.zeros((HALF_M, HALF_N), gl.float32, layout=LAYOUT)
     right = gl.zeros((HALF_M, HALF_N), gl.float32, layout=LAYOUT)
-    if SCALING == BLOCKWISE:
+    if SCALING == BLOCK_SCALES:
         a_scale_ptr = block_scales.a
         b_scale_ptr = block_scales.b
         a_scale = gl.load(a_scale_ptr, cache_modifier=".cg")
@@ -75,11 +75,11 @@ def multiply_promoted(
         a = a_ring.index(stage).slice(GROUP * HALF_M, HALF_M, dim=0)
         b = b_ring.index(stage).slice(0, HALF_N, dim=0).permute((1, 0))
         product = warpgroup_mma(a, b, product, use_acc=False, is_async=True)
-        if SCALING == BLOCKWISE:
+        if SCALING == BLOCK_SCALES:
             left_scale = a_scale * left_b_scale
             right_scale = a_scale * right_b_scale
         product = warpgroup_mma_wait(0, deps=(product,))
-        if SCALING == BLOCKWISE:
+        if SCALING == BLOCK_SCALES:
             left += product * left_scale[:, None]
         else:
             left += product
@@ -87,7 +87,7 @@ def multiply_promoted(
         left = warpgroup_mma_wait(0, deps=(left,))
         b = b_ring.index(stage).slice(HALF_N, HALF_N, dim=0).permute((1, 0))
         product = warpgroup_mma(a, b, product, use_acc=False, is_async=True)
-        if SCALING == BLOCKWISE:
+        if SCALING == BLOCK_SCALES:
             # Load the scales of the next step now, because a load takes longer than one product.
             a_scale_ptr += gl.where(step + 1 < num_steps, block_scales.stride_ak, 0)
             b_scale_ptr += gl.where(step + 1 < num_steps, block_scales.stride_bk, 0)
@@ -96,7 +96,7 @@ def multiply_promoted(
             right_b_scale = gl.load(b_scale_ptr + block_scales.right_offset)
         product = warpgroup_mma_wait(0, deps=(product,))
         mbarrier.arrive(empty.index(stage))
-        if SCALING == BLOCKWISE:
+        if SCALING == BLOCK_SCALES:
             right += product * right_scale[:, None]
         else:
             right += product

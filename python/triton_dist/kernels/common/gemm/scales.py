@@ -54,15 +54,15 @@ class Recipe(enum.Enum):
 
 
 # Values of the kernels' constant SCALING; kernels compare them with < and >=. They are ints because
-# Triton 3.6 rejects a str as a default. From FAST on, a bias is optional.
+# Triton 3.6 rejects a str as a default. From FAST_ACCUM on, a bias is optional.
 UNSCALED = tl.constexpr(0)
 """Neither scales nor a bias."""
 BIAS_ONLY = tl.constexpr(1)
-FAST = tl.constexpr(2)
-"""TENSOR or ROW scales, fast accumulation."""
-PROMOTED = tl.constexpr(3)
+FAST_ACCUM = tl.constexpr(2)
+"""TENSOR or ROW scales, ``use_fast_accum``."""
+PROMOTED_ACCUM = tl.constexpr(3)
 """TENSOR or ROW scales, partial sums in fp32."""
-BLOCKWISE = tl.constexpr(4)
+BLOCK_SCALES = tl.constexpr(4)
 """BLOCK scales."""
 
 
@@ -101,7 +101,7 @@ def scaled_dot(
     """
     a_scale = 0
     b_scale_ptr = 0
-    if SCALING == BLOCKWISE:
+    if SCALING == BLOCK_SCALES:
         # Load the scales before the product, to overlap with it.
         a_scale_ptr += k // SCALE_BLOCK * scales.stride_ak
         a_scale = load_row_scales(scales, a_scale_ptr, row, rows, a.shape[0])
@@ -131,7 +131,7 @@ def add_product(
     AXIS: tl.constexpr = 1 if accumulator.shape[0] == a.shape[0] else 0  # of the columns
     if AXIS == 0:
         a, b = b.T, a.T
-    if SCALING == BLOCKWISE:
+    if SCALING == BLOCK_SCALES:
         b_scale_ptr += k // SCALE_BLOCK * scales.stride_bk
         if SINGLE_B_SCALE:
             b_scale = tl.load(b_scale_ptr + column // SCALE_BLOCK * scales.stride_bn)
@@ -143,7 +143,7 @@ def add_product(
             factor = tl.expand_dims(a_scale, AXIS) * tl.expand_dims(b_scale, 1 - AXIS)
         zeros = tl.zeros(accumulator.shape, dtype=tl.float32)
         return accumulator + tl.dot(a, b, zeros) * factor
-    elif SCALING == PROMOTED:
+    elif SCALING == PROMOTED_ACCUM:
         return tl.dot(a, b, accumulator, max_num_imprecise_acc=min(a.shape[1], SCALE_BLOCK))
     else:
         return tl.dot(a, b, accumulator, input_precision=INPUT_PRECISION)
@@ -155,7 +155,7 @@ def scales_of_shard(scales, shard, SCALING: tl.constexpr):
 
     If ``shard`` is ``None``, return the address of the scales of A. Without scales, return 0.
     """
-    if SCALING < FAST:
+    if SCALING < FAST_ACCUM:
         return 0
     elif shard is None:
         return scales.a_scale
@@ -181,7 +181,7 @@ def apply_epilogue_scales(
     accumulator, scales, a_scale_ptr, row, rows, column, N, SCALING: tl.constexpr
 ):
     """Return a tile's accumulator, multiplied by TENSOR or ROW scales if there are any."""
-    if SCALING >= FAST and SCALING != BLOCKWISE:
+    if SCALING >= FAST_ACCUM and SCALING != BLOCK_SCALES:
         a_scale = load_row_scales(scales, a_scale_ptr, row, rows, accumulator.shape[0])
         accumulator = apply_scales(accumulator, a_scale, scales.b_scale, scales, column, N)
     return accumulator
@@ -341,8 +341,8 @@ class Scaling(NamedTuple):
 
     def scaling_constant(self, recipe: Recipe | None) -> int:
         """Return the kernels' constant SCALING for scales of this recipe."""
-        accumulation = FAST if self.use_fast_accum else PROMOTED
-        return int((BLOCKWISE if recipe is Recipe.BLOCK else accumulation).value)
+        accumulation = FAST_ACCUM if self.use_fast_accum else PROMOTED_ACCUM
+        return int((BLOCK_SCALES if recipe is Recipe.BLOCK else accumulation).value)
 
     def kernel_argument(
         self, A: torch.Tensor, B: torch.Tensor, gathered: torch.Tensor | None = None

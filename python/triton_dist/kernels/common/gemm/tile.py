@@ -11,7 +11,7 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.kernels.common.gemm.scales import FAST, apply_epilogue_scales, scaled_dot
+from triton_dist.kernels.common.gemm.scales import FAST_ACCUM, apply_epilogue_scales, scaled_dot
 
 
 class Strides(NamedTuple):
@@ -115,7 +115,7 @@ def multiply_tile(
     # wgmma multiplies 64 rows or more. With fewer rows Triton converts fp8 operands to fp16, unless
     # the product is computed as ``(B.T @ A.T).T``. Tiles of 128 columns were not faster (H200).
     TRANSPOSED: tl.constexpr = (
-        SCALING >= FAST and B_COLUMN_MAJOR and BLOCK_SIZE_M < 64 and BLOCK_SIZE_N > 128
+        SCALING >= FAST_ACCUM and B_COLUMN_MAJOR and BLOCK_SIZE_M < 64 and BLOCK_SIZE_N > 128
     )
     SHAPE: tl.constexpr = (
         (BLOCK_SIZE_N, BLOCK_SIZE_M) if TRANSPOSED else (BLOCK_SIZE_M, BLOCK_SIZE_N)

@@ -36,9 +36,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton_dist import language as dl
 from triton_dist.kernels.common.gemm.ring import BlockScales, multiply_promoted, next_stage
 from triton_dist.kernels.common.gemm.scales import (
-    BLOCKWISE,
-    FAST,
-    PROMOTED,
+    BLOCK_SCALES,
+    FAST_ACCUM,
+    PROMOTED_ACCUM,
     UNSCALED,
     scales_of_shard,
 )
@@ -223,7 +223,7 @@ def _apply_scales_and_bias(
     ``add_bias``."""
     LAYOUT: gl.constexpr = accumulator.type.layout
     columns = column + gl.arange(0, accumulator.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    if SCALING >= FAST and SCALING != BLOCKWISE:
+    if SCALING >= FAST_ACCUM and SCALING != BLOCK_SCALES:
         row_index = row + gl.arange(0, accumulator.shape[0], layout=gl.SliceLayout(1, LAYOUT))
         a_scale = gl.load(
             a_scale_ptr + row_index * scales.stride_am,
@@ -297,17 +297,20 @@ def _consume(
     GROUP_SIZE_M: gl.constexpr, EPILOGUE_SUBTILE: gl.constexpr, GROUP_SIZE_SHARDS: gl.constexpr,
     SPLIT_K: gl.constexpr,
 ):  # fmt: skip
-    """Run consumer group ``GROUP``, on the producer's work items in the producer's order."""
+    """Run consumer group ``GROUP``, on the producer's work items in the producer's order.
+
+    ``scales`` is the argument ``shards``, whose members include the members of ``Scales``.
+    """
     BLOCK_SIZE_M: gl.constexpr = a_ring.shape[1]
     BLOCK_SIZE_K: gl.constexpr = a_ring.shape[2]
     HALF_M: gl.constexpr = BLOCK_SIZE_M // 2
     SCALING: gl.constexpr = gemm_plan.SCALING
-    PROMOTES: gl.constexpr = SCALING >= PROMOTED
+    IS_PROMOTED: gl.constexpr = SCALING >= PROMOTED_ACCUM
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0],
         warps_per_cta=[4, 1],
         instr_shape=[
-            16, BLOCK_SIZE_N // 2 if PROMOTES else BLOCK_SIZE_N,
+            16, BLOCK_SIZE_N // 2 if IS_PROMOTED else BLOCK_SIZE_N,
             256 // a_ring.dtype.primitive_bitwidth,
         ],
     )  # fmt: skip
@@ -347,10 +350,10 @@ def _consume(
         if gemm_plan.GATHERED:  # noqa: SIM102  # constexpr and runtime conditions stay apart
             if shard != rank:
                 a_scale_ptr = scales_of_shard(scales, shard, SCALING)
-        if PROMOTES:
+        if IS_PROMOTED:
             with dl.mark("mma"):
                 block_scales = None
-                if SCALING == BLOCKWISE:
+                if SCALING == BLOCK_SCALES:
                     # Clamp indices instead of masking the loads, because registers are scarce.
                     row_index = row + gl.arange(0, HALF_M, layout=gl.SliceLayout(1, LAYOUT))
                     has_right_block = (BLOCK_SIZE_N > 128) & (column + 128 < N)
@@ -436,8 +439,8 @@ def kernel_gemm_warp_specialized(
     a_dtype: gl.constexpr = local_ptr.dtype.element_ty
     b_dtype: gl.constexpr = b_ptr.dtype.element_ty
     SCALING: gl.constexpr = gemm_plan.SCALING
-    PROMOTES: gl.constexpr = SCALING >= PROMOTED
-    STORE_N: gl.constexpr = BLOCK_SIZE_N // 2 if EPILOGUE_SUBTILE or PROMOTES else BLOCK_SIZE_N
+    IS_PROMOTED: gl.constexpr = SCALING >= PROMOTED_ACCUM
+    STORE_N: gl.constexpr = BLOCK_SIZE_N // 2 if EPILOGUE_SUBTILE or IS_PROMOTED else BLOCK_SIZE_N
     operand_layout: gl.constexpr = gl.NVMMASharedLayout(
         swizzle_byte_width=128, element_bitwidth=a_dtype.primitive_bitwidth
     )

@@ -27,8 +27,8 @@ from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.scales import (
     BLOCK_ELEMENTS,
-    BLOCKWISE,
-    FAST,
+    BLOCK_SCALES,
+    FAST_ACCUM,
     SCALE_BLOCK,
     UNSCALED,
     add_product,
@@ -179,7 +179,7 @@ def multiply_tile(
         b_scale_ptr = scales.b + expert.to(tl.int64) * scales.stride_be
     # As in ``gemm.tile.multiply_tile``.
     TRANSPOSED: tl.constexpr = (
-        SCALING >= FAST
+        SCALING >= FAST_ACCUM
         and (grouped_plan.DESCRIPTORS and grouped_plan.B_COLUMN_MAJOR)
         and (BLOCK_SIZE_M < 64 and COLUMNS >= 64)
     )
@@ -203,7 +203,7 @@ def multiply_tile(
                 other=0.0,
             )
             a_scale = 0
-            if SCALING == BLOCKWISE:
+            if SCALING == BLOCK_SCALES:
                 # The load bypasses L1, which may hold the scales of an earlier call.
                 a_scale = tl.load(
                     scale_rows + k_begin // SCALE_BLOCK * scales.stride_ak,
@@ -226,7 +226,7 @@ def multiply_tile(
         product = product.T
         if grouped_plan.SILU_MUL:
             up = up.T
-    if SCALING >= FAST and SCALING != BLOCKWISE:
+    if SCALING >= FAST_ACCUM and SCALING != BLOCK_SCALES:
         # Padding has no scales.
         scaled_rows = rows < tl.where(expert < E, end, 0)
         scaled_columns = tl.where(expert < E, N, 0)

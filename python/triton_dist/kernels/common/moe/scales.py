@@ -11,7 +11,7 @@ import torch
 
 from triton_dist.kernels.common.gemm.scales import (
     BLOCK_ELEMENTS,
-    BLOCKWISE,
+    BLOCK_SCALES,
     FP8,
     Scaling,
     num_scale_blocks,
@@ -58,7 +58,7 @@ class OperandScales(NamedTuple):
 
     @property
     def is_block(self) -> bool:
-        return bool(self.scaling == BLOCKWISE.value)
+        return bool(self.scaling == BLOCK_SCALES.value)
 
     def columns(self, first: int, end: int) -> OperandScales:
         """Return the scales of columns ``first`` to ``end`` of B.

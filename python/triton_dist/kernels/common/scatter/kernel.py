@@ -20,9 +20,9 @@ the address of the flags that report the arrival of these tiles. ``SCATTER_MODE`
                  with ``"tile"``. The owner's program for a tile waits for all flags of the tile,
                  rounds the sum, and resets it to zeros.
 ``"all"``        All-reduce: like ``"tile"``, and C is [M, N]. The owner's program for a tile stores
-                 the sum to C and to address ``out.sums[p]`` of each peer p. Then it sets flag
-                 ``[tile * NUM_RANKS + rank]`` at ``out.sum_flags[p]``. ``scatter/to_all.py`` copies
-                 the received sums to C.
+                 the sum to C and to address ``out.peer_sums[p]`` of each peer p. Then it sets flag
+                 ``[tile * NUM_RANKS + rank]`` at ``out.peer_flags[p]``. ``scatter/to_all.py``
+                 copies the received sums to C.
 
 Except with ``"all"``, a rank multiplies its own row block last. When a program has multiplied a
 tile of the own row block, it waits for the partials of this tile (or of its chunk) from every peer.
@@ -56,9 +56,9 @@ slot.deferred   int32      [programs]                               kernels of t
 out.c           of C       [rows, N]; of an all-reduce [M, N]       this kernel
 out.bias        of C       [N], or ``None``                         caller
 scales          fp32       ``gemm.scales.Scales`` of fp8 operands   caller
-out.sums        int64      [NUM_RANKS], addresses of [M, N];        host, once
+out.peer_sums   int64      [NUM_RANKS], addresses of [M, N];        host, once
                            ``None`` without an all-reduce
-out.sum_flags   int64      [NUM_RANKS], addresses of their flags    host, once
+out.peer_flags  int64      [NUM_RANKS], addresses of their flags    host, once
 M, rows         int        rows of A, of a row block; not           host
                            specialised
 tile, summing   constants  ``Tile``, ``Summing``                    host
@@ -146,11 +146,11 @@ def kernel_gemm_scatter_non_persistent(
     PRECISION: tl.constexpr = tile.PRECISION
     SCALING: tl.constexpr = tile.SCALING
     tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
-    row_block, number, m, n = tile_in_scatter_order(
+    row_block, tile_number, m, n = tile_in_scatter_order(
         tl.program_id(0), rank, NUM_RANKS, tiles_m, tiles_n,
         chunk_tiles_m if summing.SCATTER_MODE == "all" else tiles_m, tile.GROUP_M,
     )  # fmt: skip
-    work_item = m // chunk_tiles_m if summing.SCATTER_MODE == "row_block" else number
+    work_item = m // chunk_tiles_m if summing.SCATTER_MODE == "row_block" else tile_number
     row, column = m * tile.M, n * tile.N
     a_row_block_ptr = a_ptr + row_block.to(tl.int64) * rows * strides.am
     rows_left = min(rows, M - row_block * rows) - row

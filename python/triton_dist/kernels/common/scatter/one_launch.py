@@ -59,7 +59,7 @@ out.c           of C       [M, N]; of a reduce-scatter               this kernel
                            [M / NUM_RANKS, N]
 out.bias        of C       [N], or ``None``                          caller
 scales          fp32       ``gemm.scales.Scales`` of fp8 operands    caller
-out.sums        int64      ``slots.table``; ``None``: one shot       host, once
+out.peer_sums   int64      ``slots.table``; ``None``: one shot       host, once
 slots, peers               see ``exchange/protocol.py``; a slot is partials [NUM_RANKS,
                            shard_elements], then sums [M, N]
 M, rank         int        not specialised                           host
@@ -106,35 +106,38 @@ from triton_dist.runtime.launch import Launch, fits_descriptor, normalise_stride
 
 @jit
 def own_tiles_of(own_begin, own_end, BLOCK_SIZE_M: tl.constexpr):
-    first = own_begin // BLOCK_SIZE_M
-    return first, tl.maximum(tl.cdiv(own_end, BLOCK_SIZE_M) - first, 0)
+    first_own_tile = own_begin // BLOCK_SIZE_M
+    return first_own_tile, tl.maximum(tl.cdiv(own_end, BLOCK_SIZE_M) - first_own_tile, 0)
 
 
 @jit
-def _num_sub_tiles_before(number, first, own_tiles, tiles_m, SUB_TILES: tl.constexpr):
-    """Return the number of own sub-tiles in tiles with numbers below ``number``."""
-    of_column = tl.minimum(tl.maximum(number % tiles_m - first, 0), own_tiles)
-    return (number // tiles_m * own_tiles + of_column) * SUB_TILES
+def _num_sub_tiles_before(tile, first_own_tile, own_tiles, tiles_m, SUB_TILES: tl.constexpr):
+    """Return the number of own sub-tiles in tiles before ``tile``."""
+    tiles_in_column = tl.minimum(tl.maximum(tile % tiles_m - first_own_tile, 0), own_tiles)
+    return (tile // tiles_m * own_tiles + tiles_in_column) * SUB_TILES
 
 
 @jit
 def _first_sub_tile(
-    program, wave, begin, end, first, own_tiles, tiles_m, num_programs, SUB_TILES: tl.constexpr
-):
+    program, wave, begin, end, first_own_tile, own_tiles, tiles_m, num_programs,
+    SUB_TILES: tl.constexpr,
+):  # fmt: skip
     """Return the first sub-tile that ``program`` or a program with a larger number adds.
 
     ``begin`` to ``end`` are the sub-tiles of one wave.
     """
-    of_column = own_tiles * SUB_TILES
-    first_if_even = tl.cdiv(tl.maximum(wave + program - first, 0) * of_column, tiles_m)
-    # Distribute the sub-tiles of the wave's last column over the programs from ``lowest_program``
-    # on.
-    last = tl.maximum((end - 1) // of_column * of_column, begin)
-    tile = last // SUB_TILES
-    lowest_program = tile // own_tiles * tiles_m + first + tile % own_tiles - wave
-    width = tl.minimum(tl.cdiv((end - last) * tiles_m, of_column), num_programs - lowest_program)
-    in_last_column = last + tl.cdiv(tl.maximum(program - lowest_program, 0) * (end - last), width)
-    in_earlier_columns = tl.minimum(tl.maximum(first_if_even, begin), last)
+    column_sub_tiles = own_tiles * SUB_TILES
+    position = tl.maximum(wave + program - first_own_tile, 0)
+    first_if_even = tl.cdiv(position * column_sub_tiles, tiles_m)
+    # Distribute the sub-tiles of the wave's last column, from ``last_begin`` on, over ``width``
+    # programs from ``lowest_program`` on.
+    last_begin = tl.maximum((end - 1) // column_sub_tiles * column_sub_tiles, begin)
+    count = end - last_begin
+    tile = last_begin // SUB_TILES
+    lowest_program = tile // own_tiles * tiles_m + first_own_tile + tile % own_tiles - wave
+    width = tl.minimum(tl.cdiv(count * tiles_m, column_sub_tiles), num_programs - lowest_program)
+    in_last_column = last_begin + tl.cdiv(tl.maximum(program - lowest_program, 0) * count, width)
+    in_earlier_columns = tl.minimum(tl.maximum(first_if_even, begin), last_begin)
     return tl.where(program < lowest_program, in_earlier_columns, tl.minimum(in_last_column, end))
 
 
@@ -155,18 +158,18 @@ def sub_tiles_of_program(
     NUM_SMS is the number of groups of SPLIT_K programs. Only the last program of a group adds.
     """
     SUB_TILES: tl.constexpr = BLOCK_SIZE_M // SUB_TILE_ROWS
-    first, own_tiles = own_tiles_of(own_begin, own_end, BLOCK_SIZE_M)
+    first_own_tile, own_tiles = own_tiles_of(own_begin, own_end, BLOCK_SIZE_M)
     next_wave = tl.minimum(wave + NUM_SMS, tiles_m * tiles_n)
-    begin = _num_sub_tiles_before(wave, first, own_tiles, tiles_m, SUB_TILES)
-    end = _num_sub_tiles_before(next_wave, first, own_tiles, tiles_m, SUB_TILES)
+    begin = _num_sub_tiles_before(wave, first_own_tile, own_tiles, tiles_m, SUB_TILES)
+    end = _num_sub_tiles_before(next_wave, first_own_tile, own_tiles, tiles_m, SUB_TILES)
     program, programs = tl.program_id(0) // SPLIT_K, tl.num_programs(0) // SPLIT_K
     begin_of_program, end_of_program = end, end
     if (begin < end) & (tl.program_id(0) % SPLIT_K == SPLIT_K - 1):
         begin_of_program = _first_sub_tile(
-            program, wave, begin, end, first, own_tiles, tiles_m, programs, SUB_TILES
+            program, wave, begin, end, first_own_tile, own_tiles, tiles_m, programs, SUB_TILES
         )
         end_of_program = _first_sub_tile(
-            program + 1, wave, begin, end, first, own_tiles, tiles_m, programs, SUB_TILES
+            program + 1, wave, begin, end, first_own_tile, own_tiles, tiles_m, programs, SUB_TILES
         )
     return begin_of_program, end_of_program
 
@@ -182,9 +185,9 @@ def locate_sub_tile(
     may be empty if the tile also has rows of other ranks.
     """
     SUB_TILES: tl.constexpr = BLOCK_SIZE_M // SUB_TILE_ROWS
-    first, own_tiles = own_tiles_of(own_begin, own_end, BLOCK_SIZE_M)
+    first_own_tile, own_tiles = own_tiles_of(own_begin, own_end, BLOCK_SIZE_M)
     n = sub_tile // (own_tiles * SUB_TILES)
-    m = first + sub_tile // SUB_TILES % own_tiles
+    m = first_own_tile + sub_tile // SUB_TILES % own_tiles
     row = tl.maximum(m * BLOCK_SIZE_M, own_begin) + sub_tile % SUB_TILES * SUB_TILE_ROWS
     end = tl.minimum((m + 1) * BLOCK_SIZE_M, own_end)
     return row - own_begin, end - own_begin, n, n * tiles_m + m
@@ -223,12 +226,12 @@ def kernel_gemm_exchange(
 
     ``DESCRIPTORS``: read A and B through tensor descriptors (TMA from sm_90 on), otherwise by
     pointers with any strides. ``plan.BLOCK``: SUB_TILE_ROWS, a power of two. ``BROADCASTS_SUMS`` is
-    true if ``out.sums`` is not ``None``. Grid (programs,): NUM_SMS, or fewer if each program has at
-    most one tile.
+    true if ``out.peer_sums`` is not ``None``. Grid (programs,): NUM_SMS, or fewer if each program
+    has at most one tile.
     """
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     SUB_TILE_ROWS: tl.constexpr = plan.BLOCK
-    BROADCASTS_SUMS: tl.constexpr = out.sums is not None
+    BROADCASTS_SUMS: tl.constexpr = out.peer_sums is not None
     SPLIT_K: tl.constexpr = tile.SPLIT_K
     GROUPS: tl.constexpr = NUM_SMS // SPLIT_K
     # Operations that do not need the product come first, to overlap with it.

@@ -81,7 +81,7 @@ def kernel_gemm_packets(
     BLOCK_SIZE_N: tl.constexpr = tile.N
     DTYPE: tl.constexpr = out.c.dtype.element_ty
     ELEMENTS_PER_LINE: tl.constexpr = LINE_BYTES // (DTYPE.primitive_bitwidth // 8)
-    LINES_N: tl.constexpr = BLOCK_SIZE_N // ELEMENTS_PER_LINE  # lines of a row of a tile
+    LINES_PER_TILE_ROW: tl.constexpr = BLOCK_SIZE_N // ELEMENTS_PER_LINE
     # Operations that do not need the product come first, to overlap with it.
     targets = packet_targets(packets, rank, NUM_RANKS)
     epoch = begin_call(packets.calls)
@@ -89,14 +89,14 @@ def kernel_gemm_packets(
     tiles_m = tl.cdiv(M, BLOCK_SIZE_M)
     tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
     a, b = make_operands(a_ptr, b_ptr, M, N, K, strides.bk, strides.bn, DESCRIPTORS, tile)
-    for number in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
-        m, n = tile_in_group(number, tiles_m, tiles_n, tile.GROUP_M)
+    for tile_number in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+        m, n = tile_in_group(tile_number, tiles_m, tiles_n, tile.GROUP_M)
         row, column = m * BLOCK_SIZE_M, n * BLOCK_SIZE_N
         product = multiply_operands(a, b, row, column, M, N, K, strides, scales, DESCRIPTORS, tile)
         own_payload = payload_of(product.to(DTYPE))
-        line_in_tile = tl.arange(0, BLOCK_SIZE_M * LINES_N)
-        line_row = row + line_in_tile // LINES_N
-        line_column = n * LINES_N + line_in_tile % LINES_N
+        line_in_tile = tl.arange(0, BLOCK_SIZE_M * LINES_PER_TILE_ROW)
+        line_row = row + line_in_tile // LINES_PER_TILE_ROW
+        line_column = n * LINES_PER_TILE_ROW + line_in_tile % LINES_PER_TILE_ROW
         lines_n = tl.cdiv(N, ELEMENTS_PER_LINE)
         line = line_row * lines_n + line_column
         valid = (line_row < M) & (line_column < lines_n)
@@ -104,16 +104,16 @@ def kernel_gemm_packets(
         offset = packet_offset(epoch, rank, packets.shard_words, NUM_RANKS)
         send_lines(targets, offset, own_payload, line, valid, tag)
         payloads = await_lines(packets, epoch, tag, line, valid, rank, NUM_RANKS)
-        sums = add_lines(own_payload, payloads, rank, NUM_RANKS, DTYPE)
-        # Keep the layout of lines, in which the thread that polled a line also stores its sums.
-        sums = tl.reshape(sums, [BLOCK_SIZE_M * LINES_N, ELEMENTS_PER_LINE])
+        total = add_lines(own_payload, payloads, rank, NUM_RANKS, DTYPE)
+        # Keep the layout of lines, in which the thread that polled a line also stores its sum.
+        total = tl.reshape(total, [BLOCK_SIZE_M * LINES_PER_TILE_ROW, ELEMENTS_PER_LINE])
         columns = (line_column * ELEMENTS_PER_LINE)[:, None] + tl.arange(0, ELEMENTS_PER_LINE)[
             None, :
         ]
         mask = valid[:, None] & (columns < N)
         if out.bias is not None:
-            sums += tl.load(out.bias + columns, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out.c + (line_row * N)[:, None] + columns, sums.to(DTYPE), mask=mask)
+            total += tl.load(out.bias + columns, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out.c + (line_row * N)[:, None] + columns, total.to(DTYPE), mask=mask)
         clear_lines(packets, epoch, line, valid, rank, NUM_RANKS)
 
 

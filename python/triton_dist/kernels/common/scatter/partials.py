@@ -56,28 +56,28 @@ class ScatterSlot(NamedTuple):
 
 
 class SumOutput(NamedTuple):
-    """Kernel argument: memory for sums, and the bias that is added to them."""
+    """Kernel argument: output, bias, and addresses on each rank of the sums and of their flags."""
 
     c: Any
     bias: Any
-    sums: Any
-    sum_flags: Any
+    peer_sums: Any
+    peer_flags: Any
 
 
 @dataclass(frozen=True)
 class TileMemory:
     """Memory to which this rank sends tiles, and in which tiles of peers arrive.
 
-    ``mode`` is the mode that ``scatter/kernel.py`` describes. ``sums`` and ``sum_flags`` are
-    only used in mode ``"all"``.
+    ``mode`` is the mode that ``scatter/kernel.py`` describes. ``peer_sums`` and ``peer_flags``
+    are only used in mode ``"all"``.
     """
 
     mode: ScatterMode
     rank: int
     num_ranks: int
     slot: ScatterSlot
-    sums: torch.Tensor | None = None
-    sum_flags: torch.Tensor | None = None
+    peer_sums: torch.Tensor | None = None
+    peer_flags: torch.Tensor | None = None
 
     def rows_per_row_block(self, M: int) -> int:
         return row_block_rows(M, self.num_ranks) if self.mode == "all" else M // self.num_ranks
@@ -85,7 +85,7 @@ class TileMemory:
     def kernel_arguments(
         self, C: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[ScatterSlot, SumOutput]:
-        return self.slot, SumOutput(C, bias, self.sums, self.sum_flags)
+        return self.slot, SumOutput(C, bias, self.peer_sums, self.peer_flags)
 
 
 @dataclass(frozen=True)

@@ -74,13 +74,13 @@ class Summing(NamedTuple):
     """Constants of the sum.
 
     SCATTER_MODE: see ``scatter/kernel.py``. ANNOUNCE_LATER: a tile is announced after the next tile
-    has been multiplied. ROWS: number of rows of a tile that are summed at a time.
+    has been multiplied. ROWS_PER_STEP: number of rows of a tile that are summed at a time.
     """
 
     NUM_RANKS: Any
     SCATTER_MODE: Any
     ANNOUNCE_LATER: Any
-    ROWS: Any
+    ROWS_PER_STEP: Any
 
 
 @jit
@@ -174,7 +174,7 @@ def announce_to_all(out, slot, M, work_item, rank, NUM_RANKS: tl.constexpr):
     """
     peer = tl.arange(0, triton.next_power_of_2(NUM_RANKS))
     valid = peer < NUM_RANKS
-    flags = tl.load(out.sum_flags + peer, mask=valid, other=0).to(slot.epoch.dtype)
+    flags = tl.load(out.peer_flags + peer, mask=valid, other=0).to(slot.epoch.dtype)
     with dl.mark("push"):
         dl.notify(flags + work_item * NUM_RANKS + rank, current_flag(slot.epoch, M), mask=valid)
 
@@ -217,10 +217,10 @@ def add_partials(
 ):
     """Sum a tile over all ranks and store it in the own rows [rows, N] at ``out.c + own_begin``.
 
-    ROWS_PER_STEP rows are summed at a time, so that the partials fit in registers. If ``out.sums``
-    is not ``None``, also store the sum on each peer, ``sums_begin`` elements from its address.
-    ``IN_ONE_SUM``: all ranks have already added to a single sum, which is reset to 0. Otherwise
-    there are SPLIT_K partials of each rank.
+    ROWS_PER_STEP rows are summed at a time, so that the partials fit in registers. If
+    ``out.peer_sums`` is not ``None``, also store the sum on each peer, ``sums_begin`` elements from
+    its address. ``IN_ONE_SUM``: all ranks have already added to a single sum, which is reset to 0.
+    Otherwise there are SPLIT_K partials of each rank.
     """
     if INT64_OFFSETS:
         N = tl.cast(N, tl.int64)
@@ -235,12 +235,12 @@ def add_partials(
         # The loads bypass L1, which may hold stale data. All loads precede the first addition, so
         # that they are in flight together.
         if IN_ONE_SUM:
-            sums = partials_ptr + begin + inside
-            total = tl.load(sums, mask=mask, other=0.0, cache_modifier=".cg")
+            sum_ptr = partials_ptr + begin + inside
+            total = tl.load(sum_ptr, mask=mask, other=0.0, cache_modifier=".cg")
             # Triton gives the loads and the stores of zeros different layouts. Without the barrier,
             # a thread may clear an element that another thread has not loaded yet.
             tl.debug_barrier()
-            tl.store(sums, tl.zeros_like(total), mask=mask)
+            tl.store(sum_ptr, tl.zeros_like(total), mask=mask)
         else:
             partials = tl.tuple([])
             for source in tl.static_range(NUM_RANKS * SPLIT_K):
@@ -255,9 +255,9 @@ def add_partials(
             total += bias.to(tl.float32)[None, :]
         value = total.to(c_ptr.dtype.element_ty)
         tl.store(c_ptr + begin + inside, value, mask=mask)
-        if out.sums is not None:
+        if out.peer_sums is not None:
             for step in tl.static_range(1, NUM_RANKS):
-                peer_ptr = target_at(out.sums, (rank + step) % NUM_RANKS, c_ptr)
+                peer_ptr = target_at(out.peer_sums, (rank + step) % NUM_RANKS, c_ptr)
                 tl.store(peer_ptr + sums_begin + begin + inside, value, mask=mask)
 
 
@@ -268,12 +268,12 @@ def add_own_tile(
 ):  # fmt: skip
     """Sum a tile of the own row block of ``own_rows`` rows. Full row blocks have ``rows`` rows."""
     own_begin = 0  # begin of the own rows in C
-    if out.sums is not None:
+    if out.peer_sums is not None:
         own_begin = rank.to(tl.int64) * rows * N
     add_partials(
         slot.partials, slot.stride, out, own_begin, own_begin, row, column, own_rows, N, token,
-        rank, summing.NUM_RANKS, summing.SCATTER_MODE == "add", tile.M, tile.N, summing.ROWS,
-        tile.INT64_OFFSETS,
+        rank, summing.NUM_RANKS, summing.SCATTER_MODE == "add", tile.M, tile.N,
+        summing.ROWS_PER_STEP, tile.INT64_OFFSETS,
     )  # fmt: skip
 
 
@@ -362,18 +362,20 @@ def kernel_add_deferred(
         tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
         chunk_tiles_in_order = chunk_tiles_m if summing.SCATTER_MODE == "all" else tiles_m
         for index in range(tl.program_id(0), summing.NUM_RANKS * tiles_m * tiles_n, NUM_SMS):
-            row_block, number, m, n = tile_in_scatter_order(
+            row_block, tile_number, m, n = tile_in_scatter_order(
                 index, rank, summing.NUM_RANKS, tiles_m, tiles_n, chunk_tiles_in_order, tile.GROUP_M
             )
             if row_block == rank:
-                work_item = m // chunk_tiles_m if summing.SCATTER_MODE == "row_block" else number
+                work_item = (
+                    m // chunk_tiles_m if summing.SCATTER_MODE == "row_block" else tile_number
+                )
                 token = await_partials(slot, M, work_item, rank, summing.NUM_RANKS)
                 add_own_tile(
                     slot, out, m * tile.M, n * tile.N, rows, min(rows, M - rank * rows), N, token,
                     rank, tile, summing,
                 )  # fmt: skip
                 if summing.SCATTER_MODE == "all":
-                    announce_to_all(out, slot, M, number, rank, summing.NUM_RANKS)
+                    announce_to_all(out, slot, M, tile_number, rank, summing.NUM_RANKS)
 
 
 def tile_constants(

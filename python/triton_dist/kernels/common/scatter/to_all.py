@@ -84,7 +84,7 @@ def kernel_gemm_all_reduce_persistent(
     # A tile of this rank that is to be added, and a tile whose sum is to be announced; -1: none.
     tile_to_add, own_row, own_column, sum_to_announce = -1, 0, 0, -1
     for index in range(tl.program_id(0), NUM_RANKS * tiles_m * tiles_n, NUM_SMS):
-        row_block, number, m, n = tile_in_scatter_order(
+        row_block, tile_number, m, n = tile_in_scatter_order(
             index, rank, NUM_RANKS, tiles_m, tiles_n, chunk_tiles_m, tile.GROUP_M
         )
         row, column = m * tile.M, n * tile.N
@@ -100,7 +100,7 @@ def kernel_gemm_all_reduce_persistent(
             sum_to_announce = -1
         store_to_owner(target_descs, row_block, accumulator, row, column, tile, NUM_RANKS)
         if row_block != rank:
-            row_block_to_announce, tile_to_announce = row_block, number
+            row_block_to_announce, tile_to_announce = row_block, tile_number
         else:
             dl.publish_tile()  # Make the TMA store visible to the other threads of this program.
             if decision == 0:
@@ -112,7 +112,7 @@ def kernel_gemm_all_reduce_persistent(
             )
             sum_to_announce, tile_to_add = tile_to_add, -1
         if (row_block == rank) & (decision == MAY_WAIT):
-            tile_to_add, own_row, own_column = number, row, column
+            tile_to_add, own_row, own_column = tile_number, row, column
     if row_block_to_announce != rank:  # The last tile of this program was for another rank.
         dl.publish_tile()
         announce_tile(slot, M, row_block_to_announce, tile_to_announce, rank, summing)

@@ -71,10 +71,10 @@ def kernel_gemm_scatter_persistent(
     stored_row_block, stored_work_item = rank, 0
     awaited_work_item = -1
     for index in range(tl.program_id(0), NUM_RANKS * tiles_m * tiles_n, NUM_SMS):
-        row_block, number, m, n = tile_in_scatter_order(
+        row_block, tile_number, m, n = tile_in_scatter_order(
             index, rank, NUM_RANKS, tiles_m, tiles_n, tiles_m, tile.GROUP_M
         )
-        work_item = m // chunk_tiles_m if summing.SCATTER_MODE == "row_block" else number
+        work_item = m // chunk_tiles_m if summing.SCATTER_MODE == "row_block" else tile_number
         row, column = m * tile.M, n * tile.N
         accumulator = multiply_operands(
             a_desc, b_desc, row_block * rows + row, column, M, N, K, None, scales, True, tile
