@@ -26,7 +26,9 @@ def context(num_ranks, experts, topk, hidden=7168, tokens=4096, capacity=None):
     rows = matrix(2 * num_ranks * tokens * hidden, dtype=torch.uint8)
     region = SimpleNamespace(local=rows, pointers=words(num_ranks))
     memory = {"rows": region}
-    memory["meta"] = SimpleNamespace(local=matrix(8, dtype=torch.int32), pointers=words(num_ranks))
+    memory["routing"] = SimpleNamespace(
+        local=matrix(8, dtype=torch.int32), pointers=words(num_ranks)
+    )
     scales = matrix(num_ranks * tokens * hidden, dtype=torch.float32)
     memory["scales"] = SimpleNamespace(local=scales, pointers=words(8))
     peers = Peers(words(), words(num_ranks), words(), words())
@@ -38,8 +40,8 @@ def context(num_ranks, experts, topk, hidden=7168, tokens=4096, capacity=None):
     vars(ctx).update(
         rank=1, num_ranks=num_ranks, max_tokens=tokens, hidden=hidden, topk=topk,
         dtype=torch.bfloat16, capacity=capacity or tokens, num_experts=experts,
-        local_experts=experts // num_ranks, meta_elements=1024, meta_lines=1024,
-        epochs=words(2), slot_tokens=128, first_slot=tokens, control=words(2),
+        local_experts=experts // num_ranks, routing_elements=1024, routing_lines=1024,
+        epochs=words(2), slot_tokens=128, first_slot_token=tokens, fault_address=words(2),
         dropped=matrix(1, dtype=torch.int32),
         pending=None, can_combine=True, combine_buffer=buffer, _buffer=buffer,
         device=SimpleNamespace(torch_device=torch.device("meta"), num_sms=132),

@@ -78,7 +78,7 @@ def random_calls(seed: int, rounds: int) -> int:
                 C, received = ep_dispatch_group_gemm.fn(
                     x, ids, B, ctx, scores, "silu_mul" if silu else None, expert_map=expert_map,
                     algorithm="fused", num_ctas=shared.choice([1, 3]),
-                    own_first_share=shared.choice([0.0, 0.5, 1.0]), **options,
+                    local_first_fraction=shared.choice([0.0, 0.5, 1.0]), **options,
                 )  # fmt: skip
                 used, rows = received.num_positions(), received.rows.clone()
                 calls.append((Routing(x, ids, scores, expert_map), C[:used], received, rows))

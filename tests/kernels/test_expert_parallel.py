@@ -165,8 +165,12 @@ def test_a_context_that_cannot_combine_has_no_memory_for_sums():
 def test_late_flags_are_searched_in_all_programs_that_set_them(ctx):
     call = DispatchCall(X, IDS, ctx, num_ctas=3)
     call.run()
-    num_meta, num_copy, _ = call.programs()
-    assert ctx.buffer._last_call == (1, num_meta + num_copy, 2)  # chunk 0: ids, chunk 1: rows
+    num_routing_programs, num_copy_programs, _ = call.programs()
+    assert ctx.buffer._last_call == (
+        1,
+        num_routing_programs + num_copy_programs,
+        2,
+    )  # chunk 0: ids, chunk 1: rows
     ep_combine.fn(torch.ones(9, HIDDEN), call.run(), ctx, num_ctas=5, num_chunks=2)
     assert ctx.combine_buffer._last_call == (1, 1, 1)
 

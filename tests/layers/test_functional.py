@@ -56,7 +56,7 @@ def test_torchs_checks_of_custom_ops(monkeypatch):
     def leaf(*shape):
         return torch.randn(*shape, requires_grad=True)
 
-    A, B, W, scales = leaf(4, 3), leaf(3, 5), leaf(3, 3, 2), leaf(4, 2)
+    A, B, W, topk_weights = leaf(4, 3), leaf(3, 5), leaf(3, 3, 2), leaf(4, 2)
     own_ops = TensorParallel(4)
     name = own_ops.name
     calls = {
@@ -69,10 +69,10 @@ def test_torchs_checks_of_custom_ops(monkeypatch):
         "all_reduce": (A.detach(), ranks.name),
         "ag_group_gemm": (A, W, IDS, ranks.name),
         "group_gemm": (A, W, IDS, ranks.name),
-        "moe_reduce_rs": (leaf(8, 3), W, IDS, scales, ranks.name),
-        "moe_reduce_ar": (leaf(8, 3), W, IDS, scales, ranks.name),
+        "moe_reduce_rs": (leaf(8, 3), W, IDS, topk_weights, ranks.name),
+        "moe_reduce_ar": (leaf(8, 3), W, IDS, topk_weights, ranks.name),
         "weight_gradients": (A.detach(), torch.randn(8, 2), IDS, 3),
-        "ep_experts": (A, IDS.clamp(min=0), scales, W, leaf(3, 1, 3), name, 4, False, True),
+        "ep_experts": (A, IDS.clamp(min=0), topk_weights, W, leaf(3, 1, 3), name, 4, False, True),
     }
     registrations = ("test_schema", "test_autograd_registration", "test_faketensor")
     for op, arguments in calls.items():
@@ -112,14 +112,14 @@ def test_mistakes_are_said(on_two_ranks):
 
 def test_what_pads_a_batch_leaks_into_no_gradient():
     ids = torch.tensor([[0], [1], [-1]], dtype=torch.int32)
-    for padded in ("x", "scales"):
-        given = {"x": torch.rand(3, 8), "scales": torch.rand(3, 1)}
+    for padded in ("x", "topk_weights"):
+        given = {"x": torch.rand(3, 8), "topk_weights": torch.rand(3, 1)}
         given[padded][-1] = float("nan")
-        x, scales = (each.requires_grad_() for each in given.values())
+        x, topk_weights = (each.requires_grad_() for each in given.values())
         weights = torch.rand(2, 8, 6, requires_grad=True)
         ranks = Collectives()
-        experts.moe_reduce_ar(x, weights, ids, scales, ranks).sum().backward()
-        for each in (x, weights, scales):
+        experts.moe_reduce_ar(x, weights, ids, topk_weights, ranks).sum().backward()
+        for each in (x, weights, topk_weights):
             assert not each.grad.isnan().any()
 
 

@@ -165,13 +165,13 @@ class EP_MoE(TP_MoE):
         is_empty = max_tokens == 0 if sequence_parallel else not len(rows)
         if is_empty:
             return x.clone()
-        ids, scales = self._choose_experts(rows)
+        ids, topk_weights = self._choose_experts(rows)
         shared: list[torch.Tensor] = []
         join = self._start_shared(rows, shared)
         if sequence_parallel:
-            y = self._run_with_dispatch(rows, ids, scales, collectives, max_tokens)
+            y = self._run_with_dispatch(rows, ids, topk_weights, collectives, max_tokens)
         else:
-            y = self._weighted_expert_sums(rows, ids, scales, collectives, False)
+            y = self._weighted_expert_sums(rows, ids, topk_weights, collectives, False)
         join(*shared)
         return sum(shared, y).view(x.shape)
 
@@ -179,19 +179,19 @@ class EP_MoE(TP_MoE):
         self,
         rows: torch.Tensor,
         ids: torch.Tensor,
-        scales: torch.Tensor,
+        topk_weights: torch.Tensor,
         collectives: Collectives,
         max_tokens: int,
     ) -> torch.Tensor:
         """Send rows to the ranks of their experts; return the weighted sums [rows, hidden]."""
         if not isinstance(collectives, TensorParallel):  # torch's all-gather requires equal sizes
             padding = (0, 0, 0, max_tokens - len(rows))
-            padded = pad(rows, padding), pad(ids, padding, value=-1), pad(scales, padding)
+            padded = pad(rows, padding), pad(ids, padding, value=-1), pad(topk_weights, padding)
             return self._weighted_expert_sums(*padded, collectives, True)[: len(rows)]
-        ids, scales = self._routes_of_shards(ids, scales)
+        ids, topk_weights = self._routes_of_shards(ids, topk_weights)
         if self.scales is None:
             return ep_experts(
-                rows, ids, scales, self.gate_up_proj, self.down_proj, collectives, max_tokens,
+                rows, ids, topk_weights, self.gate_up_proj, self.down_proj, collectives, max_tokens,
                 keep_gathered=self.keep_gathered, exact_sizes=self.exact_sizes,
             )  # fmt: skip
         self._check_inference(rows)
@@ -199,8 +199,9 @@ class EP_MoE(TP_MoE):
         weights = [getattr(self, name + end) for name in names for end in ("", SCALES)]
         static = [getattr(self, name + INPUT_SCALES, None) for name in names]
         return ep_experts_fp8(  # type: ignore[no-any-return]
-            rows.contiguous(), ids, scales, weights, [each for each in static if each is not None],
-            self.scales.is_block, collectives.name, max_tokens,
+            rows.contiguous(), ids, topk_weights, weights,
+            [each for each in static if each is not None], self.scales.is_block, collectives.name,
+            max_tokens,
             self.exact_sizes and not torch.compiler.is_compiling(),
         )  # fmt: skip
 
@@ -212,7 +213,7 @@ class EP_MoE(TP_MoE):
         return ids - self.rank // self.num_column_shards * self._experts_per_rank()
 
     def _routes_of_shards(
-        self, ids: torch.Tensor, scales: torch.Tensor
+        self, ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Replace the id of each expert by the ids of its column shards.
 
@@ -221,11 +222,11 @@ class EP_MoE(TP_MoE):
         """
         shards = self.num_column_shards
         if shards == 1:
-            return ids, scales
+            return ids, topk_weights
         size = self._experts_per_rank()
         first = (ids // size) * shards * size + ids % size
         each = first[..., None] + torch.arange(shards, device=ids.device) * size
-        return each.flatten(-2).to(ids.dtype), scales.repeat_interleave(shards, -1)
+        return each.flatten(-2).to(ids.dtype), topk_weights.repeat_interleave(shards, -1)
 
     def _start_shared(self, rows: torch.Tensor, out: list[torch.Tensor]) -> Any:
         """Append the result of the shared experts to ``out``, on a second stream. Return a function

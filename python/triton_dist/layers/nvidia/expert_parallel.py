@@ -42,7 +42,7 @@ from triton_dist.layers.nvidia.tensor_parallel import (
 def ep_experts(
     x: torch.Tensor,
     ids: torch.Tensor,
-    scales: torch.Tensor,
+    topk_weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
     collectives: TensorParallel,
@@ -59,7 +59,7 @@ def ep_experts(
     Args:
         x: [tokens, hidden], tokens of this rank, possibly 0 tokens; fp16, bf16 or fp32.
         ids: [tokens, topk], int32 or int64: experts of each token; -1: no expert.
-        scales: fp32 [tokens, topk], weights of the experts.
+        topk_weights: fp32 [tokens, topk], weights of the experts.
         gate_up: [E / ranks, hidden, 2 * I], weights of this rank's experts, dtype of x.
         down: [E / ranks, I, hidden], dtype of x.
         collectives: a ``TensorParallel``.
@@ -84,7 +84,7 @@ def ep_experts(
         expected = "[E / ranks, hidden, 2 * I] and [E / ranks, I, hidden]"
         raise InvalidArgument("ep_experts", "shapes of gate_up and down", shapes, expected)
     check_operand("ep_experts", "x", x, gate_up[0], collectives)
-    operands = x.contiguous(), ids.contiguous(), scales.contiguous(), gate_up, down
+    operands = x.contiguous(), ids.contiguous(), topk_weights.contiguous(), gate_up, down
     uses_exact_sizes = exact_sizes and not torch.compiler.is_compiling()
     if is_eager_inference(*operands):
         return _run_experts(*operands, collectives, max_tokens, uses_exact_sizes)[0]
@@ -98,7 +98,7 @@ def ep_experts(
 def _run_experts(
     x: torch.Tensor,
     ids: torch.Tensor,
-    scales: torch.Tensor,
+    topk_weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
     collectives: Any,
@@ -106,7 +106,7 @@ def _run_experts(
     uses_exact_sizes: bool,
     keep_intermediates: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    received = _dispatch(x, ids, scales, gate_up, collectives, max_tokens)
+    received = _dispatch(x, ids, topk_weights, gate_up, collectives, max_tokens)
     positions = _positions(received, uses_exact_sizes)
     if keep_intermediates:
         rows = received.rows.clone()
@@ -122,14 +122,14 @@ def _run_experts(
 def _dispatch(
     x: torch.Tensor,
     ids: torch.Tensor,
-    scales: torch.Tensor,
+    topk_weights: torch.Tensor,
     gate_up: torch.Tensor,
     collectives: Any,
     max_tokens: int,
 ) -> Received:
     experts = len(gate_up) * collectives.num_ranks
     received: Received = collectives.ep_dispatch(
-        x, ids, scales, experts, x.dtype, max_tokens=max_tokens
+        x, ids, topk_weights, experts, x.dtype, max_tokens=max_tokens
     )
     return received
 
@@ -143,7 +143,7 @@ def _positions(received: Received, uses_exact_sizes: bool) -> Positions:
 def _ep_experts(
     x: torch.Tensor,
     ids: torch.Tensor,
-    scales: torch.Tensor,
+    topk_weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
     collectives_name: str,
@@ -153,12 +153,13 @@ def _ep_experts(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     collectives = collectives_by_name(collectives_name)
     return _run_experts(
-        x, ids, scales, gate_up, down, collectives, max_tokens, uses_exact_sizes, keep_intermediates
-    )
+        x, ids, topk_weights, gate_up, down, collectives, max_tokens, uses_exact_sizes,
+        keep_intermediates,
+    )  # fmt: skip
 
 
 @_ep_experts.register_fake
-def _(x: Any, ids: Any, scales: Any, gate_up: Any, down: Any, collectives_name: str,
+def _(x: Any, ids: Any, topk_weights: Any, gate_up: Any, down: Any, collectives_name: str,
       max_tokens: int, uses_exact_sizes: bool, keep_intermediates: bool) -> Any:  # fmt: skip
     rows = collectives_by_name(collectives_name).num_ranks * max_tokens
     if not keep_intermediates:
@@ -172,7 +173,7 @@ def _ep_experts_backward(
     dy: torch.Tensor,
     x: torch.Tensor,
     ids: torch.Tensor,
-    scales: torch.Tensor,
+    topk_weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
     rows: torch.Tensor,
@@ -182,8 +183,8 @@ def _ep_experts_backward(
     uses_exact_sizes: bool,
     needs_weight_gradients: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of x, scales, gate_up and down. Without ``needs_weight_gradients``, the
-    gradients of gate_up and down are empty tensors."""
+    """Return the gradients of x, topk_weights, gate_up and down. The gradients of gate_up and down
+    are empty tensors without ``needs_weight_gradients``."""
     collectives: Any = collectives_by_name(collectives_name)
     tokens = None
 
@@ -191,12 +192,12 @@ def _ep_experts_backward(
         return received.expanded(x.new_empty(positions.max_positions, x.shape[1]))[0]
 
     if not len(products):
-        received = _dispatch(x, ids, scales, gate_up, collectives, max_tokens)
+        received = _dispatch(x, ids, topk_weights, gate_up, collectives, max_tokens)
         positions = _positions(received, uses_exact_sizes)
         products = grouped_gemm(received.rows, gate_up, positions)
         if needs_weight_gradients:  # before the next dispatch overwrites the rows
             tokens = expanded(received)
-    received = _dispatch(dy.contiguous(), ids, scales, gate_up, collectives, max_tokens)
+    received = _dispatch(dy.contiguous(), ids, topk_weights, gate_up, collectives, max_tokens)
     # ``products`` come from a dispatch of the same ids, so they have the same number of positions.
     positions = received.positions.limited_to(len(products))
     assert received.weights is not None
@@ -214,18 +215,18 @@ def _ep_experts_backward(
     route_gradients = torch.where(
         positions_of_routes >= 0, d_weights[positions_of_routes.clamp(min=0)], 0
     )
-    d_scales = collectives.reduce_scatter(route_gradients)[: len(x)].to(scales.dtype)
+    d_topk_weights = collectives.reduce_scatter(route_gradients)[: len(x)].to(topk_weights.dtype)
     dx = collectives.ep_combine(
         grouped_gemm(d_products, gate_up.mT, sorted_positions), received, False
     )
-    return dx, d_scales.clone(), d_gate_up, d_down
+    return dx, d_topk_weights.clone(), d_gate_up, d_down
 
 
 @_ep_experts_backward.register_fake
-def _(dy: Any, x: Any, ids: Any, scales: Any, gate_up: Any, down: Any, rows: Any, products: Any,
-      collectives_name: str, max_tokens: int, uses_exact_sizes: bool,
+def _(dy: Any, x: Any, ids: Any, topk_weights: Any, gate_up: Any, down: Any, rows: Any,
+      products: Any, collectives_name: str, max_tokens: int, uses_exact_sizes: bool,
       needs_weight_gradients: bool) -> Any:  # fmt: skip
-    grads = [torch.empty_like(each) for each in (x, scales)]
+    grads = [torch.empty_like(each) for each in (x, topk_weights)]
     for each in (gate_up, down):
         grads.append(each.new_empty(each.shape if needs_weight_gradients else 0))
     return tuple(grads)
@@ -244,9 +245,9 @@ def _backward(ctx: Any, dy: torch.Tensor | None, *_: Any) -> Any:
     needs = ctx.needs_input_grad
     options = ctx.collectives_name, ctx.max_tokens, ctx.uses_exact_sizes, needs[3] or needs[4]
     grads = torch.ops.triton_dist.ep_experts_backward(dy, *ctx.saved_tensors, *options)
-    dx, d_scales, d_gate_up, d_down = grads
+    dx, d_topk_weights, d_gate_up, d_down = grads
     return (
-        dx if needs[0] else None, None, d_scales if needs[2] else None,
+        dx if needs[0] else None, None, d_topk_weights if needs[2] else None,
         d_gate_up if needs[3] else None, d_down if needs[4] else None, *(None,) * 4,
     )  # fmt: skip
 
@@ -258,7 +259,7 @@ _ep_experts.register_autograd(_backward, setup_context=_setup)
 def ep_experts_fp8(
     x: torch.Tensor,
     ids: torch.Tensor,
-    scales: torch.Tensor,
+    topk_weights: torch.Tensor,
     weights: list[torch.Tensor],
     input_scales: list[torch.Tensor],
     is_block: bool,
@@ -269,7 +270,7 @@ def ep_experts_fp8(
     """Return ``ep_experts`` for fp8 weights. Tokens are quantised before they are sent.
 
     Args:
-        x, ids, scales, max_tokens: see ``ep_experts``.
+        x, ids, topk_weights, max_tokens: see ``ep_experts``.
         weights: gate_up, scales of gate_up, down, scales of down.
         input_scales: static scales of the inputs of both products, or an empty list.
         is_block: weights and tokens have a scale per block of 128 elements, else per row.
@@ -286,7 +287,7 @@ def ep_experts_fp8(
         scale = scale if static is None else static.max()  # quantise writes none for 0 tokens
         x_scale = scale.view(-1, 1).expand(len(x), num_scale_blocks(x.shape[1])).contiguous()
     received = collectives.ep_dispatch(
-        rows, ids, scales, experts, x.dtype, x_scale=x_scale, quantise=is_block, **options
+        rows, ids, topk_weights, experts, x.dtype, x_scale=x_scale, quantise=is_block, **options
     )
     A_scale = received.scales
     if not is_block:
@@ -306,6 +307,6 @@ def ep_experts_fp8(
 
 
 @ep_experts_fp8.register_fake
-def _(x: Any, ids: Any, scales: Any, weights: Any, input_scales: Any, is_block: bool,
+def _(x: Any, ids: Any, topk_weights: Any, weights: Any, input_scales: Any, is_block: bool,
       collectives_name: str, max_tokens: int, uses_exact_sizes: bool) -> Any:  # fmt: skip
     return torch.empty_like(x)

@@ -6,13 +6,13 @@
     group_gemm     like ag_group_gemm, for tokens      moe_reduce_ar(dC, B.mT)
                    that all ranks have
     moe_reduce_rs  sums of this rank's tokens over     group_gemm(dY, weights.mT),
-                   their experts and over ranks        each row times its scale
+                   their experts and over ranks        each row times its route's weight
     moe_reduce_ar  sums of all tokens, on all ranks    like moe_reduce_rs
 
-A route is a pair of a token and one of its topk experts; the scale of a route is the expert's
-weight in the token's sum. The gradient of an expert's weights is the sum of ``outer(row,
-gradient)`` over the expert's routes. The gradient of a route's scale is the dot product of the
-route's row of x and the same row of ``dY @ weights.mT``.
+A route is a pair of a token and one of its topk experts. ``topk_weights`` has the weight of each
+route in the token's sum. The gradient of an expert's weights is the sum of ``outer(row, gradient)``
+over the expert's routes. The gradient of a route's weight is the dot product of the route's row of
+x and the same row of ``dY @ weights.mT``.
 """
 
 from __future__ import annotations
@@ -68,19 +68,20 @@ def moe_reduce_rs(
     x: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
-    scales: torch.Tensor,
+    topk_weights: torch.Tensor,
     collectives: Collectives,
 ) -> torch.Tensor:
     """Multiply each row by its expert's weights; return the weighted sums of this rank's tokens.
 
-    A token's products are scaled by ``scales`` and summed over experts and ranks. Differentiable.
+    A token's products are multiplied by ``topk_weights`` and summed over experts and ranks.
+    Differentiable.
 
     Args:
         x: [M * topk, k], this rank's columns, in the row order of ``ag_group_gemm``'s result.
         weights: [E, k, N], this rank's rows of the experts' weights.
         ids: [M, topk], see ``ag_group_gemm``.
-        scales: [M, topk], fp16, bf16 or fp32, equal on all ranks. Each rank computes one addend of
-            the gradient; the sum over ranks is the gradient.
+        topk_weights: [M, topk], fp16, bf16 or fp32, equal on all ranks. Each rank computes one
+            addend of the gradient; the sum over ranks is the gradient.
         collectives: ``TensorParallel`` or ``Collectives``.
 
     Returns:
@@ -89,21 +90,21 @@ def moe_reduce_rs(
     Raises:
         InvalidArgument, ContextFinalized: see ``ag_group_gemm``.
     """
-    return _checked_call("moe_reduce_rs", x, weights, ids, collectives, scales)
+    return _checked_call("moe_reduce_rs", x, weights, ids, collectives, topk_weights)
 
 
 def moe_reduce_ar(
     x: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
-    scales: torch.Tensor,
+    topk_weights: torch.Tensor,
     collectives: Collectives,
 ) -> torch.Tensor:
     """Return ``moe_reduce_rs`` of all tokens, [M, N], on every rank.
 
-    All ranks must compute the same loss. The gradient of ``scales`` is summed over ranks.
+    All ranks must compute the same loss. The gradient of ``topk_weights`` is summed over ranks.
     """
-    return _checked_call("moe_reduce_ar", x, weights, ids, collectives, scales)
+    return _checked_call("moe_reduce_ar", x, weights, ids, collectives, topk_weights)
 
 
 def _checked_call(
@@ -112,7 +113,7 @@ def _checked_call(
     B: torch.Tensor,
     ids: torch.Tensor,
     collectives: Collectives,
-    *scales: torch.Tensor,
+    *topk_weights: torch.Tensor,
 ) -> torch.Tensor:
     """Check the operands, cast them for autocast, and call the method of ``collectives``."""
     if B.ndim != 3 or ids.ndim != 2:
@@ -121,7 +122,7 @@ def _checked_call(
         raise InvalidArgument(function, "shapes of weights and ids", shapes, expected)
     A, B = cast_for_autocast(A, B, collectives)
     check_operand(function, "A", A, B[0], collectives)
-    return call_method_or_custom_op(function, (A, B, ids, *scales), collectives)
+    return call_method_or_custom_op(function, (A, B, ids, *topk_weights), collectives)
 
 
 def weight_gradients(
@@ -220,42 +221,44 @@ def _define_reduction(name: str, sequence_parallel: bool) -> None:
         x: torch.Tensor,
         weights: torch.Tensor,
         ids: torch.Tensor,
-        scales: torch.Tensor,
+        topk_weights: torch.Tensor,
         collectives_name: str,
     ) -> torch.Tensor:
         Y: torch.Tensor = getattr(collectives_by_name(collectives_name), name)(
-            x, weights, ids, scales
+            x, weights, ids, topk_weights
         )
         return Y
 
-    def fake(x: Any, weights: Any, ids: Any, scales: Any, collectives_name: str) -> Any:
+    def fake(x: Any, weights: Any, ids: Any, topk_weights: Any, collectives_name: str) -> Any:
         shards = collectives_by_name(collectives_name).num_ranks if sequence_parallel else 1
         return x.new_empty(ids.shape[0] // shards, weights.shape[2])
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
-        x, weights, ids, scales, ctx.collectives_name = inputs
-        ctx.save_for_backward(x, weights, ids, scales)
+        x, weights, ids, topk_weights, ctx.collectives_name = inputs
+        ctx.save_for_backward(x, weights, ids, topk_weights)
 
     @once_differentiable
     def backward(ctx: Any, dY: torch.Tensor) -> Any:
-        x, weights, ids, scales = ctx.saved_tensors
-        needs_x, needs_weights, _, needs_scales, _ = ctx.needs_input_grad
-        ops, dx, dW, d_scales = torch.ops.triton_dist, None, None, None
+        x, weights, ids, topk_weights = ctx.saved_tensors
+        needs_x, needs_weights, _, needs_topk_weights, _ = ctx.needs_input_grad
+        ops, dx, dW, d_topk_weights = torch.ops.triton_dist, None, None, None
         rows = ops.all_gather(dY, ctx.collectives_name) if sequence_parallel else dY.contiguous()
-        scale = scales.reshape(-1, 1)
+        route_weights = topk_weights.reshape(-1, 1)
         # Rows of x without an expert may be NaN.
         has_expert = ((ids >= 0) & (ids < len(weights))).reshape(-1, 1)
-        if needs_x or needs_scales:
+        if needs_x or needs_topk_weights:
             products = ops.group_gemm(rows, weights.mT, ids, ctx.collectives_name)
-            dx = torch.where(has_expert, products * scale, 0).to(x.dtype) if needs_x else None
-        if needs_scales:
-            d_scales = torch.where(has_expert, products.float() * x, 0).sum(-1).view_as(scales)
+        if needs_x:
+            dx = torch.where(has_expert, products * route_weights, 0).to(x.dtype)
+        if needs_topk_weights:
+            dots = torch.where(has_expert, products.float() * x, 0).sum(-1)
+            d_topk_weights = dots.view_as(topk_weights)
             if not sequence_parallel:
-                d_scales = ops.all_reduce(d_scales, ctx.collectives_name)
-            d_scales = d_scales.to(scales.dtype)
+                d_topk_weights = ops.all_reduce(d_topk_weights, ctx.collectives_name)
+            d_topk_weights = d_topk_weights.to(topk_weights.dtype)
         if needs_weights:
-            dW = ops.weight_gradients((x * scale).to(x.dtype), rows, ids, len(weights))
-        return dx, dW, None, d_scales, None
+            dW = ops.weight_gradients((x * route_weights).to(x.dtype), rows, ids, len(weights))
+        return dx, dW, None, d_topk_weights, None
 
     op = torch.library.custom_op(f"triton_dist::{name}", sums, mutates_args=())
     op.register_fake(fake)

@@ -160,10 +160,10 @@ def cast_for_autocast(
     A: torch.Tensor, B: torch.Tensor, collectives: Collectives
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return A and B in autocast's dtype if autocast is on, else unchanged."""
-    kind = collectives.device.type
-    if not torch.is_autocast_enabled(kind):
+    device_type = collectives.device.type
+    if not torch.is_autocast_enabled(device_type):
         return A, B
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(device_type)
     return A.to(dtype), B.to(dtype)
 
 

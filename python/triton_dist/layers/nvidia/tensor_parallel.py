@@ -203,26 +203,26 @@ class Collectives:
         return self.group_gemm(self.all_gather(A), B, ids)
 
     def moe_reduce_rs(
-        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return ``scales * group_gemm``, summed over experts and ranks, for this rank's tokens.
+        """Return this rank's sums of ``topk_weights * group_gemm`` over experts and ranks.
 
-        x is [M * topk, k], weights are [E, k, N], ids and scales are [M, topk]. The result is
+        x is [M * topk, k], weights are [E, k, N], ids and topk_weights are [M, topk]. The result is
         [m, N].
         """
-        return self.reduce_scatter(self._weighted_sums(x, weights, ids, scales))
+        return self.reduce_scatter(self._weighted_sums(x, weights, ids, topk_weights))
 
     def moe_reduce_ar(
-        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor:
         """Return the sums of ``moe_reduce_rs`` for all tokens, [M, N], on every rank."""
-        return self.all_reduce(self._weighted_sums(x, weights, ids, scales))
+        return self.all_reduce(self._weighted_sums(x, weights, ids, topk_weights))
 
     def _weighted_sums(
-        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor:
         products = self.group_gemm(x, weights, ids).view(*ids.shape, weights.shape[2])
-        return (products * scales[..., None]).sum(1).to(x.dtype)
+        return (products * topk_weights[..., None]).sum(1).to(x.dtype)
 
     def finalize(self) -> None:
         """Do nothing; ``TensorParallel`` frees contexts here."""
@@ -306,7 +306,7 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
         x: torch.Tensor,
         weights: torch.Tensor,
         ids: torch.Tensor,
-        scales: torch.Tensor,
+        topk_weights: torch.Tensor,
         **scaling: Any,
     ) -> torch.Tensor:
         (E, _, N), topk = weights.shape, ids.shape[1]
@@ -315,7 +315,7 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
             (creator, N, E, topk, dtype), creator,
             *self.rank_arguments, self.padded_max_M * topk, N, E, topk, dtype, tp_group=self.group,
         )  # fmt: skip
-        return self._call(op, x.contiguous(), weights, ids, scales, context, **scaling)
+        return self._call(op, x.contiguous(), weights, ids, topk_weights, context, **scaling)
 
     def ep_dispatch(
         self,

@@ -244,10 +244,10 @@ class TP_MoE(TokenLayer):
     ) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
         collectives = self._collectives_for(rows, collectives, sequence_parallel)
-        ids, scales = self._choose_experts(rows)
-        return self._weighted_expert_sums(rows, ids, scales, collectives, sequence_parallel).view(
-            x.shape
-        )
+        ids, topk_weights = self._choose_experts(rows)
+        routing = ids, topk_weights
+        y = self._weighted_expert_sums(rows, *routing, collectives, sequence_parallel)
+        return y.view(x.shape)
 
     def _local_ids(self, ids: torch.Tensor) -> torch.Tensor:
         """Return ids relative to this rank's first expert; other ranks' ids are out of range."""
@@ -257,14 +257,14 @@ class TP_MoE(TokenLayer):
         self,
         rows: torch.Tensor,
         ids: torch.Tensor,
-        scales: torch.Tensor,
+        topk_weights: torch.Tensor,
         collectives: Collectives,
         sequence_parallel: bool,
     ) -> torch.Tensor:
         """Return each row's weighted sum over its experts, [rows, hidden]."""
         if sequence_parallel:
             ids = functional.all_gather(ids, collectives)
-            scales = functional.all_gather(scales, collectives)
+            topk_weights = functional.all_gather(topk_weights, collectives)
         first, last = "group_gemm", "moe_reduce_ar"
         if sequence_parallel:
             first, last = "ag_group_gemm", "moe_reduce_rs"
@@ -274,16 +274,16 @@ class TP_MoE(TokenLayer):
         if not is_fused:
             gate, up = hidden.chunk(2, -1)
             hidden = self.act_fn(gate) * up
-        routing = ids, scales
+        routing = ids, topk_weights
         return self._product(last, hidden, "down_proj", collectives, *routing, silu_mul=is_fused)
 
     @torch.no_grad()
     def torch_fwd_no_loop(self, x: torch.Tensor) -> torch.Tensor:
         """Return the result of ``torch_fwd``; multiply all tokens by all experts, then select."""
         rows = x.reshape(-1, x.shape[-1])
-        ids, scales = self._choose_experts(rows)
+        ids, topk_weights = self._choose_experts(rows)
         gate, up = torch.einsum("mh,ehi->emi", rows, self.gate_up_proj).chunk(2, -1)
         each = torch.einsum("emi,eih->emh", self.act_fn(gate) * up, self.down_proj)
-        chosen = one_hot(ids.long(), self.num_experts) * scales[..., None]
+        chosen = one_hot(ids.long(), self.num_experts) * topk_weights[..., None]
         total = torch.einsum("emh,mke->mh", each.float(), chosen).to(x.dtype)
         return self.torch_collectives.all_reduce(total).view(x.shape)

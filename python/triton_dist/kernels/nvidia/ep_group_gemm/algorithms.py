@@ -48,9 +48,9 @@ from triton_dist.runtime.launch import Launch
 _NUM_COPY_PROGRAMS = (32, 16, 64)
 _BLOCK_BYTES = 8192
 """Bytes of a row that a copy program of ``"fused"`` sends at once."""
-_OWN_FIRST_SHARES = (1.0, 0.25)
-"""Shares of the experts whose tiles of this rank's rows precede all other tiles. The weights of
-these experts are read twice, so a small share is faster if reading weights limits the GEMM."""
+_LOCAL_FIRST_FRACTIONS = (1.0, 0.25)
+"""Candidates of ``local_first_fraction``. The weights of these experts are read twice, so a small
+fraction is faster if reading weights limits the GEMM."""
 _TILES_PER_STEP = 128
 """Number of tiles whose records a program writes at a time."""
 
@@ -103,7 +103,9 @@ class Call(OpCall):
     routing_skew: str | None = None
     gemm_config: triton.Config | None = None
     num_ctas: int | None = None
-    own_first_share: float | None = None
+    """Number of programs that send rows in ``"fused"``."""
+    local_first_fraction: float | None = None
+    """Fraction of the experts whose tiles with only rows of this rank precede all other tiles."""
     algorithm: str | None = None
     validated_key: Any = None
 
@@ -115,11 +117,13 @@ class Call(OpCall):
         )  # fmt: skip
         if key is None:
             raise_first_error(self.function, self._checks())
-            sent = self.dispatch.key
+            dispatch_key = self.dispatch.key
             key = EPGroupGEMMKey(
-                sent.M, self.B.shape[2], sent.hidden, sent.num_experts, sent.topk, sent.dtype,
-                sent.num_ranks, weights_layout(self.B), self.activation, sent.has_weights,
-                sent.has_capacity, sent.replicas, sent.id_dtype, sent.routing_skew,
+                dispatch_key.M, self.B.shape[2], dispatch_key.hidden, dispatch_key.num_experts,
+                dispatch_key.topk, dispatch_key.dtype, dispatch_key.num_ranks,
+                weights_layout(self.B), self.activation, dispatch_key.has_weights,
+                dispatch_key.has_capacity, dispatch_key.replicas, dispatch_key.id_dtype,
+                dispatch_key.routing_skew,
             )  # fmt: skip
         self.key: EPGroupGEMMKey = key
         self.chosen_algorithm = ALGORITHMS[self.algorithm or Serial.name]
@@ -137,9 +141,13 @@ class Call(OpCall):
         fits = B.ndim == 3 and tuple(B.shape[:2]) == shape and B.shape[2] > 0
         yield "B.shape", tuple(B.shape), fits, f"[E / W, hidden, N] = [{shape[0]}, {shape[1]}, N]"
         yield gradient_check("B", B)
-        share, num_ctas, max_ctas = self.own_first_share, self.num_ctas, max_programs(None, 1)
-        fits = share is None or (isinstance(share, (int, float)) and 0 <= share <= 1)
-        yield "own_first_share", share, fits, "None, or 0 to 1"
+        num_ctas, max_ctas, fraction = (
+            self.num_ctas,
+            max_programs(None, 1),
+            self.local_first_fraction,
+        )
+        fits = fraction is None or (isinstance(fraction, (int, float)) and 0 <= fraction <= 1)
+        yield "local_first_fraction", fraction, fits, "None, or 0 to 1"
         fits = num_ctas is None or (is_int(num_ctas) and 1 <= num_ctas <= max_ctas)
         yield "num_ctas", num_ctas, fits, f"None, or 1 to {max_ctas}"
         expected = f"None or {SILU_MUL!r}"
@@ -212,20 +220,20 @@ class Fused(Algorithm[Call, EPGroupGEMMKey]):
     Tiles that have only rows of this rank come first.
     """
 
-    name, tunables = "fused", ("gemm_config", "num_ctas", "own_first_share")
+    name, tunables = "fused", ("gemm_config", "num_ctas", "local_first_fraction")
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
         for num_ctas in _NUM_COPY_PROGRAMS:
-            for share in _OWN_FIRST_SHARES:
+            for fraction in _LOCAL_FIRST_FRACTIONS:
                 for tiles in grouped_tiles():
-                    yield tiles, num_ctas, share
+                    yield tiles, num_ctas, fraction
 
     def fits(self, config: Mapping[str, Any], sizes: EPGroupGEMMKey) -> bool:
         tiles = config["gemm_config"]
         # With few rows, the transfer takes less time than the overhead of overlapping.
         has_tall_tiles = tiles.kwargs["BLOCK_SIZE_M"] >= 64 or current_device().interprets
-        has_tall_tiles &= config["num_ctas"] <= max_programs(None, 1)
-        return has_tall_tiles and self.fits_sizes(sizes) and fits_tiles(config, sizes)
+        fits = has_tall_tiles and config["num_ctas"] <= max_programs(None, 1)
+        return fits and self.fits_sizes(sizes) and fits_tiles(config, sizes)
 
     @staticmethod
     def fits_sizes(sizes: EPGroupGEMMKey) -> bool:
@@ -238,14 +246,14 @@ class Fused(Algorithm[Call, EPGroupGEMMKey]):
 
     def compile(self, call: Call) -> None:
         received = call.dispatch.result()
-        call.dispatch.kernel(received.layout, num_copy=0).compile()
+        call.dispatch.dispatch_launch(received.layout, num_copy_programs=0).compile()
         for launch in self.launches(call, received)[1]:
             launch.compile()
 
     def run(self, call: Call) -> Any:
         received = call.dispatch.result()
         C, (order, product) = self.launches(call, received)
-        call.dispatch.launch_kernel(received.layout, num_copy=0)
+        call.dispatch.launch_kernel(received.layout, num_copy_programs=0)
         call.ctx.buffer.launcher.repeat(order)
         call.ctx.buffer.repeat(product, call.num_ctas or _NUM_COPY_PROGRAMS[0])
         return C, received
@@ -260,13 +268,14 @@ class Fused(Algorithm[Call, EPGroupGEMMKey]):
         tiles = ends.new_empty(max_tiles(max_positions, E, block_m), TILE_RECORD_WORDS.value)
         num_tiles = ends.new_empty(2)
         plan = dispatch.plan()._replace(BLOCK=max(1, _BLOCK_BYTES // call.x.element_size()))
-        share = _OWN_FIRST_SHARES[0] if call.own_first_share is None else call.own_first_share
+        fraction = call.local_first_fraction
+        fraction = _LOCAL_FIRST_FRACTIONS[0] if fraction is None else fraction
         options = {
             "EXPERTS": E, "EXPERT_LANES": triton.next_power_of_2(E), "NUM_RANKS": plan.NUM_RANKS,
             "LANES": plan.LANES, "BLOCK": _TILES_PER_STEP, "num_warps": 4,
         }  # fmt: skip
         arguments: tuple[Any, ...] = (
-            ends, received.counts, tiles, num_tiles, ctx.rank, block_m, math.ceil(share * E),
+            ends, received.counts, tiles, num_tiles, ctx.rank, block_m, math.ceil(fraction * E),
         )  # fmt: skip
         order = Launch(kernel_order_tiles, (E,), arguments, options)
         index = received.row_of_position
@@ -275,7 +284,7 @@ class Fused(Algorithm[Call, EPGroupGEMMKey]):
             received.rows, call.B, C, blocks, config, is_sorted=True,
             silu_mul=call.activation is not None, routes_per_row=1,
         )  # fmt: skip
-        _, B, _, memory, _, _, K, strides, output_columns, _ = product.args
+        _, B, _, block_map, _, _, K, strides, out_columns, _ = product.args
         grouped_plan = product.options["grouped_plan"]
         grouped_plan = grouped_plan._replace(
             NUM_SOURCES=plan.NUM_RANKS,
@@ -287,11 +296,11 @@ class Fused(Algorithm[Call, EPGroupGEMMKey]):
         )
         num_copy_programs = call.num_ctas or _NUM_COPY_PROGRAMS[0]
         max_tokens = dispatch.token_limit
-        digest = digest_of(max_tokens, plan.TOPK, self.name, call.x.dtype, num_copy_programs)
+        call_tag = digest_of(max_tokens, plan.TOPK, self.name, call.x.dtype, num_copy_programs)
         arguments = (
-            tensors, ctx.buffer.regions(torch.int32)[1], B, C, memory, dispatch.tokens, max_tokens,
-            dispatch.logical_experts, ctx.rank, num_copy_programs, digest, K, strides,
-            output_columns,
+            tensors, ctx.buffer.regions(torch.int32)[1], B, C, block_map, dispatch.tokens,
+            max_tokens, dispatch.logical_experts, ctx.rank, num_copy_programs, call_tag, K, strides,
+            out_columns,
         )  # fmt: skip
         options = {**product.options, "ep_plan": plan, "grouped_plan": grouped_plan}
         grid = (num_copy_programs + product.grid[0],)  # type: ignore[index]

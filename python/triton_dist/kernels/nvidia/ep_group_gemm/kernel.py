@@ -44,15 +44,15 @@ class DispatchTensors(NamedTuple):
     rows_table: Any
 
 
-@jit(do_not_specialize=["rank", "block_m", "num_own_first"])
+@jit(do_not_specialize=["rank", "block_m", "num_local_first"])
 def kernel_order_tiles(
-    ends_ptr, counts_ptr, tiles_ptr, num_tiles_ptr, rank, block_m, num_own_first,
+    ends_ptr, counts_ptr, tiles_ptr, num_tiles_ptr, rank, block_m, num_local_first,
     EXPERTS: tl.constexpr, EXPERT_LANES: tl.constexpr, NUM_RANKS: tl.constexpr, LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the records of each expert's tiles (``TILE_RECORD_WORDS``). Grid (EXPERTS,).
 
-    For the first ``num_own_first`` experts, tiles that have only rows of this rank precede all
+    For the first ``num_local_first`` experts, tiles that have only rows of this rank precede all
     other tiles. Word 6 of a record is 0 for these tiles, and 1 for tiles that wait. Store two
     numbers at ``num_tiles_ptr``: of all tiles, and of the tiles that programs have taken, 0.
     """
@@ -71,7 +71,7 @@ def kernel_order_tiles(
     first = tl.minimum(tl.maximum(tl.cdiv(first_own_row, block_m), 0), num_tiles)
     end_own_tile = tl.where(end_own_row == end - begin, num_tiles, end_own_row // block_m)
     num_own_tiles = tl.maximum(tl.minimum(end_own_tile, num_tiles) - first, 0)
-    num_own_tiles = tl.where(lane < num_own_first, num_own_tiles, 0)
+    num_own_tiles = tl.where(lane < num_local_first, num_own_tiles, 0)
     tiles_before_own = tl.where(num_own_tiles > 0, first, num_tiles)
     total_own = tl.sum(num_own_tiles, 0)
     is_earlier = lane < expert
@@ -124,23 +124,23 @@ def await_rows(have_arrived, must_wait, num_copy_programs, peers, call, ep_plan:
 
 @jit(
     do_not_specialize=[
-        "tokens", "max_tokens", "num_experts", "rank", "num_copy_programs", "digest"
+        "tokens", "max_tokens", "num_experts", "rank", "num_copy_programs", "call_tag"
     ]
 )  # fmt: skip
 def kernel_dispatch_grouped_gemm(
     tensors, peers, b_ptr, c_ptr, blocks, tokens, max_tokens, num_experts, rank, num_copy_programs,
-    digest, K, weight_strides, output_columns, ep_plan: tl.constexpr, grouped_plan: tl.constexpr,
+    call_tag, K, weight_strides, out_columns, ep_plan: tl.constexpr, grouped_plan: tl.constexpr,
     BLOCK_SIZE_M: tl.constexpr, BLOCK_SIZE_N: tl.constexpr, BLOCK_SIZE_K: tl.constexpr,
     GROUP_SIZE_M: tl.constexpr,
 ):  # fmt: skip
-    """Send the rows of this rank, and compute C [positions, output_columns]. Grid (programs,).
+    """Send the rows of this rank, and compute C [positions, out_columns]. Grid (programs,).
 
     The first ``num_copy_programs`` programs send. ``blocks`` is the result of
     ``kernel_order_tiles``.
     """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     COLUMNS: tl.constexpr = BLOCK_SIZE_N // 2 if grouped_plan.SILU_MUL else BLOCK_SIZE_N
-    call = begin_ep_call(peers, digest, rank, False, ep_plan)
+    call = begin_ep_call(peers, call_tag, rank, False, ep_plan)
     program = tl.program_id(0)
     if program == 0:  # notify peers that this rank has begun the call
         notify_ranks(call, 1, chunk_flag(call, 0), ep_plan)
@@ -156,9 +156,9 @@ def kernel_dispatch_grouped_gemm(
         )  # fmt: skip
         notify_ranks(call, 0, chunk_flag(call, 0), ep_plan)
     else:
-        N = output_columns * 2 if grouped_plan.SILU_MUL else output_columns
+        N = out_columns * 2 if grouped_plan.SILU_MUL else out_columns
         E: tl.constexpr = ep_plan.EXPERTS
-        tiles_n = tl.cdiv(output_columns, COLUMNS)
+        tiles_n = tl.cdiv(out_columns, COLUMNS)
         b = make_weights_operand(
             b_ptr, E, N, K, weight_strides, grouped_plan, COLUMNS, BLOCK_SIZE_K
         )
@@ -182,7 +182,7 @@ def kernel_dispatch_grouped_gemm(
             a_row = dl.consume_token(a_row, wait_token)
             multiply_tile(
                 a_ptr, tensors.x, a_row, b, c_ptr, (expert, row, end, n * COLUMNS), E, N, K,
-                weight_strides, output_columns, position, rank, max_tokens, None, grouped_plan,
+                weight_strides, out_columns, position, rank, max_tokens, None, grouped_plan,
                 BLOCK_SIZE_M, COLUMNS, BLOCK_SIZE_K,
             )  # fmt: skip
             work_item = next_item

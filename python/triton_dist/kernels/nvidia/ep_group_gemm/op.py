@@ -63,7 +63,7 @@ def ep_dispatch_group_gemm(
     routing_skew: str | None = None,
     gemm_config: triton.Config | None = None,
     num_ctas: int | None = None,
-    own_first_share: float | None = None,
+    local_first_fraction: float | None = None,
     algorithm: str | None = None,
     validated_key: Any = None,
 ) -> tuple[torch.Tensor, Received]:
@@ -84,8 +84,8 @@ def ep_dispatch_group_gemm(
             columns, multiplied by the right half.
         gemm_config: tile sizes of ``"fused"`` and ``"serial"`` (tuned).
         num_ctas: number of programs that send rows in ``"fused"``, equal on all ranks (tuned).
-        own_first_share: share of the experts, 0 to 1, whose tiles with only rows of this rank
-            precede all other tiles in ``"fused"`` (tuned).
+        local_first_fraction: fraction of the experts, 0 to 1, whose tiles with only rows of this
+            rank precede all other tiles in ``"fused"`` (tuned).
         algorithm: ``"fused"``, ``"serial"`` or ``"library"`` (tuned; ``"serial"`` if untuned).
             ``"fused"`` requires a capacity of ``max_tokens``.
         validated_key: reserved for the tuner.
@@ -101,5 +101,5 @@ def ep_dispatch_group_gemm(
     """
     return Call(
         x, topk_ids, B, ctx, topk_weights, activation, max_tokens, expert_map, routing_skew,
-        gemm_config, num_ctas, own_first_share, algorithm, validated_key,
+        gemm_config, num_ctas, local_first_fraction, algorithm, validated_key,
     ).run()  # type: ignore[return-value]  # fmt: skip

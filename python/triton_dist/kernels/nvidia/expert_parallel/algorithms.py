@@ -53,7 +53,7 @@ from triton_dist.runtime import waits
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch, int32_vectors
 
-_MAX_META_PROGRAMS, _MAX_LAYOUT_PROGRAMS = 32, 32
+_MAX_ROUTING_PROGRAMS, _MAX_LAYOUT_PROGRAMS = 32, 32
 _MIN_PROGRAMS = 4
 """Minimum of ``num_sms``: a dispatch needs programs for ids, rows and the layout."""
 MAX_COMBINE_PROGRAMS = 512
@@ -101,9 +101,9 @@ def max_programs(num_sms: int | None, per_sm: int = 2) -> int:
     Programs wait for peers. Ranks may start the launches of two contexts in different orders, so
     some SMs must stay free for the second launch.
     """
-    device, most = current_device(), MAX_CTAS if per_sm <= 2 else MAX_COMBINE_PROGRAMS
-    resident = most if device.interprets else per_sm * (device.num_sms - _FREE_SMS)
-    return min(most, resident, num_sms or most)
+    device, limit = current_device(), MAX_CTAS if per_sm <= 2 else MAX_COMBINE_PROGRAMS
+    resident = limit if device.interprets else per_sm * (device.num_sms - _FREE_SMS)
+    return min(limit, resident, num_sms or limit)
 
 
 def num_sms_check(num_sms: int | None) -> Check:
@@ -111,9 +111,11 @@ def num_sms_check(num_sms: int | None) -> Check:
     return "num_sms", num_sms, fits, f"None, or at least {_MIN_PROGRAMS}"
 
 
-def launch_options(params: LaunchParams, per_sm: int = 2, warp_bytes: int = 512) -> dict[str, int]:
+def launch_options(
+    params: LaunchParams, per_sm: int = 2, bytes_per_warp: int = 512
+) -> dict[str, int]:
     """Return compile options that let ``per_sm`` programs run on an SM at the same time."""
-    warps = max(4, min(16, params.block_bytes // warp_bytes))
+    warps = max(4, min(16, params.block_bytes // bytes_per_warp))
     return {"num_warps": warps, "maxnreg": min(255, 2048 // (per_sm * warps))}
 
 
@@ -122,8 +124,8 @@ def packet_programs_per_sm(num_ranks: int, block_bytes: int = 0, topk: int = MAX
 
     Programs need more registers with more ranks, and for sums of larger blocks or more choices.
     """
-    fewer = num_ranks > 2 or block_bytes > 8192
-    return 1 if fewer else 2 if topk > 2 else 4
+    needs_most_registers = num_ranks > 2 or block_bytes > 8192
+    return 1 if needs_most_registers else 2 if topk > 2 else 4
 
 
 def fits_packets(sizes: Key) -> bool:
@@ -133,14 +135,14 @@ def fits_packets(sizes: Key) -> bool:
 
 @functools.lru_cache(4096)
 def plan_of(num_ranks: int, experts: int, topk: int, **constants: Any) -> EPPlan:
-    """Return the constants of a launch. ``experts`` is per rank. ``constants`` replace defaults."""
+    """Return the constants of a launch. ``experts`` is per rank."""
     lanes, topk_lanes = triton.next_power_of_2(num_ranks), triton.next_power_of_2(topk)
     plan = EPPlan(
         NUM_RANKS=num_ranks, LANES=lanes, BLOCK=1, TOPK=topk, TOPK_LANES=topk_lanes,
         EXPERTS=experts, EXPERT_LANES=triton.next_power_of_2(max(8, experts)),
-        BINS=triton.next_power_of_2(max(128, num_ranks * experts + 8)),
-        META_LANES=_MAX_META_PROGRAMS * lanes, FLAG_LANES=MAX_CTAS * lanes, BLOCKS=1, META_TOKENS=1,
-        REPLICAS=0, ALIGNMENT=1, SCALES="none",
+        EXPERT_BINS=triton.next_power_of_2(max(128, num_ranks * experts + 8)),
+        ROUTING_FLAG_LANES=_MAX_ROUTING_PROGRAMS * lanes, FLAG_LANES=MAX_CTAS * lanes,
+        TOKEN_BLOCKS=1, BLOCK_TOKENS=1, REPLICAS=0, ALIGNMENT=1, SCALES="none",
     )  # fmt: skip
     return plan._replace(**constants)
 
@@ -198,13 +200,13 @@ class DispatchCall(OpCall):
             tokens, choices = (len(self.x),), range(1, ctx.topk + 1)
             integers = torch.int32, torch.int64
             yield from matrix_checks(ctx, "topk_ids", ids, tokens, choices, *integers)
-            for name, matrix, rows, columns, *kinds in (
+            for name, matrix, rows, columns, *valid_dtypes in (
                 ("topk_weights", self.topk_weights, tokens, ids.shape[1:], *DTYPES),
                 ("x_scale", self.x_scale, tokens, (groups,), torch.float32),
                 ("expert_map", self.expert_map, ANY_SIZE, ANY_SIZE, torch.int32),
             ):
                 if matrix is not None:
-                    yield from matrix_checks(ctx, name, matrix, rows, columns, *kinds)
+                    yield from matrix_checks(ctx, name, matrix, rows, columns, *valid_dtypes)
             quantise = self.quantise
             yield "quantise", quantise, not (quantise and fp8), "False for an x with x_scale"
             alignment = self.alignment
@@ -230,22 +232,29 @@ class DispatchCall(OpCall):
             return None
         return int32_vectors(self.ctx.device.torch_device, self.ctx.num_ranks * self.token_limit)[0]
 
-    def programs(self, num_copy: int | None = None) -> tuple[int, int, int]:
-        """Return the numbers of meta, copy and layout programs."""
+    def programs(self, num_copy_programs: int | None = None) -> tuple[int, int, int]:
+        """Return the numbers of routing, copy and layout programs."""
         blocks = -(-self.token_limit // block_tokens(self.key.topk))
         total = max_programs(self.num_sms)
-        num_meta = max(1, min(_MAX_META_PROGRAMS, blocks, total // 8))
-        num_layout = min(_MAX_LAYOUT_PROGRAMS, self.ctx.num_ranks * blocks)
-        if num_copy is None:
-            num_copy = min(self.params.num_ctas, total - num_meta - 1 - min(num_layout, total // 4))
-            num_copy = max(1, num_copy)
-        return num_meta, num_copy, max(1, min(num_layout, total - num_meta - 1 - num_copy))
+        num_routing_programs = max(1, min(_MAX_ROUTING_PROGRAMS, blocks, total // 8))
+        num_layout_programs = min(_MAX_LAYOUT_PROGRAMS, self.ctx.num_ranks * blocks)
+        if num_copy_programs is None:
+            num_copy_programs = min(
+                self.params.num_ctas,
+                total - num_routing_programs - 1 - min(num_layout_programs, total // 4),
+            )
+            num_copy_programs = max(1, num_copy_programs)
+        return (
+            num_routing_programs,
+            num_copy_programs,
+            max(1, min(num_layout_programs, total - num_routing_programs - 1 - num_copy_programs)),
+        )
 
     def plan(self) -> EPPlan:
         key, block = self.key, self.params.block_bytes // self.x.element_size()
         return plan_of(
             key.num_ranks, self.ctx.local_experts, key.topk, BLOCK=block,
-            META_TOKENS=block_tokens(key.topk), REPLICAS=key.replicas, ALIGNMENT=self.alignment,
+            BLOCK_TOKENS=block_tokens(key.topk), REPLICAS=key.replicas, ALIGNMENT=self.alignment,
             SCALES=key.scales,
         )  # fmt: skip
 
@@ -277,16 +286,20 @@ class DispatchCall(OpCall):
         return self.ctx.buffer.memory["rows"].local.view(self.wire_dtype)
 
     def launch_kernel(
-        self, layout: EPLayout, send: bool = True, receive: bool = True, num_copy: int | None = None
+        self,
+        layout: EPLayout,
+        send: bool = True,
+        receive: bool = True,
+        num_copy_programs: int | None = None,
     ) -> None:
         """Launch the programs that send, the programs that receive, or both.
 
-        ``num_copy`` replaces the number of copy programs. If it is 0, no rows are sent.
+        ``num_copy_programs`` replaces the number of copy programs. If it is 0, no rows are sent.
         """
         ctx = self.ctx
         if send and self.locations is not None:
             # The user's counter must not count tokens that calls of the tuner drop.
-            is_tuning = num_copy is not None or waits.are_limited()
+            is_tuning = num_copy_programs is not None or waits.are_limited()
             arguments = (
                 self.topk_ids, self.expert_map, self.locations,
                 ctx.dropped_in_tuning if is_tuning else ctx.dropped, self.tokens, self.token_limit,
@@ -294,33 +307,42 @@ class DispatchCall(OpCall):
             )  # fmt: skip
             options = {"ep_plan": self.plan(), "num_warps": self.params.num_warps}
             ctx.buffer.launcher.repeat(Launch(kernel_locate, (ctx.num_ranks,), arguments, options))
-        num_meta, num_copy, _ = self.programs(num_copy)
-        launch = self.kernel(layout, send, receive, num_copy)
-        ctx.buffer.repeat(launch, num_meta + num_copy, 2)
+        num_routing_programs, num_copy_programs, _ = self.programs(num_copy_programs)
+        launch = self.dispatch_launch(layout, send, receive, num_copy_programs)
+        ctx.buffer.repeat(launch, num_routing_programs + num_copy_programs, 2)
 
-    def digest(self, *programs: int) -> int:
+    def call_tag(self, *programs: int) -> int:
         """Return the call tag, a digest of the arguments that must be equal on all ranks."""
         key, dtype = self.key, self.wire_dtype
         return digest_of(key.M, key.topk, key.scales, dtype, key.has_weights, *programs)
 
-    def kernel(
-        self, layout: EPLayout, send: bool = True, receive: bool = True, num_copy: int | None = None
+    def dispatch_launch(
+        self,
+        layout: EPLayout,
+        send: bool = True,
+        receive: bool = True,
+        num_copy_programs: int | None = None,
     ) -> Launch:
         ctx, memory, plan = self.ctx, self.ctx.buffer.memory, self.plan()
-        num_meta, num_copy, num_layout = self.programs(num_copy)
-        programs = (num_meta + num_copy if send else 0) + (num_layout + 1 if receive else 0)
-        digest = self.digest(num_meta, num_copy)
+        num_routing_programs, num_copy_programs, num_layout_programs = self.programs(
+            num_copy_programs
+        )
+        programs = (num_routing_programs + num_copy_programs if send else 0) + (
+            num_layout_programs + 1 if receive else 0
+        )
+        call_tag = self.call_tag(num_routing_programs, num_copy_programs)
         has_scales = plan.SCALES != "none"
-        scales, meta = memory["scales"], memory["meta"]
-        regions = EPMemory(
+        scales, routing = memory["scales"], memory["routing"]
+        ep_memory = EPMemory(
             self.row_buffer(), memory["rows"].pointers, scales.local if has_scales else None,
-            scales.pointers if has_scales else None, meta.local, meta.pointers, ctx.meta_elements,
+            scales.pointers if has_scales else None, routing.local, routing.pointers,
+            ctx.routing_elements,
         )  # fmt: skip
         _, peers = ctx.buffer.regions(torch.int32)
         arguments = (
-            self.x, self.x_scale, self.topk_ids, self.topk_weights, self.locations,
-            self.expert_map, regions, peers, layout, self.tokens, self.token_limit, self.capacity,
-            ctx.hidden, self.logical_experts, ctx.rank, num_meta, num_copy, digest,
+            self.x, self.x_scale, self.topk_ids, self.topk_weights, self.locations, self.expert_map,
+            ep_memory, peers, layout, self.tokens, self.token_limit, self.capacity, ctx.hidden,
+            self.logical_experts, ctx.rank, num_routing_programs, num_copy_programs, call_tag,
         )  # fmt: skip
         options = {"receives_only": not send, "ep_plan": plan, **launch_options(self.params)}
         return Launch(kernel_dispatch, (programs,), arguments, options)
@@ -350,7 +372,7 @@ class Push(Algorithm[DispatchCall, Key]):
         return received
 
     def launch(self, call: DispatchCall, layout: EPLayout) -> Launch:
-        return call.kernel(layout)
+        return call.dispatch_launch(layout)
 
     def start(self, call: DispatchCall, received: Received) -> None:
         """Launch a call that fills the tensors of ``received``."""
@@ -377,30 +399,33 @@ class Packets(Push):
 
     def launch(self, call: DispatchCall, layout: EPLayout) -> Launch:
         ctx, topk = call.ctx, call.topk_ids.shape[1]
-        meta_tokens = block_tokens(topk, True)
-        num_meta = -(-call.token_limit // meta_tokens)
+        block_size = block_tokens(topk, True)
+        num_routing_programs = -(-call.token_limit // block_size)
         plan = call.plan()._replace(
             BLOCK=max(4 * SCALE_ELEMENTS, call.params.block_bytes // call.x.element_size()),
-            BLOCKS=triton.next_power_of_2(ctx.num_ranks * num_meta), META_TOKENS=meta_tokens,
+            TOKEN_BLOCKS=triton.next_power_of_2(ctx.num_ranks * num_routing_programs),
+            BLOCK_TOKENS=block_size,
         )  # fmt: skip
         per_sm = packet_programs_per_sm(ctx.num_ranks)
         total = max_programs(call.num_sms, per_sm)
-        num_meta = min(num_meta, -(-total // 8))
-        num_layout = min(ctx.num_ranks * num_meta, -(-total // 4))
-        num_copy = min(call.params.num_ctas, total - num_meta - num_layout)
+        num_routing_programs = min(num_routing_programs, -(-total // 8))
+        num_layout_programs = min(ctx.num_ranks * num_routing_programs, -(-total // 4))
+        num_copy_programs = min(
+            call.params.num_ctas, total - num_routing_programs - num_layout_programs
+        )
         # Each copy program handles the same block of columns in all its rows. It then waits only
         # for programs with smaller numbers.
         blocks = -(-ctx.hidden // plan.BLOCK)
-        num_copy -= num_copy % blocks if num_copy > blocks else 0
-        programs = num_meta + num_copy + num_layout
-        digest = call.digest(num_meta, num_copy)
+        num_copy_programs -= num_copy_programs % blocks if num_copy_programs > blocks else 0
+        programs = num_routing_programs + num_copy_programs + num_layout_programs
+        call_tag = call.call_tag(num_routing_programs, num_copy_programs)
         has_scales = plan.SCALES != "none"
         arguments = (
             call.x, call.x_scale, call.topk_ids, call.topk_weights, call.expert_map,
             call.row_buffer(), ctx.buffer.memory["scales"].local if has_scales else None,
             ctx.buffer.packet_regions()._replace(calls=ctx.epochs), layout, call.tokens,
-            call.token_limit, ctx.hidden, call.logical_experts, ctx.rank, ctx.meta_lines, num_meta,
-            num_copy, digest,
+            call.token_limit, ctx.hidden, call.logical_experts, ctx.rank, ctx.routing_lines,
+            num_routing_programs, num_copy_programs, call_tag,
         )  # fmt: skip
         options = {"ep_plan": plan, **launch_options(call.params, per_sm, 1024)}
         return Launch(kernel_dispatch_packets, (programs,), arguments, options)
@@ -426,7 +451,7 @@ class Collective(Push):
             raise InvalidArgument("ep_dispatch", "algorithm", self.name, expected)
 
     def start(self, call: DispatchCall, received: Received) -> None:
-        call.launch_kernel(received.layout, num_copy=0)
+        call.launch_kernel(received.layout, num_copy_programs=0)
         x, scale = call.x.detach(), call.x_scale
         if call.quantise:
             groups = -(-x.shape[1] // SCALE_ELEMENTS)

@@ -1,6 +1,6 @@
 """Kernels and algorithms of expert-parallel combine; ``op.py`` describes the op.
 
-Sums are sent in unmarked lines (``packets.py``), so a program adds a block as soon as its words
+Sums are sent in untagged lines (``packets.py``), so a program adds a block as soon as its words
 have arrived. A rank sends sums only after all ranks have begun the call. Each rank has then cleared
 the lines of the previous call.
 
@@ -51,7 +51,7 @@ from triton_dist.kernels.nvidia.expert_parallel.context import (
     pending_send_check,
 )
 from triton_dist.kernels.nvidia.expert_parallel.kernel import (
-    FAULT_ROWS,
+    FAULT_Y_ROWS,
     EPLayout,
     EPPlan,
     await_begun,
@@ -59,7 +59,7 @@ from triton_dist.kernels.nvidia.expert_parallel.kernel import (
     report_fault,
     store_row,
 )
-from triton_dist.kernels.nvidia.expert_parallel.packets import LINE_BITS, line_of, poll_unmarked
+from triton_dist.kernels.nvidia.expert_parallel.packets import LINE_BITS, line_words, poll_untagged
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch
 
@@ -74,7 +74,7 @@ def report_missing_rows(y_rows, ep_layout, ep_plan: tl.constexpr):
     """Report a fault if y has fewer rows than positions in use. Missing products count as zero."""
     is_short = tl.load(ep_layout.ends + ep_plan.EXPERTS - 1) > y_rows
     if (tl.program_id(0) == 0) & is_short:
-        report_fault(ep_layout.control, FAULT_ROWS)
+        report_fault(ep_layout.fault_address, FAULT_Y_ROWS)
 
 
 @jit
@@ -120,9 +120,9 @@ def send_sums(
 
     Skip tokens without products on this rank. Return the new value of ``begun`` (``await_begun``).
     """
-    PER_LINE: tl.constexpr = LINE_BITS // y_ptr.dtype.element_ty.primitive_bitwidth
+    ELEMENTS_PER_LINE: tl.constexpr = LINE_BITS // y_ptr.dtype.element_ty.primitive_bitwidth
     TOPK: tl.constexpr = ep_plan.TOPK
-    blocks, row_lines = tl.cdiv(hidden, ep_plan.BLOCK), tl.cdiv(hidden, PER_LINE)
+    blocks, row_lines = tl.cdiv(hidden, ep_plan.BLOCK), tl.cdiv(hidden, ELEMENTS_PER_LINE)
     column = item % blocks * ep_plan.BLOCK + tl.arange(0, ep_plan.BLOCK)
     max_position = positions[0]
     for choice in tl.static_range(1, TOPK):
@@ -134,7 +134,7 @@ def send_sums(
         token = first_token + item // blocks
         target += first_line(packets, call.rank, token, row_lines) * LINE_WORDS
         # Fill the last line with zeros, because the receiver waits for whole lines.
-        row_ptr, in_lines = target.to(y_ptr.dtype) + column, column < row_lines * PER_LINE
+        row_ptr, in_lines = target.to(y_ptr.dtype) + column, column < row_lines * ELEMENTS_PER_LINE
         store_row(row_ptr, sums.to(y_ptr.dtype.element_ty), in_lines)
     return begun
 
@@ -147,21 +147,21 @@ def first_line(packets, source, token, row_lines):
 
 @jit
 def add_sums(
-    y_ptr, y_rows, out_ptr, packets, ep_layout, call, ranks, positions, item, first_token, hidden,
-    ep_plan: tl.constexpr,
+    y_ptr, y_rows, out_ptr, packets, ep_layout, call, senders, positions, item, first_token,
+    hidden, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Add the sums of all ranks for block ``item`` of this rank's tokens, in the order of ranks.
 
-    ``ranks`` has a bit for each rank that sends a sum.
+    Bit r of ``senders`` is set if rank r sends a sum.
     """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     BLOCK: tl.constexpr = ep_plan.BLOCK
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
-    PER_LINE: tl.constexpr = LINE_BITS // DTYPE.primitive_bitwidth
-    blocks, row_lines = tl.cdiv(hidden, BLOCK), tl.cdiv(hidden, PER_LINE)
+    ELEMENTS_PER_LINE: tl.constexpr = LINE_BITS // DTYPE.primitive_bitwidth
+    blocks, row_lines = tl.cdiv(hidden, BLOCK), tl.cdiv(hidden, ELEMENTS_PER_LINE)
     token, first = item // blocks, item % blocks * BLOCK
     column = first + tl.arange(0, BLOCK)
-    index = first // PER_LINE + tl.arange(0, BLOCK // PER_LINE)
+    index = first // ELEMENTS_PER_LINE + tl.arange(0, BLOCK // ELEMENTS_PER_LINE)
     own = sum_of_choices(y_ptr, y_rows, ep_layout, positions, column, hidden, ep_plan)
     lines, is_sent = tl.tuple([]), tl.tuple([])
     words_ptr = packets.words.to(tl.pointer_type(tl.int32))
@@ -169,13 +169,16 @@ def add_sums(
     for peer in tl.static_range(NUM_RANKS - 1):
         line = first_line(packets, peers[peer], first_token + token, row_lines) + index
         lines = lines + (words_ptr + line * 4,)  # noqa: RUF005
-        is_sent = is_sent + ((index < row_lines) & ((ranks >> peers[peer]) & 1 != 0),)  # noqa: RUF005
-    payload, payloads = tl.reshape(payload_of(own.to(DTYPE)), [BLOCK // PER_LINE, 4]), tl.tuple([])
+        is_sent = is_sent + ((index < row_lines) & ((senders >> peers[peer]) & 1 != 0),)  # noqa: RUF005
+    payload, payloads = (
+        tl.reshape(payload_of(own.to(DTYPE)), [BLOCK // ELEMENTS_PER_LINE, 4]),
+        tl.tuple([]),
+    )
     if NUM_RANKS > 1:
-        arrived = poll_unmarked(lines, is_sent, packets.timeout_words)
+        arrived = poll_untagged(lines, is_sent, packets.timeout_words)
         tl.debug_barrier()
         for peer in tl.static_range(NUM_RANKS - 1):
-            words = tl.where(is_sent[peer][:, None], line_of(arrived, peer), 0)
+            words = tl.where(is_sent[peer][:, None], line_words(arrived, peer), 0)
             payloads = payloads + (words,)  # noqa: RUF005
     sums = add_lines(payload, payloads, call.rank, NUM_RANKS, DTYPE)
     out = out_ptr + (call.offset + token) * hidden + column
@@ -188,64 +191,68 @@ def add_sums(
 
 @jit(
     do_not_specialize=[
-        "y_rows", "tokens", "max_tokens", "first_slot", "slot", "rank", "num_chunks", "digest",
+        "y_rows", "tokens", "max_tokens", "first_slot_token", "slot_tokens", "rank", "num_chunks",
+        "call_tag",
     ]
 )  # fmt: skip
 def kernel_combine(
-    y_ptr, y_rows, out_ptr, packets, peers, ep_layout, tokens, max_tokens, first_slot, slot, hidden,
-    rank, num_chunks, digest, ep_plan: tl.constexpr,
+    y_ptr, y_rows, out_ptr, packets, peers, ep_layout, tokens, max_tokens, first_slot_token,
+    slot_tokens, hidden, rank, num_chunks, call_tag, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Sum the products of each token over experts and ranks into ``out`` [tokens, hidden].
 
-    Grid (programs,). Each program sends its blocks of sums. It adds a received block after it has
-    sent one more of ``num_chunks`` chunks, and loads the positions of the next block early. If
-    ``slot`` is not 0, calls alternate between two slots of ``slot`` tokens from ``first_slot`` on.
-    A rank then sends before peers have begun the call.
+    Grid (programs,). Each program sends its blocks of sums in ``num_chunks`` chunks. It adds a
+    received block after it has sent the next chunk, and loads the positions of the next block
+    early. If ``slot_tokens`` is not 0, calls alternate between two slots of ``slot_tokens`` tokens
+    from ``first_slot_token`` on. A rank then sends before peers have begun the call.
     """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     program, programs = tl.program_id(0), tl.num_programs(0)
-    call = begin_ep_call(peers, digest, rank, False, ep_plan)
+    call = begin_ep_call(peers, call_tag, rank, False, ep_plan)
     # Every call waits for these flags of all ranks, because later calls of few tokens rely on it.
     if program == 0:
         notify_ranks(call, 0, chunk_flag(call, 0), ep_plan)
-    first_token = tl.where(slot > 0, first_slot + (call.epoch % 2).to(tl.int32) * slot, 0)
+    slot = (call.epoch % 2).to(tl.int32)
+    first_token = tl.where(slot_tokens > 0, first_slot_token + slot * slot_tokens, 0)
     blocks = tl.cdiv(hidden, ep_plan.BLOCK)
-    count = tl.cdiv(max_tokens * blocks, programs)
-    lag = tl.cdiv(count, num_chunks)
+    num_items = tl.cdiv(max_tokens * blocks, programs)
+    chunk_items = tl.cdiv(num_items, num_chunks)
     # Program 0 also sets flags, so give it the last item, which may not exist.
-    first, can_send, can_add = programs - 1 - program, (slot > 0).to(tl.int32), 0
+    first, can_send, can_add = programs - 1 - program, (slot_tokens > 0).to(tl.int32), 0
     route = (((rank + 1) % NUM_RANKS) * max_tokens + first // blocks) * ep_plan.TOPK
-    next_sent = positions_at(ep_layout, route, first < max_tokens * blocks, ep_plan)
+    next_sent_positions = positions_at(ep_layout, route, first < max_tokens * blocks, ep_plan)
     route = (rank * max_tokens + first // blocks) * ep_plan.TOPK
-    next_own = positions_at(ep_layout, route, first < tokens * blocks, ep_plan)
-    next_ranks = tl.load(ep_layout.destinations + first // blocks, mask=first < tokens * blocks)
-    for step in range(count + lag):
+    next_own_positions = positions_at(ep_layout, route, first < tokens * blocks, ep_plan)
+    next_destinations = tl.load(
+        ep_layout.destinations + first // blocks, mask=first < tokens * blocks
+    )
+    for step in range(num_items + chunk_items):
         item = first + step * programs
-        if (step < count) & (item < max_tokens * blocks):
+        if (step < num_items) & (item < max_tokens * blocks):
             for other in range(1, NUM_RANKS):
-                sent = next_sent
+                sent = next_sent_positions
                 is_last = other == NUM_RANKS - 1
                 next_item = item + tl.where(is_last, programs, 0)
                 source = (rank + tl.where(is_last, 1, other + 1)) % NUM_RANKS
                 route = (source * max_tokens + next_item // blocks) * ep_plan.TOPK
                 exists = next_item < max_tokens * blocks
-                next_sent = positions_at(ep_layout, route, exists, ep_plan)
+                next_sent_positions = positions_at(ep_layout, route, exists, ep_plan)
                 can_send = send_sums(
                     y_ptr, y_rows, packets, peers, ep_layout, call, can_send,
                     (rank + other) % NUM_RANKS, sent, item, first_token, hidden, ep_plan,
                 )  # fmt: skip
-        if step >= lag:
+        if step >= chunk_items:
             can_add = await_begun(can_add, 0, peers, call, ep_plan)
-            item -= lag * programs
+            item -= chunk_items * programs
             if item < tokens * blocks:
-                own, ranks = next_own, next_ranks
+                own_positions, senders = next_own_positions, next_destinations
                 token, exists = (item + programs) // blocks, item + programs < tokens * blocks
                 route = (rank * max_tokens + token) * ep_plan.TOPK
-                next_own = positions_at(ep_layout, route, exists, ep_plan)
-                next_ranks = tl.load(ep_layout.destinations + token, mask=exists)
+                next_own_positions = positions_at(ep_layout, route, exists, ep_plan)
+                next_destinations = tl.load(ep_layout.destinations + token, mask=exists)
                 add_sums(
-                    y_ptr, y_rows, out_ptr, packets, ep_layout, call, ranks, own, item,
-                    first_token, hidden, ep_plan,
+                    y_ptr, y_rows, out_ptr, packets, ep_layout, call, senders,
+                    own_positions, item, first_token, hidden, ep_plan,
                 )  # fmt: skip
     report_missing_rows(y_rows, ep_layout, ep_plan)
 
@@ -376,12 +383,12 @@ class CombinePush(Algorithm[CombineCall, Key]):
         ctx, received, params = call.ctx, call.received, call.params
         out = call.y.new_empty((received.tokens, ctx.hidden))
         _, peers = ctx.combine_buffer.regions(call.y.dtype)
-        slot = ctx.slot_tokens if received.max_tokens <= ctx.slot_tokens else 0
-        digest = digest_of(received.max_tokens, call.key.topk, call.has_weights, params)
+        slot_tokens = ctx.slot_tokens if received.max_tokens <= ctx.slot_tokens else 0
+        call_tag = digest_of(received.max_tokens, call.key.topk, call.has_weights, params)
         arguments = (
             call.y, len(call.y), out, ctx.combine_buffer.packet_regions(), peers, call.layout(),
-            received.tokens, received.max_tokens, ctx.first_slot, slot, ctx.hidden, ctx.rank,
-            params.num_chunks, digest,
+            received.tokens, received.max_tokens, ctx.first_slot_token, slot_tokens, ctx.hidden,
+            ctx.rank, params.num_chunks, call_tag,
         )  # fmt: skip
         options = {"ep_plan": call.plan(), **launch_options(params, call.programs_per_sm, 1024)}
         return out, Launch(kernel_combine, (params.num_ctas,), arguments, options)

@@ -28,7 +28,7 @@ from triton_dist.kernels.common.exchange.buffer import LINE_BYTES, MAX_CTAS, Exc
 from triton_dist.kernels.common.moe.positions import Positions
 from triton_dist.kernels.common.peers import Disagreements
 from triton_dist.kernels.nvidia.expert_parallel import kernel, packets
-from triton_dist.kernels.nvidia.expert_parallel.kernel import FAULT_OUT, EPLayout, report_fault
+from triton_dist.kernels.nvidia.expert_parallel.kernel import FAULT_OUT_ROWS, EPLayout, report_fault
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch
 from triton_dist.runtime.ranks import Group, process_group_of
@@ -38,19 +38,20 @@ ANY_SIZE = range(2**31)
 SCALE_ELEMENTS: int = kernel.SCALE_ELEMENTS.value
 MAX_PACKET_TOKENS = 128
 """Maximum number of tokens of a rank for the algorithm ``"packets"``."""
-_IN_USE = "at least num_positions() rows"
+_EXPECTED_ROWS = "at least num_positions() rows"
 FAULTS = {
     kernel.FAULT_ID.value: (
         "ep_dispatch", "topk_ids", "on a rank, an id without expert",
         "ids of experts, or -1; in a row of expert_map, -1 only after the experts",
     ),
     kernel.FAULT_WEIGHT.value: ("ep_dispatch", "topk_weights", "NaN on a rank", "no NaN"),
-    kernel.FAULT_ROWS.value: ("ep_combine", "y.shape", "fewer rows", _IN_USE),
-    kernel.FAULT_OUT.value: ("expanded", "out.shape", "fewer rows", _IN_USE),
+    kernel.FAULT_Y_ROWS.value: ("ep_combine", "y.shape", "fewer rows", _EXPECTED_ROWS),
+    kernel.FAULT_OUT_ROWS.value: ("expanded", "out.shape", "fewer rows", _EXPECTED_ROWS),
 }  # fmt: skip
-_BLOCK_IDS = 256
-META_ALIGNMENT = 128
-"""Slots of ids begin at multiples of this number of elements."""
+_BLOCK_ROUTES = 256
+"""Routes of a block of tokens. A token counts as topk routes, rounded up to a power of two."""
+ROUTING_ALIGNMENT = 128
+"""Slots of routing data begin at multiples of this number of elements."""
 
 
 class EPContext(OpContext[ExchangeBuffer]):
@@ -78,48 +79,50 @@ class EPContext(OpContext[ExchangeBuffer]):
         self.local_experts = num_experts // self.num_ranks
         num_ranks, row_bytes = self.num_ranks, hidden * dtype.itemsize
         counts = -(-max_tokens // block_tokens(topk)) * self.local_experts
-        meta = num_ranks * (max_tokens * (2 * topk + 1) + counts)
-        meta = -(-meta // META_ALIGNMENT) * META_ALIGNMENT
+        routing_elements = num_ranks * (max_tokens * (2 * topk + 1) + counts)
+        self.routing_elements = -(-routing_elements // ROUTING_ALIGNMENT) * ROUTING_ALIGNMENT
         scales = num_ranks * capacity * -(-hidden // SCALE_ELEMENTS)
-        # The lines of a token contain its routes (meta lines), its row, and the scales of its row.
+        # A source rank has lines of routes and counts (routing lines), then of rows and scales.
         packet_tokens = min(max_tokens, MAX_PACKET_TOKENS) if num_ranks > 1 else 0
         blocks = -(-packet_tokens // block_tokens(topk, True))
-        self.meta_lines = packet_tokens * topk + blocks * -(-self.local_experts // 4)
+        self.routing_lines = packet_tokens * topk + blocks * -(-self.local_experts // 4)
         row_lines = -(-row_bytes // (2 * LINE_BYTES))
-        packet_lines = self.meta_lines + packet_tokens * row_lines
+        packet_lines = self.routing_lines + packet_tokens * row_lines
         value = "digest of max_tokens, topk, weights, scales and num_ctas of a dispatch or combine"
         disagreements = Disagreements(value, group)
         with self.allocating() as add:
             self.buffer = add(
                 ExchangeBuffer(
                     1, group, "ep_dispatch", LINE_BYTES * packet_lines, disagreements,
-                    packet_slots=packets.SLOTS.value,
+                    packet_slots=packets.NUM_SLOTS.value,
                     regions={
                         "rows": ((num_ranks * capacity * row_bytes,), torch.uint8),
                         "scales": ((scales,), torch.float32),
-                        "meta": ((2 * meta,), torch.int32),
+                        "routing": ((2 * self.routing_elements,), torch.int32),
                     },
                 )
             )  # fmt: skip
             # Combines of few tokens alternate between two slots. In memory, these slots follow the
             # rows of combines of more tokens.
             self.slot_tokens = min(max_tokens, MAX_PACKET_TOKENS)
-            self.first_slot = max_tokens if max_tokens > self.slot_tokens else 0
-            sum_rows = self.first_slot + 2 * self.slot_tokens
+            self.first_slot_token = max_tokens if max_tokens > self.slot_tokens else 0
+            sum_rows = self.first_slot_token + 2 * self.slot_tokens
             packet_bytes = LINE_BYTES * sum_rows * row_lines if can_combine else 0
             sums = ExchangeBuffer(
                 1, group, "ep_combine", packet_bytes, disagreements, packet_slots=1
             )
             self.combine_buffer = add(sums)
         device = self.device.torch_device
+        # Number of calls of each program of the algorithm "packets".
         self.epochs = torch.zeros(MAX_CTAS, dtype=torch.int64, device=device)
         # The addresses of both are multiples of 16 bytes, so Triton compiles one kernel for both.
         self.dropped, _, self.dropped_in_tuning = torch.zeros(
             5, dtype=torch.int32, device=device
         ).split((1, 3, 1))
+        # Kernels store a fault in a word of host memory, whose address they read on the device.
         self.faults = self.device.host_word()
-        self.control = torch.tensor([self.faults.data_ptr()], dtype=torch.int64, device=device)
-        self.meta_elements = meta
+        address = [self.faults.data_ptr()]
+        self.fault_address = torch.tensor(address, dtype=torch.int64, device=device)
         self.pending: Received | None = None
         """Result of an ``ep_send`` whose ``wait`` has not been called."""
         self.receive_pending: Callable[..., None] | None = None
@@ -248,14 +251,14 @@ def create_ep_context(
 @functools.cache
 def block_tokens(topk: int, in_packets: bool = False) -> int:
     """Return the number of tokens of a block. A program reads the ids of one block at once."""
-    routes: int = packets.BLOCK_ROUTES.value if in_packets else _BLOCK_IDS
+    routes: int = packets.BLOCK_ROUTES.value if in_packets else _BLOCK_ROUTES
     return routes // int(triton.next_power_of_2(topk))
 
 
 @jit(do_not_specialize=["out_rows"])
 def kernel_expand(
-    rows_ptr, scales_ptr, row_ptr, out_ptr, out_scales_ptr, ends_ptr, control_ptr, out_rows, hidden,
-    groups, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, GROUP_LANES: tl.constexpr,
+    rows_ptr, scales_ptr, row_ptr, out_ptr, out_scales_ptr, ends_ptr, fault_address_ptr, out_rows,
+    hidden, groups, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, GROUP_LANES: tl.constexpr,
 ):  # fmt: skip
     """Copy rows to their positions in ``out`` [out_rows, hidden]. Rows of padding become zero.
 
@@ -263,7 +266,7 @@ def kernel_expand(
     """
     total = tl.load(ends_ptr + EXPERTS - 1)
     if (tl.program_id(0) == 0) & (total > out_rows):
-        report_fault(control_ptr, FAULT_OUT)
+        report_fault(fault_address_ptr, FAULT_OUT_ROWS)
     total = tl.minimum(total, out_rows)
     position = tl.program_id(0).to(tl.int64)
     while position < total:
@@ -326,7 +329,7 @@ class Received:
         """The tensors as an argument of kernels."""
         return EPLayout(
             self.row_of_position, self.weights, self.position_of_route, self.local_ids, self.ends,
-            self.counts, self.destinations, self.ctx.control,
+            self.counts, self.destinations, self.ctx.fault_address,
         )  # fmt: skip
 
     def wait(self) -> Received:
@@ -386,8 +389,8 @@ class Received:
             scales = self.scales.new_empty((len(out), groups))
         block = min(4096, triton.next_power_of_2(hidden))
         arguments = (
-            self.rows, self.scales, self.row_of_position, out, scales, self.ends, self.ctx.control,
-            len(out), hidden, groups,
+            self.rows, self.scales, self.row_of_position, out, scales, self.ends,
+            self.ctx.fault_address, len(out), hidden, groups,
         )  # fmt: skip
         options = {
             "EXPERTS": len(self.ends), "BLOCK": block,

@@ -11,12 +11,12 @@ Terms:
 
 A dispatch is one launch. Its programs are, in this order:
 
-* *meta* programs store ids and weights of this rank's tokens on every rank, then set flags. They
-  then also store rows;
+* *routing* programs store ids and weights of this rank's tokens on every rank, then set flags.
+  They then also store rows;
 * *copy* programs store rows on the ranks of their experts, then set flags. Before they store the
   first row on a peer, they wait until every peer has begun the call;
 * *layout* programs wait for the ids of all ranks, and write the positions of local routes;
-* one program waits for the last flags of the meta and copy programs.
+* one program waits for the last flags of the routing and copy programs.
 
 A launch may contain only the first two kinds of programs, or only the last two. Programs start in
 the order of their numbers. A program waits only for flags of programs of an earlier kind or with
@@ -54,46 +54,46 @@ from triton_dist.kernels.common.exchange.protocol import (
 from triton_dist.kernels.common.peers import target_at
 
 SCALE_ELEMENTS = tl.constexpr(128)
-"""Elements of a row per fp8 scale."""
-SCALES_OF_LINE = tl.constexpr(4)
+"""An fp8 row has one scale per this number of elements."""
+SCALES_PER_LINE = tl.constexpr(4)
 """fp32 scales in a 16-byte line."""
-INVALID = tl.constexpr(-2)
+INVALID_ID = tl.constexpr(-2)
 """Replaces ids that are neither experts nor -1, and ids without an expert in the map."""
+# Errors that a kernel reports to the host: an id without expert, a weight that is NaN, and fewer
+# rows than positions in use (in y of ``ep_combine``, and in ``out`` of ``Received.expanded``).
 FAULT_ID, FAULT_WEIGHT = tl.constexpr(1), tl.constexpr(2)
-FAULT_ROWS, FAULT_OUT = tl.constexpr(3), tl.constexpr(4)
-"""FAULT_ROWS: argument y of ``ep_combine`` has fewer rows than positions in use. FAULT_OUT: the
-same for argument ``out`` of ``Received.expanded``."""
+FAULT_Y_ROWS, FAULT_OUT_ROWS = tl.constexpr(3), tl.constexpr(4)
 _FP8_MAXIMUM = tl.constexpr(448.0)
 _COUNTS_PER_STEP = tl.constexpr(4096)
 """Number of counts that a layout program loads at once."""
-_PER_CALL = tl.constexpr(4096)
-"""Increment of the counter of calls per call. Exceeds the number of programs of a launch."""
+_CALL_INCREMENT = tl.constexpr(4096)
+"""What a call adds to the counter of calls. Exceeds the number of programs of a launch."""
 
 
 class EPMemory(NamedTuple):
-    """Symmetric memory of a dispatch. The tables are the addresses on each rank, int64 [NUM_RANKS].
+    """Symmetric memory of a dispatch. Tables have the address on each rank, int64 [NUM_RANKS].
 
     * ``rows`` is [NUM_RANKS * capacity, hidden].
     * ``scales`` is fp32 [NUM_RANKS * capacity, hidden / 128], or ``None``.
-    * ``meta`` is int32, two slots of ``meta_elements`` elements. A slot has the ids [NUM_RANKS,
-      max_tokens, TOPK], the bits of the weights in the same shape, the locations [NUM_RANKS,
-      max_tokens], and the numbers of routes [NUM_RANKS, blocks, EXPERTS]. A block has META_TOKENS
-      tokens.
+    * ``routing`` is int32, two slots of ``routing_elements`` elements. A slot has the ids
+      [NUM_RANKS, max_tokens, TOPK], the bits of the weights in the same shape, the locations
+      [NUM_RANKS, max_tokens], and the numbers of routes [NUM_RANKS, blocks, EXPERTS]. A block has
+      BLOCK_TOKENS tokens.
     """
 
     rows: Any
     rows_table: Any
     scales: Any
     scales_table: Any
-    meta: Any
-    meta_table: Any
-    meta_elements: Any
+    routing: Any
+    routing_table: Any
+    routing_elements: Any
 
 
 class EPLayout(NamedTuple):
     """Results of the layout programs. ``Received`` describes the arrays.
 
-    ``control`` is int64 [1], the address of the word in host memory for faults.
+    ``fault_address`` is int64 [1], the address of the host word in which kernels report faults.
     """
 
     row_of_position: Any
@@ -103,16 +103,19 @@ class EPLayout(NamedTuple):
     ends: Any
     counts: Any
     destinations: Any
-    control: Any
+    fault_address: Any
 
 
 class EPPlan(NamedTuple):
-    """Constants of a launch. Names with LANES, BINS and BLOCKS are powers of two.
+    """Constants of a launch.
 
-    EXPERTS is the number of experts per rank. BLOCKS, for packets only, is at least the number of
-    token blocks of all ranks. A program reads the ids of META_TOKENS tokens, a block, at once.
-    REPLICAS is the number of columns of the map of experts. The first position of an expert is a
-    multiple of ALIGNMENT. SCALES is "none", "given", or "computed" if sent rows are quantised.
+    EXPERTS is the number of experts per rank. LANES, TOPK_LANES and EXPERT_LANES are NUM_RANKS,
+    TOPK and EXPERTS rounded up to powers of two. A program moves BLOCK elements of a row at once,
+    and reads the ids of a block of BLOCK_TOKENS tokens at once. A histogram of the experts of all
+    ranks has EXPERT_BINS bins. A program polls ROUTING_FLAG_LANES or FLAG_LANES flags together.
+    TOKEN_BLOCKS, for packets only, is a power of two, at least the number of token blocks of all
+    ranks. REPLICAS is the number of columns of the map of experts. The first position of an expert
+    is a multiple of ALIGNMENT. SCALES is "none", "given", or "computed" if sent rows are quantised.
     """
 
     NUM_RANKS: Any
@@ -122,11 +125,11 @@ class EPPlan(NamedTuple):
     TOPK_LANES: Any
     EXPERTS: Any
     EXPERT_LANES: Any
-    BINS: Any
-    META_LANES: Any
+    EXPERT_BINS: Any
+    ROUTING_FLAG_LANES: Any
     FLAG_LANES: Any
-    BLOCKS: Any
-    META_TOKENS: Any
+    TOKEN_BLOCKS: Any
+    BLOCK_TOKENS: Any
     REPLICAS: Any
     ALIGNMENT: Any
     SCALES: Any
@@ -136,23 +139,25 @@ class EPPlan(NamedTuple):
 def begin_ep_call(peers, call_tag, rank, is_continuation: tl.constexpr, ep_plan: tl.constexpr):
     """Begin a call. Each program calls this once.
 
-    A launch with ``is_continuation`` belongs to the call of the launch before. ``offset`` of the
+    A launch with ``is_continuation`` belongs to the call of the previous launch. ``offset`` of the
     result is an int64 zero, which makes the indices of rows int64.
     """
     peer = tl.arange(0, ep_plan.LANES)
     table = tl.load(peers.table + peer, mask=peer < ep_plan.NUM_RANKS, other=0)
     flags = table.to(peers.arrivals.dtype) + tl.program_id(0) * ep_plan.NUM_RANKS + rank
     if not is_continuation:
-        step = tl.where(tl.program_id(0) == 0, _PER_CALL - tl.num_programs(0) + 1, 1).to(tl.int64)
+        step = tl.where(tl.program_id(0) == 0, _CALL_INCREMENT - tl.num_programs(0) + 1, 1).to(
+            tl.int64
+        )
         counted = tl.atomic_add(peers.calls + 1, step, sem="relaxed", scope="gpu")
-        epoch = counted // _PER_CALL + 1
+        epoch = counted // _CALL_INCREMENT + 1
         # The host uses word 0 to find late flags. Word 2 or 3 counts the work items that programs
         # have claimed in the next call (``send_rows``): reset it.
         if tl.program_id(0) == 0:
             tl.atomic_add(peers.calls, MAX_CTAS, sem="relaxed", scope="gpu")
             tl.store(peers.calls + claim_counter_index(epoch + 1), 0)
     else:
-        epoch = tl.load(peers.calls + 1) // _PER_CALL
+        epoch = tl.load(peers.calls + 1) // _CALL_INCREMENT
     return Call(flags=flags, epoch=epoch, offset=epoch * 0, call_tag=call_tag, rank=rank)
 
 
@@ -166,11 +171,11 @@ def claim_counter_index(epoch):
 def physical_expert(logical, token, expert_map_ptr, num_experts, rank, ep_plan: tl.constexpr):
     """Return the physical experts of logical ids.
 
-    The result is -1 for an id of -1, and INVALID for ids out of range. Tokens alternate between the
-    replicas of an expert.
+    The result is -1 for an id of -1, and INVALID_ID for ids out of range. Tokens alternate between
+    the replicas of an expert.
     """
     valid = (logical >= 0) & (logical < num_experts)
-    expert = tl.where(valid, logical, tl.where(logical == -1, -1, INVALID)).to(tl.int32)
+    expert = tl.where(valid, logical, tl.where(logical == -1, -1, INVALID_ID)).to(tl.int32)
     if expert_map_ptr is not None:
         replicas_ptr = expert_map_ptr + tl.where(valid, logical, 0).to(tl.int32) * ep_plan.REPLICAS
         replicas = expert * 0
@@ -181,7 +186,7 @@ def physical_expert(logical, token, expert_map_ptr, num_experts, rank, ep_plan: 
         mapped = tl.load(replicas_ptr + choice).to(tl.int32)
         # A map is invalid if a row has no expert, or -1 before an expert.
         exists = (replicas > 0) & (mapped >= 0) & (mapped < ep_plan.EXPERTS * ep_plan.NUM_RANKS)
-        expert = tl.where(valid, tl.where(exists, mapped, INVALID), expert)
+        expert = tl.where(valid, tl.where(exists, mapped, INVALID_ID), expert)
     return expert
 
 
@@ -192,13 +197,13 @@ def read_block(
 ):  # fmt: skip
     """Return the experts and the bits of the weights of a block of tokens, and its route counts.
 
-    Route counts are by expert, [BINS]. Experts of tokens from ``tokens`` on are -1. Also store the
-    tokens' ``destinations``.
+    Route counts are by expert, [EXPERT_BINS]. Experts of tokens from ``tokens`` on are -1. Also
+    store the tokens' ``destinations``.
     """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
-    BINS: tl.constexpr = ep_plan.BINS
+    EXPERT_BINS: tl.constexpr = ep_plan.EXPERT_BINS
     choice = tl.arange(0, ep_plan.TOPK_LANES)[None, :]
-    token = first + tl.arange(0, ep_plan.META_TOKENS)
+    token = first + tl.arange(0, ep_plan.BLOCK_TOKENS)
     valid = (token < tokens)[:, None] & (choice < ep_plan.TOPK)
     route = token[:, None] * ep_plan.TOPK + choice
     logical = tl.load(ids_ptr + route, mask=valid, other=-1)
@@ -212,41 +217,43 @@ def read_block(
     if locations_ptr is not None:
         location_ptr = locations_ptr + owner * max_tokens + token[:, None]
         is_sent = is_sent & (tl.load(location_ptr, mask=is_sent, other=-1) >= 0)
-    counted = tl.reshape(tl.where(is_sent, expert, BINS - 1), [route.numel])
-    ranks = tl.full((ep_plan.META_TOKENS,), 0, tl.int32)
+    counted = tl.reshape(tl.where(is_sent, expert, EXPERT_BINS - 1), [route.numel])
+    destinations = tl.full((ep_plan.BLOCK_TOKENS,), 0, tl.int32)
     for peer in tl.static_range(NUM_RANKS):
-        ranks |= tl.max((is_sent & (owner == peer)).to(tl.int32), 1) << peer
-    tl.store(ep_layout.destinations + token, ranks, mask=token < max_tokens)
-    return expert, bits, tl.histogram(counted, BINS)
+        destinations |= tl.max((is_sent & (owner == peer)).to(tl.int32), 1) << peer
+    tl.store(ep_layout.destinations + token, destinations, mask=token < max_tokens)
+    return expert, bits, tl.histogram(counted, EXPERT_BINS)
 
 
 @jit
-def send_meta(
+def send_routing(
     program, ids_ptr, weights_ptr, locations_ptr, expert_map_ptr, num_experts, memory, ep_layout,
-    call, tokens, max_tokens, num_meta, ep_plan: tl.constexpr,
+    call, tokens, max_tokens, num_routing_programs, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Store ids, weights, locations and counts of this rank's tokens on every rank. Set flags."""
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     TOPK: tl.constexpr = ep_plan.TOPK
     EXPERTS: tl.constexpr = ep_plan.EXPERTS
-    offset = slot_offset(call.epoch, memory.meta_elements)
+    offset = slot_offset(call.epoch, memory.routing_elements)
     num_ids = NUM_RANKS * max_tokens * TOPK
-    bin = tl.arange(0, ep_plan.BINS)
+    bin = tl.arange(0, ep_plan.EXPERT_BINS)
     choice = tl.arange(0, ep_plan.TOPK_LANES)[None, :]
-    for first in range(program * ep_plan.META_TOKENS, max_tokens, num_meta * ep_plan.META_TOKENS):
+    for first in range(
+        program * ep_plan.BLOCK_TOKENS, max_tokens, num_routing_programs * ep_plan.BLOCK_TOKENS
+    ):
         expert, bits, count = read_block(
             first, ids_ptr, weights_ptr, locations_ptr, expert_map_ptr, num_experts, ep_layout,
             call.rank, tokens, max_tokens, ep_plan,
         )  # fmt: skip
-        token = first + tl.arange(0, ep_plan.META_TOKENS)
+        token = first + tl.arange(0, ep_plan.BLOCK_TOKENS)
         in_call = token < max_tokens
         stored = in_call[:, None] & (choice < TOPK)
         route = (call.rank * max_tokens + token)[:, None] * TOPK + choice
-        item = call.rank * tl.cdiv(max_tokens, ep_plan.META_TOKENS) + first // ep_plan.META_TOKENS
+        item = call.rank * tl.cdiv(max_tokens, ep_plan.BLOCK_TOKENS) + first // ep_plan.BLOCK_TOKENS
         with dl.mark("push"):
             for step in tl.static_range(NUM_RANKS):
                 peer = (call.rank + step) % NUM_RANKS
-                target = target_at(memory.meta_table, peer, memory.meta) + offset
+                target = target_at(memory.routing_table, peer, memory.routing) + offset
                 tl.store(target + route, expert, mask=stored)
                 if weights_ptr is not None:
                     tl.store(target + num_ids + route, bits, mask=stored)
@@ -294,12 +301,12 @@ def has_owner(expert, rank, ep_plan: tl.constexpr):
 
 
 @jit
-def store_row(target, values, mask, UNMARKED: tl.constexpr = True):
-    """Store ``values``, or if ``UNMARKED`` is true, the complement of their bits.
+def store_row(target, values, mask, UNTAGGED: tl.constexpr = True):
+    """Store ``values``, or if ``UNTAGGED`` (``packets.py``), the complement of their bits.
 
     If the complement is 0, which only a NaN has, the complement of another NaN is stored instead.
     """
-    if UNMARKED:
+    if UNTAGGED:
         BITS: tl.constexpr = values.dtype.primitive_bitwidth
         INT: tl.constexpr = tl.int8 if BITS == 8 else tl.int16 if BITS == 16 else tl.int32
         wire = ~values.to(INT, bitcast=True)
@@ -311,7 +318,7 @@ def store_row(target, values, mask, UNMARKED: tl.constexpr = True):
 
 @jit
 def await_begun(begun, phase, peers, call, ep_plan: tl.constexpr):
-    """Wait until all ranks have begun the call, unless ``begun`` is 1. Return 1."""
+    """Wait until all ranks have begun the call, unless ``begun`` is 1. Return 1, its new value."""
     if begun == 0:
         await_programs(peers, phase, 0, chunk_flag(call, 0), ep_plan)
     return 1
@@ -330,10 +337,10 @@ def send_rows(
 
     ``rows[i]`` and ``scales[i]`` are the addresses of the first token on rank ``rank + i``.
     ``strides`` are the strides of rows and scales on peers. If ``call`` is ``None``, rows are sent
-    in unmarked lines (``packets.py``).
+    in untagged lines (``packets.py``).
     """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
-    UNMARKED: tl.constexpr = call is None
+    UNTAGGED: tl.constexpr = call is None
     BLOCK: tl.constexpr = ep_plan.BLOCK
     blocks, groups = tl.cdiv(hidden, BLOCK), tl.cdiv(hidden, SCALE_ELEMENTS)
     items = tokens * blocks
@@ -366,15 +373,15 @@ def send_rows(
             row_stride, scale_stride, stored = hidden, groups, groups
             if step > 0:
                 row_stride, scale_stride = strides
-                if not UNMARKED:
+                if not UNTAGGED:
                     begun = await_begun(begun, 1, peers, call, ep_plan)
             row_ptr = rows[step] + location * row_stride + column
-            store_row(row_ptr, x, (column < hidden) & is_sent, UNMARKED and step > 0)
+            store_row(row_ptr, x, (column < hidden) & is_sent, UNTAGGED and step > 0)
             if ep_plan.SCALES != "none":
-                if UNMARKED and step > 0:  # the receiver waits for whole lines
-                    stored = tl.cdiv(groups, SCALES_OF_LINE) * SCALES_OF_LINE
+                if UNTAGGED and step > 0:  # the receiver waits for whole lines
+                    stored = tl.cdiv(groups, SCALES_PER_LINE) * SCALES_PER_LINE
                 scale_ptr = scales[step] + location * scale_stride + group
-                store_row(scale_ptr, scale, (group < stored) & is_sent, UNMARKED and step > 0)
+                store_row(scale_ptr, scale, (group < stored) & is_sent, UNTAGGED and step > 0)
         item = next_item
 
 
@@ -415,11 +422,11 @@ def write_positions(ep_layout, begin, ids, local, row, bits, index, valid, max_p
     expert of each route, or -1. ``index`` is the route's index among the routes of all ranks.
     """
     ROUTES: tl.constexpr = local.shape[0]
-    PAIRED: tl.constexpr = min(32, ROUTES)
+    COMPARED_ROUTES: tl.constexpr = min(32, ROUTES)
     lane = tl.arange(0, ROUTES)
     earlier_routes = tl.full((ROUTES,), 0, tl.int32)
-    for first in tl.static_range(0, ROUTES, PAIRED):
-        other = first + tl.arange(0, PAIRED)
+    for first in tl.static_range(0, ROUTES, COMPARED_ROUTES):
+        other = first + tl.arange(0, COMPARED_ROUTES)
         precedes = tl.gather(local, other, 0)[None, :] == local[:, None]
         earlier_routes += tl.sum((precedes & (other[None, :] < lane[:, None])).to(tl.int32), 1)
     position = tl.gather(begin, tl.maximum(local, 0), 0) + earlier_routes
@@ -428,20 +435,20 @@ def write_positions(ep_layout, begin, ids, local, row, bits, index, valid, max_p
         tl.store(ep_layout.row_of_position + position, row, mask=is_local)
     tl.store(ep_layout.position_of_route + index, tl.where(is_local, position, -1), mask=valid)
     tl.store(ep_layout.local_ids + index, tl.where(is_local, local, -1), mask=valid)
-    fault = tl.where(ids <= INVALID, FAULT_ID, 0)
+    fault = tl.where(ids <= INVALID_ID, FAULT_ID, 0)
     if ep_layout.weights is not None:
         weight = bits.to(tl.float32, bitcast=True)
         tl.store(ep_layout.weights + position, weight, mask=is_local)
         fault = tl.where((ids >= 0) & (weight != weight), FAULT_WEIGHT, fault)
     max_fault = tl.max(fault, 0)
     if max_fault != 0:
-        report_fault(ep_layout.control, max_fault)
+        report_fault(ep_layout.fault_address, max_fault)
 
 
 @jit
 def write_layout(
     program, programs, has_locations: tl.constexpr, memory, peers, ep_layout, call, max_tokens,
-    capacity, num_meta, ep_plan: tl.constexpr,
+    capacity, num_routing_programs, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Write the positions, rows, local ids and weights of this program's blocks of routes.
 
@@ -451,20 +458,24 @@ def write_layout(
     """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     EXPERTS: tl.constexpr = ep_plan.EXPERTS
-    ROUTES: tl.constexpr = ep_plan.META_TOKENS * ep_plan.TOPK_LANES
-    COUNTED: tl.constexpr = max(1, _COUNTS_PER_STEP // ep_plan.EXPERT_LANES)
-    flags = tl.arange(0, ep_plan.META_LANES)
+    ROUTES: tl.constexpr = ep_plan.BLOCK_TOKENS * ep_plan.TOPK_LANES
+    BLOCKS_PER_STEP: tl.constexpr = max(1, _COUNTS_PER_STEP // ep_plan.EXPERT_LANES)
+    flags = tl.arange(0, ep_plan.ROUTING_FLAG_LANES)
     value = chunk_flag(call, 0)
     first_flag = peers.arrivals + flag_offset(0, value, NUM_RANKS)
-    waited = dl.wait(first_flag + flags, num_meta * NUM_RANKS, value, peers.timeout_words, True)
-    meta_ptr = memory.meta + after_wait(slot_offset(call.epoch, memory.meta_elements), waited)
+    waited = dl.wait(
+        first_flag + flags, num_routing_programs * NUM_RANKS, value, peers.timeout_words, True
+    )
+    routing_ptr = memory.routing + after_wait(
+        slot_offset(call.epoch, memory.routing_elements), waited
+    )
     routes = max_tokens * ep_plan.TOPK
     num_ids = NUM_RANKS * routes
-    location_ptr = meta_ptr + 2 * num_ids
+    location_ptr = routing_ptr + 2 * num_ids
     counts_ptr = location_ptr + NUM_RANKS * max_tokens
-    blocks = tl.cdiv(max_tokens, ep_plan.META_TOKENS)
-    block_share = tl.cdiv(NUM_RANKS * blocks, programs)
-    first_item = program * block_share
+    blocks = tl.cdiv(max_tokens, ep_plan.BLOCK_TOKENS)
+    blocks_per_program = tl.cdiv(NUM_RANKS * blocks, programs)
+    first_item = program * blocks_per_program
     expert = tl.arange(0, ep_plan.EXPERT_LANES)
     is_expert = expert < EXPERTS
     total = tl.full((ep_plan.EXPERT_LANES,), 0, tl.int32)
@@ -472,8 +483,8 @@ def write_layout(
     # Loads bypass L1, which may hold the ids of an earlier call.
     for source in range(NUM_RANKS):
         sent = tl.full((ep_plan.EXPERT_LANES,), 0, tl.int32)
-        for first in range(0, blocks, COUNTED):
-            block = first + tl.arange(0, COUNTED)
+        for first in range(0, blocks, BLOCKS_PER_STEP):
+            block = first + tl.arange(0, BLOCKS_PER_STEP)
             item = source * blocks + block
             count = tl.load(
                 counts_ptr + item[:, None] * EXPERTS + expert[None, :],
@@ -488,13 +499,13 @@ def write_layout(
     position = earlier + first_positions(
         total, ep_layout, peers.timeout_words, program, programs, max_positions, ep_plan
     )  # fmt: skip
-    for item in range(first_item, tl.minimum(first_item + block_share, NUM_RANKS * blocks)):
+    for item in range(first_item, tl.minimum(first_item + blocks_per_program, NUM_RANKS * blocks)):
         source = item // blocks
-        first_route = (item - source * blocks) * ep_plan.META_TOKENS * ep_plan.TOPK
-        end_route = tl.minimum(first_route + ep_plan.META_TOKENS * ep_plan.TOPK, routes)
+        first_route = (item - source * blocks) * ep_plan.BLOCK_TOKENS * ep_plan.TOPK
+        end_route = tl.minimum(first_route + ep_plan.BLOCK_TOKENS * ep_plan.TOPK, routes)
         route = first_route + tl.arange(0, ROUTES)
         valid, index = route < end_route, source * routes + route
-        ids = tl.load(meta_ptr + index, mask=valid, other=-1, cache_modifier=".cg")
+        ids = tl.load(routing_ptr + index, mask=valid, other=-1, cache_modifier=".cg")
         local = ids - call.rank * EXPERTS
         location = route // ep_plan.TOPK
         if has_locations:
@@ -505,7 +516,7 @@ def write_layout(
         is_local = (local >= 0) & (local < EXPERTS) & (location >= 0)
         bits = tl.full((ROUTES,), 0, tl.int32)
         if ep_layout.weights is not None:
-            bits = tl.load(meta_ptr + num_ids + index, mask=valid, other=0, cache_modifier=".cg")
+            bits = tl.load(routing_ptr + num_ids + index, mask=valid, other=0, cache_modifier=".cg")
         write_positions(
             ep_layout, position, ids, tl.where(is_local, local, -1), source * capacity + location,
             bits, index, valid, max_positions,
@@ -516,60 +527,62 @@ def write_layout(
 
 
 @jit
-def report_fault(control_ptr, fault):
+def report_fault(fault_address_ptr, fault):
     """Record a fault in host memory. ``EPContext.check`` raises its error."""
-    tl.store(tl.load(control_ptr).to(tl.pointer_type(tl.int64)), fault)
+    tl.store(tl.load(fault_address_ptr).to(tl.pointer_type(tl.int64)), fault)
 
 
 @jit(
     do_not_specialize=[
-        "tokens", "max_tokens", "capacity", "num_experts", "rank", "num_meta", "num_copy", "digest",
+        "tokens", "max_tokens", "capacity", "num_experts", "rank", "num_routing_programs",
+        "num_copy_programs", "call_tag",
     ]
 )  # fmt: skip
 def kernel_dispatch(
     x_ptr, x_scale_ptr, ids_ptr, weights_ptr, locations_ptr, expert_map_ptr, memory, peers,
-    ep_layout, tokens, max_tokens, capacity, hidden, num_experts, rank, num_meta, num_copy, digest,
-    receives_only: tl.constexpr, ep_plan: tl.constexpr,
+    ep_layout, tokens, max_tokens, capacity, hidden, num_experts, rank, num_routing_programs,
+    num_copy_programs, call_tag, receives_only: tl.constexpr, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Run the programs of a dispatch, or with ``receives_only`` only the last two kinds.
 
-    Grid (programs,). ``num_meta`` and ``num_copy`` are the numbers of meta and copy programs.
+    Grid (programs,).
     """
-    call = begin_ep_call(peers, digest, rank, receives_only, ep_plan)
+    call = begin_ep_call(peers, call_tag, rank, receives_only, ep_plan)
     program, end = tl.program_id(0), tl.num_programs(0)
-    num_senders = num_meta + num_copy
+    num_senders = num_routing_programs + num_copy_programs
     if receives_only:
         program += num_senders
         end += num_senders
     if program == 0:  # notify peers that this rank has begun the call
         notify_ranks(call, 1, chunk_flag(call, 0), ep_plan)
-    if program < num_meta:
-        send_meta(
+    if program < num_routing_programs:
+        send_routing(
             program, ids_ptr, weights_ptr, locations_ptr, expert_map_ptr, num_experts, memory,
-            ep_layout, call, tokens, max_tokens, num_meta, ep_plan,
+            ep_layout, call, tokens, max_tokens, num_routing_programs, ep_plan,
         )  # fmt: skip
     if program < num_senders:
         NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
         rows, scales, groups = tl.tuple([]), tl.tuple([]), tl.cdiv(hidden, SCALE_ELEMENTS)
-        own = call.offset + rank * capacity
+        first_own_row = call.offset + rank * capacity
         for step in tl.static_range(NUM_RANKS):
             peer = (rank + step) % NUM_RANKS
             target = target_at(memory.rows_table, peer, memory.rows)
-            rows = rows + (target + own * hidden,)  # noqa: RUF005
+            rows = rows + (target + first_own_row * hidden,)  # noqa: RUF005
             if ep_plan.SCALES != "none":
                 target = target_at(memory.scales_table, peer, memory.scales)
-                scales = scales + (target + own * groups,)  # noqa: RUF005
-        # The first blocks belong to the copy programs, which begin before the meta programs.
+                scales = scales + (target + first_own_row * groups,)  # noqa: RUF005
+        # The first blocks belong to the copy programs, which begin before the routing programs.
         send_rows(
-            (program + num_copy) % num_senders, x_ptr, x_scale_ptr, ids_ptr, locations_ptr,
+            (program + num_copy_programs) % num_senders, x_ptr, x_scale_ptr, ids_ptr, locations_ptr,
             expert_map_ptr, num_experts, rows, scales, (hidden, groups), peers, call,
-            tl.where(num_copy > 0, tokens, 0), max_tokens, hidden, rank, num_senders, ep_plan, True,
+            tl.where(num_copy_programs > 0, tokens, 0), max_tokens, hidden, rank, num_senders,
+            ep_plan, True,
         )  # fmt: skip
         notify_ranks(call, 0, chunk_flag(call, 1), ep_plan)
     elif program < end - 1:
         write_layout(
             program - num_senders, end - 1 - num_senders, locations_ptr is not None, memory, peers,
-            ep_layout, call, max_tokens, capacity, num_meta, ep_plan,
+            ep_layout, call, max_tokens, capacity, num_routing_programs, ep_plan,
         )  # fmt: skip
     else:
         flags = tl.arange(0, ep_plan.FLAG_LANES)
@@ -592,8 +605,8 @@ def kernel_locate(
     peer = tl.program_id(0)
     choice = tl.arange(0, ep_plan.TOPK_LANES)[None, :]
     count = 0
-    for first in range(0, max_tokens, ep_plan.META_TOKENS):
-        token = first + tl.arange(0, ep_plan.META_TOKENS)
+    for first in range(0, max_tokens, ep_plan.BLOCK_TOKENS):
+        token = first + tl.arange(0, ep_plan.BLOCK_TOKENS)
         valid = (token < tokens)[:, None] & (choice < ep_plan.TOPK)
         logical = tl.load(ids_ptr + token[:, None] * ep_plan.TOPK + choice, mask=valid, other=-1)
         expert = physical_expert(

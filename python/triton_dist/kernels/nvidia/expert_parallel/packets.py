@@ -1,23 +1,23 @@
 """Kernel of an expert-parallel dispatch of few tokens: one launch without flags.
 
-Receivers poll the words of the data itself: packets (``common/exchange/packets.py``) or unmarked
+Receivers poll the words of the data itself: packets (``common/exchange/packets.py``) or untagged
 lines. A peer may therefore store data before this rank has begun the call. In memory, a source rank
 has 16-byte lines in this order:
 
 * *routes*: for each route (a token and one of its experts), a packet with the expert and the bits
   of the weight;
 * *counts*: for each block of tokens, the number of routes to each expert of the receiver, in
-  unmarked lines;
-* *rows*: for each token, its row and the scales of the row, in unmarked lines.
+  untagged lines;
+* *rows*: for each token, its row and the scales of the row, in untagged lines.
 
 The first programs send routes and counts. The copy programs send rows, then receive the rows of the
 same tokens from all peers. The last programs lay out the routes. They read the counts of all blocks
 of tokens, so they need no results of other programs of their rank.
 
-*Unmarked lines.* The tags of packets double the bytes that are sent, which is too slow for rows.
-The sender of an unmarked line stores the complement of the words, and the receiver waits until no
+*Untagged lines.* The tags of packets double the bytes that are sent, which is too slow for rows.
+The sender of an untagged line stores the complement of the words, and the receiver waits until no
 word of the line is 0. Only a NaN whose bits are all ones would be stored as 0, so it is replaced by
-another NaN. Unmarked lines have no call tag. The receiver therefore also waits for a packet or flag
+another NaN. Untagged lines have no call tag. The receiver therefore also waits for a packet or flag
 of the call, to detect that a peer called with other arguments.
 
 *Three slots.* Several programs read a line of routes or counts, so they cannot clear it after
@@ -51,7 +51,7 @@ from triton_dist.kernels.common.exchange.protocol import LINE_WORDS
 from triton_dist.kernels.common.peers import AWAITED, FLAG, GAVE_UP
 from triton_dist.kernels.nvidia.expert_parallel.kernel import (
     SCALE_ELEMENTS,
-    SCALES_OF_LINE,
+    SCALES_PER_LINE,
     first_positions,
     has_owner,
     read_block,
@@ -62,19 +62,19 @@ from triton_dist.kernels.nvidia.expert_parallel.kernel import (
 from triton_dist.language._spin import INTERPRETED, spin, wait_deadline
 
 LINE_BITS = tl.constexpr(128)
-SLOTS = tl.constexpr(3)
+NUM_SLOTS = tl.constexpr(3)
 BLOCK_ROUTES = tl.constexpr(128)
 """Routes of a block of tokens. A token counts as topk routes, rounded up to a power of two."""
 _COUNTS_PER_LINE = tl.constexpr(4)
 """Counts in a line. Each is one word, because halves of a word may arrive at different times."""
-_ELEMENTS_PER_SCALE_LINE = tl.constexpr(SCALES_OF_LINE.value * SCALE_ELEMENTS.value)
+_ELEMENTS_PER_SCALE_LINE = tl.constexpr(SCALES_PER_LINE.value * SCALE_ELEMENTS.value)
 """Elements whose four scales are in one line."""
-_CLEARED_PER_STEP = tl.constexpr(512)
+_CLEARED_LINES_PER_STEP = tl.constexpr(512)
 """Number of lines that a layout program clears at once."""
 
 
 @jit
-def poll_unmarked(lines, is_sent, timeout_ptr):
+def poll_untagged(lines, is_sent, timeout_ptr):
     """Wait until the four words of each 16-byte line are not 0, and return the decoded words.
 
     ``lines`` is a tuple of blocks of int32 pointers. For each block, the result has four blocks of
@@ -115,8 +115,8 @@ def poll_unmarked(lines, is_sent, timeout_ptr):
 
 
 @jit
-def line_of(words, index):
-    """Return line ``index`` of the result of ``poll_unmarked``, int32 [lines, 4]."""
+def line_words(words, index):
+    """Return line ``index`` of the result of ``poll_untagged``, int32 [lines, 4]."""
     even, odd = tl.join(words[4 * index], words[4 * index + 2]), words[4 * index + 1]
     line = tl.join(even, tl.join(odd, words[4 * index + 3]))
     return tl.reshape(line, [odd.shape[0], 4])
@@ -138,25 +138,25 @@ def _polling_ptx(peers: int) -> str:
     lines = [f"${4 * peers + peer}" for peer in range(peers)]
     masks = [f"${5 * peers + peer}" for peer in range(peers)]
     max_polls, timeout_words = f"${6 * peers}", f"${6 * peers + 1}"
-    poll, least = [], []
+    poll, find_minimum = [], []
     for peer, line in enumerate(lines):
-        words = [f"${4 * peer + place}" for place in range(4)]
+        words = [f"${4 * peer + index}" for index in range(4)]
         poll.append(f"@sent{peer} ld.relaxed.sys.global.v4.b32 {{{', '.join(words)}}}, [{line}];")
-        least += [f"min.u32 missing{peer}, {words[0]}, {words[1]};"]
-        least += [f"min.u32 missing{peer}, missing{peer}, {word};" for word in words[2:]]
-        least += [f"min.u32 missing, missing, missing{peer};"]
+        find_minimum += [f"min.u32 missing{peer}, {words[0]}, {words[1]};"]
+        find_minimum += [f"min.u32 missing{peer}, missing{peer}, {word};" for word in words[2:]]
+        find_minimum += [f"min.u32 missing, missing, missing{peer};"]
     instructions = [
         f".reg .pred some, sent<{peers}>;",
         f".reg .b32 polls, missing, others, missing<{peers}>;",
         ".reg .b64 late, value;",
-        *(f"mov.b32 ${place}, -1;" for place in range(4 * peers)),
+        *(f"mov.b32 ${index}, -1;" for index in range(4 * peers)),
         *(f"setp.ne.b32 sent{peer}, {mask}, 0;" for peer, mask in enumerate(masks)),
         "mov.b32 polls, 0;",
         "poll:",
         *poll,
         f"ld.relaxed.gpu.global.b32 others, [{timeout_words} + {8 * GAVE_UP}];",
         "mov.b32 missing, -1;",
-        *least,
+        *find_minimum,
         "setp.ne.b32 some, missing, 0;",
         "@some bra done;",
         "setp.ne.b32 some, others, 0;",
@@ -179,64 +179,65 @@ def _polling_ptx(peers: int) -> str:
 @jit
 def send_routes(
     program, programs, ids_ptr, weights_ptr, expert_map_ptr, packets, ep_layout, tokens, max_tokens,
-    num_experts, rank, digest, ep_plan: tl.constexpr,
+    num_experts, rank, call_tag, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Send ids, weights and counts of every ``programs``-th block of tokens to all ranks."""
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     EXPERTS: tl.constexpr = ep_plan.EXPERTS
-    META_TOKENS: tl.constexpr = ep_plan.META_TOKENS
+    BLOCK_TOKENS: tl.constexpr = ep_plan.BLOCK_TOKENS
     COUNT_LINES: tl.constexpr = triton.cdiv(EXPERTS, _COUNTS_PER_LINE)
-    everyone = packet_targets(packets, rank, NUM_RANKS) + (packets.words,)  # noqa: RUF005
-    bin = tl.arange(0, ep_plan.BINS)
-    for first in range(program * META_TOKENS, max_tokens, programs * META_TOKENS):
+    all_targets = packet_targets(packets, rank, NUM_RANKS) + (packets.words,)  # noqa: RUF005
+    bin = tl.arange(0, ep_plan.EXPERT_BINS)
+    for first in range(program * BLOCK_TOKENS, max_tokens, programs * BLOCK_TOKENS):
         expert, bits, count = read_block(
             first, ids_ptr, weights_ptr, None, expert_map_ptr, num_experts, ep_layout, rank, tokens,
             max_tokens, ep_plan,
         )  # fmt: skip
         epoch = next_epoch(packets.calls)
-        tag = packet_tag(epoch, digest)
-        offset = packet_offset(epoch, rank, packets.shard_words, NUM_RANKS, SLOTS)
-        token = first + tl.arange(0, META_TOKENS)
+        tag = packet_tag(epoch, call_tag)
+        offset = packet_offset(epoch, rank, packets.shard_words, NUM_RANKS, NUM_SLOTS)
+        token = first + tl.arange(0, BLOCK_TOKENS)
         choice = tl.arange(0, ep_plan.TOPK_LANES)[None, :]
         in_topk = (token < max_tokens)[:, None] & (choice < ep_plan.TOPK)
         route = token[:, None] * ep_plan.TOPK + choice
         payload = tl.reshape(tl.join(expert, bits), [route.numel, 2])
         route, in_topk = tl.reshape(route, [route.numel]), tl.reshape(in_topk, [route.numel])
-        send_lines(everyone, offset, payload, route, in_topk, tag)
-        line = max_tokens * ep_plan.TOPK + first // META_TOKENS * COUNT_LINES
+        send_lines(all_targets, offset, payload, route, in_topk, tag)
+        line = max_tokens * ep_plan.TOPK + first // BLOCK_TOKENS * COUNT_LINES
         for step in tl.static_range(NUM_RANKS):
-            # ``everyone`` ends with this rank, so entry ``step`` is rank ``rank + step + 1``.
+            # ``all_targets`` ends with this rank, so entry ``step`` is rank ``rank + step + 1``.
             local = bin - (rank + step + 1) % NUM_RANKS * EXPERTS
             in_lines = (local >= 0) & (local < COUNT_LINES * _COUNTS_PER_LINE)
             counts = tl.where(local < EXPERTS, count, 0)
-            target = (everyone[step] + offset + line * LINE_WORDS).to(tl.pointer_type(tl.int32))
+            target = (all_targets[step] + offset + line * LINE_WORDS).to(tl.pointer_type(tl.int32))
             store_row(target + local, counts, in_lines)
 
 
 @jit
 def receive_tokens(
-    program, rows_ptr, scales_ptr, packets, epoch, tag, max_tokens, hidden, rank, meta_lines,
-    token_lines, num_copy, ep_plan: tl.constexpr,
+    program, rows_ptr, scales_ptr, packets, epoch, tag, max_tokens, hidden, rank, routing_lines,
+    token_lines, num_copy_programs, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Wait for the rows that peers send, store them, and clear their lines."""
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     BLOCK: tl.constexpr = ep_plan.BLOCK
     DTYPE: tl.constexpr = rows_ptr.dtype.element_ty
-    PER_LINE: tl.constexpr = LINE_BITS // DTYPE.primitive_bitwidth
+    ELEMENTS_PER_LINE: tl.constexpr = LINE_BITS // DTYPE.primitive_bitwidth
     peers = peer_ranks(rank, NUM_RANKS)
-    shards = received_shards(packets, epoch, peers, NUM_RANKS, SLOTS)
+    shards = received_shards(packets, epoch, peers, NUM_RANKS, NUM_SLOTS)
     blocks, groups = tl.cdiv(hidden, BLOCK), tl.cdiv(hidden, SCALE_ELEMENTS)
     choice = tl.arange(0, ep_plan.TOPK_LANES)
     in_topk = choice < ep_plan.TOPK
-    for item in range(program, max_tokens * blocks, num_copy):
+    for item in range(program, max_tokens * blocks, num_copy_programs):
         token = item // blocks
         first = item % blocks * BLOCK
-        begin = meta_lines + token * token_lines
-        index = first // PER_LINE + tl.arange(0, BLOCK // PER_LINE)
-        in_row, line = index * PER_LINE < hidden, begin + index
+        begin = routing_lines + token * token_lines
+        index = first // ELEMENTS_PER_LINE + tl.arange(0, BLOCK // ELEMENTS_PER_LINE)
+        in_row, line = index * ELEMENTS_PER_LINE < hidden, begin + index
         # Each thread also polls the line with the scales of its elements.
-        quad = index // (_ELEMENTS_PER_SCALE_LINE // PER_LINE)
-        scale_line = begin + hidden // PER_LINE + quad
+        LINES_PER_SCALE_LINE: tl.constexpr = _ELEMENTS_PER_SCALE_LINE // ELEMENTS_PER_LINE
+        scale_line_index = index // LINES_PER_SCALE_LINE
+        scale_line = begin + hidden // ELEMENTS_PER_LINE + scale_line_index
         id_lines, lines, scale_lines = tl.tuple([]), tl.tuple([]), tl.tuple([])
         for peer in tl.static_range(NUM_RANKS - 1):
             id_lines = id_lines + (shards[peer] + (token * ep_plan.TOPK + choice) * LINE_WORDS,)  # noqa: RUF005
@@ -251,19 +252,19 @@ def receive_tokens(
             is_sent = is_sent + (in_row & is_owner,)  # noqa: RUF005
         if ep_plan.SCALES != "none":
             lines, is_sent = lines + scale_lines, is_sent + is_sent
-        words = poll_unmarked(lines, is_sent, packets.timeout_words)
+        words = poll_untagged(lines, is_sent, packets.timeout_words)
         tl.debug_barrier()
         for peer in tl.static_range(NUM_RANKS - 1):
             row = epoch * 0 + peers[peer] * max_tokens + token
             target = (rows_ptr + row * hidden).to(tl.pointer_type(tl.int32)) + index[:, None] * 4
             target += tl.arange(0, 4)[None, :]
             with dl.mark("store"):
-                tl.store(target, line_of(words, peer), mask=is_sent[peer][:, None])
+                tl.store(target, line_words(words, peer), mask=is_sent[peer][:, None])
             if ep_plan.SCALES != "none":
-                is_first = is_sent[peer] & (index % (_ELEMENTS_PER_SCALE_LINE // PER_LINE) == 0)
-                for place in tl.static_range(4):
-                    group = quad * 4 + place
-                    scale = words[4 * (NUM_RANKS - 1 + peer) + place].to(tl.float32, bitcast=True)
+                is_first = is_sent[peer] & (index % LINES_PER_SCALE_LINE == 0)
+                for word in tl.static_range(4):
+                    group = scale_line_index * 4 + word
+                    scale = words[4 * (NUM_RANKS - 1 + peer) + word].to(tl.float32, bitcast=True)
                     valid = is_first & (group < groups)
                     tl.store(scales_ptr + row * groups + group, scale, mask=valid)
                 clear_packets(shards[peer], scale_line, is_first)
@@ -272,37 +273,37 @@ def receive_tokens(
 
 @jit
 def write_layout_of_packets(
-    program, programs, packets, ep_layout, epoch, tag, max_tokens, rank, meta_lines,
+    program, programs, packets, ep_layout, epoch, tag, max_tokens, rank, routing_lines,
     ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """Lay out every ``programs``-th block of routes, and clear the meta lines of the last call."""
+    """Lay out every ``programs``-th block of routes, and clear routing lines of the last call."""
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     EXPERTS: tl.constexpr = ep_plan.EXPERTS
-    BLOCKS: tl.constexpr = ep_plan.BLOCKS
+    TOKEN_BLOCKS: tl.constexpr = ep_plan.TOKEN_BLOCKS
     LINES: tl.constexpr = ep_plan.EXPERT_LANES // _COUNTS_PER_LINE
     COUNT_LINES: tl.constexpr = triton.cdiv(EXPERTS, _COUNTS_PER_LINE)
-    slot = packets.words + packet_offset(epoch, 0, packets.shard_words, NUM_RANKS, SLOTS)
+    slot = packets.words + packet_offset(epoch, 0, packets.shard_words, NUM_RANKS, NUM_SLOTS)
     words_ptr, shard_lines = slot.to(tl.pointer_type(tl.int32)), packets.shard_words // LINE_WORDS
-    routes, blocks = max_tokens * ep_plan.TOPK, tl.cdiv(max_tokens, ep_plan.META_TOKENS)
+    routes, blocks = max_tokens * ep_plan.TOPK, tl.cdiv(max_tokens, ep_plan.BLOCK_TOKENS)
     items = NUM_RANKS * blocks
-    index = tl.arange(0, BLOCKS * LINES)
+    index = tl.arange(0, TOKEN_BLOCKS * LINES)
     item, place = index // LINES, index % LINES
     line = item // blocks * shard_lines + routes + item % blocks * COUNT_LINES + place
     is_sent = (item < items) & (place < COUNT_LINES)
-    counts = poll_unmarked((words_ptr + line * 4,), (is_sent,), packets.timeout_words)
-    counts = tl.where(is_sent[:, None], line_of(counts, 0), 0)
-    counts = tl.reshape(counts, [BLOCKS, LINES * 4])
+    counts = poll_untagged((words_ptr + line * 4,), (is_sent,), packets.timeout_words)
+    counts = tl.where(is_sent[:, None], line_words(counts, 0), 0)
+    counts = tl.reshape(counts, [TOKEN_BLOCKS, LINES * 4])
     length = NUM_RANKS * routes + EXPERTS * (ep_plan.ALIGNMENT - 1)
     begin = first_positions(
         tl.sum(counts, 0), ep_layout, packets.timeout_words, program, programs, length, ep_plan
     )  # fmt: skip
     expert = tl.arange(0, ep_plan.EXPERT_LANES)
-    item = tl.arange(0, BLOCKS)[:, None]
+    item = tl.arange(0, TOKEN_BLOCKS)[:, None]
     for number in range(program, items, programs):
         source = number // blocks
-        first_route = (number - source * blocks) * ep_plan.META_TOKENS * ep_plan.TOPK
-        route = first_route + tl.arange(0, ep_plan.META_TOKENS * ep_plan.TOPK_LANES)
-        end = tl.minimum(first_route + ep_plan.META_TOKENS * ep_plan.TOPK, routes)
+        first_route = (number - source * blocks) * ep_plan.BLOCK_TOKENS * ep_plan.TOPK
+        route = first_route + tl.arange(0, ep_plan.BLOCK_TOKENS * ep_plan.TOPK_LANES)
+        end = tl.minimum(first_route + ep_plan.BLOCK_TOKENS * ep_plan.TOPK, routes)
         first_line = slot + source * packets.shard_words
         (payload,) = poll_lines(
             (first_line + route * LINE_WORDS,), tag, route < end, packets.timeout_words
@@ -327,49 +328,51 @@ def write_layout_of_packets(
         sent = tl.sum(tl.where(item // blocks == shard, counts, 0), 0)
         tl.store(ep_layout.counts + expert * NUM_RANKS + shard, sent, mask=expert < EXPERTS)
     for shard in tl.static_range(NUM_RANKS):
-        last = packet_offset(epoch - 1, shard, packets.shard_words, NUM_RANKS, SLOTS)
-        for first in range(program * _CLEARED_PER_STEP, meta_lines, programs * _CLEARED_PER_STEP):
-            cleared = first + tl.arange(0, _CLEARED_PER_STEP)
-            clear_packets(packets.words + last, cleared, cleared < meta_lines)
+        last = packet_offset(epoch - 1, shard, packets.shard_words, NUM_RANKS, NUM_SLOTS)
+        for first in range(
+            program * _CLEARED_LINES_PER_STEP, routing_lines, programs * _CLEARED_LINES_PER_STEP
+        ):
+            cleared = first + tl.arange(0, _CLEARED_LINES_PER_STEP)
+            clear_packets(packets.words + last, cleared, cleared < routing_lines)
 
 
 @jit(
     do_not_specialize=[
-        "tokens", "max_tokens", "num_experts", "rank", "num_meta", "num_copy", "digest",
+        "tokens", "max_tokens", "num_experts", "rank", "num_routing_programs", "num_copy_programs",
+        "call_tag",
     ]
 )  # fmt: skip
 def kernel_dispatch_packets(
     x_ptr, x_scale_ptr, ids_ptr, weights_ptr, expert_map_ptr, rows_ptr, scales_ptr, packets,
-    ep_layout, tokens, max_tokens, hidden, num_experts, rank, meta_lines, num_meta, num_copy,
-    digest, ep_plan: tl.constexpr,
+    ep_layout, tokens, max_tokens, hidden, num_experts, rank, routing_lines, num_routing_programs,
+    num_copy_programs, call_tag, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Run the programs of a dispatch. Grid (programs,).
 
-    The first ``num_meta`` programs send ids. The next ``num_copy`` programs send and receive rows.
-    The others write the layout. ``meta_lines`` is the number of lines of routes and counts of a
-    source rank.
+    Routing programs send ids. Copy programs, which follow, send and receive rows. The others write
+    the layout. ``routing_lines`` is the number of lines of routes and counts of a source rank.
     """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
-    PER_LINE: tl.constexpr = LINE_BITS // rows_ptr.dtype.element_ty.primitive_bitwidth
-    program = tl.program_id(0)
+    ELEMENTS_PER_LINE: tl.constexpr = LINE_BITS // rows_ptr.dtype.element_ty.primitive_bitwidth
+    program, num_senders = tl.program_id(0), num_routing_programs + num_copy_programs
     epoch = next_epoch(packets.calls)
-    row_lines, groups = hidden // PER_LINE, tl.cdiv(hidden, SCALE_ELEMENTS)
+    row_lines, groups = hidden // ELEMENTS_PER_LINE, tl.cdiv(hidden, SCALE_ELEMENTS)
     token_lines = row_lines
     if ep_plan.SCALES != "none":
-        token_lines += tl.cdiv(groups, SCALES_OF_LINE)
-    if program < num_meta:
+        token_lines += tl.cdiv(groups, SCALES_PER_LINE)
+    if program < num_routing_programs:
         send_routes(
-            program, num_meta, ids_ptr, weights_ptr, expert_map_ptr, packets, ep_layout, tokens,
-            max_tokens, num_experts, rank, digest, ep_plan,
+            program, num_routing_programs, ids_ptr, weights_ptr, expert_map_ptr, packets, ep_layout,
+            tokens, max_tokens, num_experts, rank, call_tag, ep_plan,
         )  # fmt: skip
-    elif program < num_meta + num_copy:
-        own = epoch * 0 + rank * max_tokens
+    elif program < num_senders:
+        first_own_row = epoch * 0 + rank * max_tokens
         targets = packet_targets(packets, rank, NUM_RANKS)
-        offset = packet_offset(epoch, rank, packets.shard_words, NUM_RANKS, SLOTS)
-        offset += meta_lines * LINE_WORDS
-        rows, scales = tl.tuple([rows_ptr + own * hidden]), tl.tuple([])
+        offset = packet_offset(epoch, rank, packets.shard_words, NUM_RANKS, NUM_SLOTS)
+        offset += routing_lines * LINE_WORDS
+        rows, scales = tl.tuple([rows_ptr + first_own_row * hidden]), tl.tuple([])
         if ep_plan.SCALES != "none":
-            scales = tl.tuple([scales_ptr + own * groups])
+            scales = tl.tuple([scales_ptr + first_own_row * groups])
         for target in tl.static_range(NUM_RANKS - 1):
             begin = targets[target] + offset
             rows = rows + (begin.to(rows_ptr.dtype),)  # noqa: RUF005
@@ -377,19 +380,20 @@ def kernel_dispatch_packets(
                 begin += row_lines * LINE_WORDS
                 scales = scales + (begin.to(scales_ptr.dtype),)  # noqa: RUF005
         send_rows(
-            program - num_meta, x_ptr, x_scale_ptr, ids_ptr, None, expert_map_ptr, num_experts,
-            rows, scales, (token_lines * PER_LINE, token_lines * SCALES_OF_LINE), None, None,
-            tokens, max_tokens, hidden, rank, num_copy, ep_plan,
+            program - num_routing_programs, x_ptr, x_scale_ptr, ids_ptr, None, expert_map_ptr,
+            num_experts, rows, scales, (token_lines * ELEMENTS_PER_LINE, token_lines *
+            SCALES_PER_LINE), None, None, tokens, max_tokens, hidden, rank, num_copy_programs,
+            ep_plan,
         )  # fmt: skip
-    tag = packet_tag(epoch, digest)
-    if program >= num_meta + num_copy:
+    tag = packet_tag(epoch, call_tag)
+    if program >= num_senders:
         write_layout_of_packets(
-            program - num_meta - num_copy, tl.num_programs(0) - num_meta - num_copy, packets,
-            ep_layout, epoch, tag, max_tokens, rank, meta_lines, ep_plan,
+            program - num_senders, tl.num_programs(0) - num_senders, packets,
+            ep_layout, epoch, tag, max_tokens, rank, routing_lines, ep_plan,
         )  # fmt: skip
-    elif program >= num_meta:
+    elif program >= num_routing_programs:
         receive_tokens(
-            program - num_meta, rows_ptr, scales_ptr, packets, epoch, tag, max_tokens, hidden, rank,
-            meta_lines, token_lines, num_copy, ep_plan,
+            program - num_routing_programs, rows_ptr, scales_ptr, packets, epoch, tag, max_tokens,
+            hidden, rank, routing_lines, token_lines, num_copy_programs, ep_plan,
         )  # fmt: skip
     end_call(packets.calls, epoch)

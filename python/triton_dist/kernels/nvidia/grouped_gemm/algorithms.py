@@ -43,9 +43,10 @@ from triton_dist.runtime.launch import BoundedDict, Launch
 
 ORDERS = ("route", "sorted")
 SILU_MUL = "silu_mul"
-ROUTES_OF_ROW = {"gathered": 1, "position": 0}
-"""The argument ``routes_per_row`` of ``grouped_product`` for each value of ``GroupedKey.rows``."""
-# Signatures of operands that passed the checks: checking takes several us, a lookup less.
+_ROUTES_PER_ROW = {"gathered": 1, "position": 0}
+"""Argument ``routes_per_row`` of ``grouped_product`` by the value of ``GroupedKey.rows``. 0: rows
+of A are sorted by expert."""
+# Keys by the signatures of operands that passed the checks, which take several us.
 _CHECKED_KEYS: BoundedDict[Any, Any] = BoundedDict()
 
 
@@ -104,8 +105,8 @@ class GroupedKey(NamedTuple):
     layout: str
     """Memory layout of B."""
     rows: str
-    """What a row of A belongs to: ``"token"`` or ``"route"``. With ``Positions``: ``"position"``,
-    or ``"gathered"`` if ``Positions.rows`` gives the row of each position."""
+    """What A has a row for: each ``"token"``, ``"route"`` or ``"position"``; or ``"gathered"`` if
+    ``Positions.rows`` has the row of each position."""
     order: str
     activation: str | None
 
@@ -176,13 +177,12 @@ class Call(GEMMCall):
         self.key: GroupedKey = SkewedKey.without_skew(skewed_key)
         self.scales = OperandScales.of(self.A, self.B, scaling)
         self.output_dtype = scaling.output_dtype(self.A)
-        self.output_columns = self.key.N // (1 if self.activation is None else 2)
-        """Columns of the result."""
+        self.out_columns = self.key.N // (1 if self.activation is None else 2)
         self.chosen_algorithm = ALGORITHMS[self.algorithm or Tiled.name]
         self.chosen_algorithm.check(self)
 
     def empty_product(self) -> torch.Tensor:
-        return self.A.new_empty(self.topk_ids.numel(), self.output_columns, dtype=self.output_dtype)
+        return self.A.new_empty(self.topk_ids.numel(), self.out_columns, dtype=self.output_dtype)
 
     def block_map(self, block_m: int) -> BlockMap:
         """Return the map from routes (pairs of token and expert) to tiles.
@@ -227,7 +227,7 @@ class Tiled(Algorithm[Call, GroupedKey]):
         product = grouped_product(
             call.A, call.B, C, blocks, call.gemm_config,
             is_sorted=call.key.order == "sorted", silu_mul=call.activation is not None,
-            scales=call.scales, routes_per_row=ROUTES_OF_ROW.get(call.key.rows),
+            scales=call.scales, routes_per_row=_ROUTES_PER_ROW.get(call.key.rows),
         )  # fmt: skip
         return C, blocks, product
 
