@@ -179,7 +179,7 @@ class Measurement:
     def compute_layout(self) -> None:
         """Launch our kernel that exchanges ids and computes the layout, without sending rows."""
         call = DispatchCall(self.x, self.ids, self.ctx, self.weights, **self.kwargs)
-        call.launch_kernel(self.received.layout, num_copy_programs=0)
+        call.launch_kernel(self.received.layout, num_copy=0)
 
     def all_to_all_combine(self) -> torch.Tensor:
         """Return each token's sum by NCCL's all-to-all with known row counts."""

@@ -22,7 +22,7 @@ MOST = {
     "shard_collectives": (13, 1990),
     "allreduce": (11, 1980),
     "expert_parallel": (18, 3760),
-    "ep_group_gemm": (33, 6210),
+    "ep_group_gemm": (33, 6215),
     "sp_ag_attention": (13, 2020),
     "ulysses": (12, 2210),
     "ulysses_gemm": (20, 3960),

@@ -155,7 +155,7 @@ MUTANTS = (
     Mutant(
         "expert parallel: a call does not accept the flags of an earlier one",
         _EP_KERNEL,
-        "epoch = counted // _CALL_INCREMENT + 1",
+        "epoch = counted // _CALL_STEP + 1",
         "epoch = 1 + 0 * counted",
         EXPERT_PARALLEL,
     ),
@@ -176,8 +176,8 @@ MUTANTS = (
     Mutant(
         "expert parallel: combines of few tokens alternate between slots",
         "kernels/nvidia/expert_parallel/combine.py",
-        "(call.epoch % 2).to(tl.int32) * slot",
-        "(call.epoch % 1).to(tl.int32) * slot",
+        "slot = (call.epoch % 2).to(tl.int32)",
+        "slot = (call.epoch % 1).to(tl.int32)",
         EXPERT_PARALLEL,
     ),
     Mutant(

@@ -297,7 +297,7 @@ class LowLatencyCalls:
             rows, tokens = y.new_empty((len(topk_idx), handle.hidden)), len(topk_idx)
             call = DispatchCall(rows, topk_idx, ctx, topk_weights, max_tokens=max_tokens)
             routes = call.result()
-            call.launch_kernel(routes.layout, num_copy_programs=0)
+            call.launch_kernel(routes.layout, num_copy=0)
             assert routes.weights is not None
             weights = routes.weights.new_empty(len(y) + 1)
             # Routes to other ranks write to one extra element, which belongs to no row of y.

@@ -117,13 +117,11 @@ class Call(OpCall):
         )  # fmt: skip
         if key is None:
             raise_first_error(self.function, self._checks())
-            dispatch_key = self.dispatch.key
+            base = self.dispatch.key
             key = EPGroupGEMMKey(
-                dispatch_key.M, self.B.shape[2], dispatch_key.hidden, dispatch_key.num_experts,
-                dispatch_key.topk, dispatch_key.dtype, dispatch_key.num_ranks,
-                weights_layout(self.B), self.activation, dispatch_key.has_weights,
-                dispatch_key.has_capacity, dispatch_key.replicas, dispatch_key.id_dtype,
-                dispatch_key.routing_skew,
+                base.M, self.B.shape[2], base.hidden, base.num_experts, base.topk, base.dtype,
+                base.num_ranks, weights_layout(self.B), self.activation, base.has_weights,
+                base.has_capacity, base.replicas, base.id_dtype, base.routing_skew,
             )  # fmt: skip
         self.key: EPGroupGEMMKey = key
         self.chosen_algorithm = ALGORITHMS[self.algorithm or Serial.name]
@@ -141,11 +139,8 @@ class Call(OpCall):
         fits = B.ndim == 3 and tuple(B.shape[:2]) == shape and B.shape[2] > 0
         yield "B.shape", tuple(B.shape), fits, f"[E / W, hidden, N] = [{shape[0]}, {shape[1]}, N]"
         yield gradient_check("B", B)
-        num_ctas, max_ctas, fraction = (
-            self.num_ctas,
-            max_programs(None, 1),
-            self.local_first_fraction,
-        )
+        fraction, num_ctas = self.local_first_fraction, self.num_ctas
+        max_ctas = max_programs(None, 1)
         fits = fraction is None or (isinstance(fraction, (int, float)) and 0 <= fraction <= 1)
         yield "local_first_fraction", fraction, fits, "None, or 0 to 1"
         fits = num_ctas is None or (is_int(num_ctas) and 1 <= num_ctas <= max_ctas)
@@ -246,14 +241,14 @@ class Fused(Algorithm[Call, EPGroupGEMMKey]):
 
     def compile(self, call: Call) -> None:
         received = call.dispatch.result()
-        call.dispatch.dispatch_launch(received.layout, num_copy_programs=0).compile()
+        call.dispatch.dispatch_launch(received.layout, num_copy=0).compile()
         for launch in self.launches(call, received)[1]:
             launch.compile()
 
     def run(self, call: Call) -> Any:
         received = call.dispatch.result()
         C, (order, product) = self.launches(call, received)
-        call.dispatch.launch_kernel(received.layout, num_copy_programs=0)
+        call.dispatch.launch_kernel(received.layout, num_copy=0)
         call.ctx.buffer.launcher.repeat(order)
         call.ctx.buffer.repeat(product, call.num_ctas or _NUM_COPY_PROGRAMS[0])
         return C, received

@@ -111,11 +111,9 @@ def num_sms_check(num_sms: int | None) -> Check:
     return "num_sms", num_sms, fits, f"None, or at least {_MIN_PROGRAMS}"
 
 
-def launch_options(
-    params: LaunchParams, per_sm: int = 2, bytes_per_warp: int = 512
-) -> dict[str, int]:
+def launch_options(params: LaunchParams, per_sm: int = 2, warp_bytes: int = 512) -> dict[str, int]:
     """Return compile options that let ``per_sm`` programs run on an SM at the same time."""
-    warps = max(4, min(16, params.block_bytes // bytes_per_warp))
+    warps = max(4, min(16, params.block_bytes // warp_bytes))
     return {"num_warps": warps, "maxnreg": min(255, 2048 // (per_sm * warps))}
 
 
@@ -232,23 +230,16 @@ class DispatchCall(OpCall):
             return None
         return int32_vectors(self.ctx.device.torch_device, self.ctx.num_ranks * self.token_limit)[0]
 
-    def programs(self, num_copy_programs: int | None = None) -> tuple[int, int, int]:
+    def programs(self, num_copy: int | None = None) -> tuple[int, int, int]:
         """Return the numbers of routing, copy and layout programs."""
         blocks = -(-self.token_limit // block_tokens(self.key.topk))
         total = max_programs(self.num_sms)
-        num_routing_programs = max(1, min(_MAX_ROUTING_PROGRAMS, blocks, total // 8))
-        num_layout_programs = min(_MAX_LAYOUT_PROGRAMS, self.ctx.num_ranks * blocks)
-        if num_copy_programs is None:
-            num_copy_programs = min(
-                self.params.num_ctas,
-                total - num_routing_programs - 1 - min(num_layout_programs, total // 4),
-            )
-            num_copy_programs = max(1, num_copy_programs)
-        return (
-            num_routing_programs,
-            num_copy_programs,
-            max(1, min(num_layout_programs, total - num_routing_programs - 1 - num_copy_programs)),
-        )
+        num_routing = max(1, min(_MAX_ROUTING_PROGRAMS, blocks, total // 8))
+        num_layout = min(_MAX_LAYOUT_PROGRAMS, self.ctx.num_ranks * blocks)
+        if num_copy is None:
+            limit = total - num_routing - 1 - min(num_layout, total // 4)
+            num_copy = max(1, min(self.params.num_ctas, limit))
+        return num_routing, num_copy, max(1, min(num_layout, total - num_routing - 1 - num_copy))
 
     def plan(self) -> EPPlan:
         key, block = self.key, self.params.block_bytes // self.x.element_size()
@@ -286,20 +277,16 @@ class DispatchCall(OpCall):
         return self.ctx.buffer.memory["rows"].local.view(self.wire_dtype)
 
     def launch_kernel(
-        self,
-        layout: EPLayout,
-        send: bool = True,
-        receive: bool = True,
-        num_copy_programs: int | None = None,
+        self, layout: EPLayout, send: bool = True, receive: bool = True, num_copy: int | None = None
     ) -> None:
         """Launch the programs that send, the programs that receive, or both.
 
-        ``num_copy_programs`` replaces the number of copy programs. If it is 0, no rows are sent.
+        ``num_copy`` replaces the number of copy programs. If it is 0, no rows are sent.
         """
         ctx = self.ctx
         if send and self.locations is not None:
             # The user's counter must not count tokens that calls of the tuner drop.
-            is_tuning = num_copy_programs is not None or waits.are_limited()
+            is_tuning = num_copy is not None or waits.are_limited()
             arguments = (
                 self.topk_ids, self.expert_map, self.locations,
                 ctx.dropped_in_tuning if is_tuning else ctx.dropped, self.tokens, self.token_limit,
@@ -307,9 +294,9 @@ class DispatchCall(OpCall):
             )  # fmt: skip
             options = {"ep_plan": self.plan(), "num_warps": self.params.num_warps}
             ctx.buffer.launcher.repeat(Launch(kernel_locate, (ctx.num_ranks,), arguments, options))
-        num_routing_programs, num_copy_programs, _ = self.programs(num_copy_programs)
-        launch = self.dispatch_launch(layout, send, receive, num_copy_programs)
-        ctx.buffer.repeat(launch, num_routing_programs + num_copy_programs, 2)
+        num_routing, num_copy, _ = self.programs(num_copy)
+        launch = self.dispatch_launch(layout, send, receive, num_copy)
+        ctx.buffer.repeat(launch, num_routing + num_copy, 2)
 
     def call_tag(self, *programs: int) -> int:
         """Return the call tag, a digest of the arguments that must be equal on all ranks."""
@@ -317,20 +304,12 @@ class DispatchCall(OpCall):
         return digest_of(key.M, key.topk, key.scales, dtype, key.has_weights, *programs)
 
     def dispatch_launch(
-        self,
-        layout: EPLayout,
-        send: bool = True,
-        receive: bool = True,
-        num_copy_programs: int | None = None,
+        self, layout: EPLayout, send: bool = True, receive: bool = True, num_copy: int | None = None
     ) -> Launch:
         ctx, memory, plan = self.ctx, self.ctx.buffer.memory, self.plan()
-        num_routing_programs, num_copy_programs, num_layout_programs = self.programs(
-            num_copy_programs
-        )
-        programs = (num_routing_programs + num_copy_programs if send else 0) + (
-            num_layout_programs + 1 if receive else 0
-        )
-        call_tag = self.call_tag(num_routing_programs, num_copy_programs)
+        num_routing, num_copy, num_layout = self.programs(num_copy)
+        programs = (num_routing + num_copy if send else 0) + (num_layout + 1 if receive else 0)
+        call_tag = self.call_tag(num_routing, num_copy)
         has_scales = plan.SCALES != "none"
         scales, routing = memory["scales"], memory["routing"]
         ep_memory = EPMemory(
@@ -342,7 +321,7 @@ class DispatchCall(OpCall):
         arguments = (
             self.x, self.x_scale, self.topk_ids, self.topk_weights, self.locations, self.expert_map,
             ep_memory, peers, layout, self.tokens, self.token_limit, self.capacity, ctx.hidden,
-            self.logical_experts, ctx.rank, num_routing_programs, num_copy_programs, call_tag,
+            self.logical_experts, ctx.rank, num_routing, num_copy, call_tag,
         )  # fmt: skip
         options = {"receives_only": not send, "ep_plan": plan, **launch_options(self.params)}
         return Launch(kernel_dispatch, (programs,), arguments, options)
@@ -400,32 +379,30 @@ class Packets(Push):
     def launch(self, call: DispatchCall, layout: EPLayout) -> Launch:
         ctx, topk = call.ctx, call.topk_ids.shape[1]
         block_size = block_tokens(topk, True)
-        num_routing_programs = -(-call.token_limit // block_size)
+        num_routing = -(-call.token_limit // block_size)
         plan = call.plan()._replace(
             BLOCK=max(4 * SCALE_ELEMENTS, call.params.block_bytes // call.x.element_size()),
-            TOKEN_BLOCKS=triton.next_power_of_2(ctx.num_ranks * num_routing_programs),
             BLOCK_TOKENS=block_size,
+            TOKEN_BLOCKS=triton.next_power_of_2(ctx.num_ranks * num_routing),
         )  # fmt: skip
         per_sm = packet_programs_per_sm(ctx.num_ranks)
         total = max_programs(call.num_sms, per_sm)
-        num_routing_programs = min(num_routing_programs, -(-total // 8))
-        num_layout_programs = min(ctx.num_ranks * num_routing_programs, -(-total // 4))
-        num_copy_programs = min(
-            call.params.num_ctas, total - num_routing_programs - num_layout_programs
-        )
+        num_routing = min(num_routing, -(-total // 8))
+        num_layout = min(ctx.num_ranks * num_routing, -(-total // 4))
+        num_copy = min(call.params.num_ctas, total - num_routing - num_layout)
         # Each copy program handles the same block of columns in all its rows. It then waits only
         # for programs with smaller numbers.
         blocks = -(-ctx.hidden // plan.BLOCK)
-        num_copy_programs -= num_copy_programs % blocks if num_copy_programs > blocks else 0
-        programs = num_routing_programs + num_copy_programs + num_layout_programs
-        call_tag = call.call_tag(num_routing_programs, num_copy_programs)
+        num_copy -= num_copy % blocks if num_copy > blocks else 0
+        programs = num_routing + num_copy + num_layout
+        call_tag = call.call_tag(num_routing, num_copy)
         has_scales = plan.SCALES != "none"
         arguments = (
             call.x, call.x_scale, call.topk_ids, call.topk_weights, call.expert_map,
             call.row_buffer(), ctx.buffer.memory["scales"].local if has_scales else None,
             ctx.buffer.packet_regions()._replace(calls=ctx.epochs), layout, call.tokens,
             call.token_limit, ctx.hidden, call.logical_experts, ctx.rank, ctx.routing_lines,
-            num_routing_programs, num_copy_programs, call_tag,
+            num_routing, num_copy, call_tag,
         )  # fmt: skip
         options = {"ep_plan": plan, **launch_options(call.params, per_sm, 1024)}
         return Launch(kernel_dispatch_packets, (programs,), arguments, options)
@@ -451,7 +428,7 @@ class Collective(Push):
             raise InvalidArgument("ep_dispatch", "algorithm", self.name, expected)
 
     def start(self, call: DispatchCall, received: Received) -> None:
-        call.launch_kernel(received.layout, num_copy_programs=0)
+        call.launch_kernel(received.layout, num_copy=0)
         x, scale = call.x.detach(), call.x_scale
         if call.quantise:
             groups = -(-x.shape[1] // SCALE_ELEMENTS)

@@ -163,17 +163,14 @@ def add_sums(
     column = first + tl.arange(0, BLOCK)
     index = first // ELEMENTS_PER_LINE + tl.arange(0, BLOCK // ELEMENTS_PER_LINE)
     own = sum_of_choices(y_ptr, y_rows, ep_layout, positions, column, hidden, ep_plan)
-    lines, is_sent = tl.tuple([]), tl.tuple([])
+    lines, is_sent, payloads = tl.tuple([]), tl.tuple([]), tl.tuple([])
     words_ptr = packets.words.to(tl.pointer_type(tl.int32))
     peers = peer_ranks(call.rank, NUM_RANKS)
     for peer in tl.static_range(NUM_RANKS - 1):
         line = first_line(packets, peers[peer], first_token + token, row_lines) + index
         lines = lines + (words_ptr + line * 4,)  # noqa: RUF005
         is_sent = is_sent + ((index < row_lines) & ((senders >> peers[peer]) & 1 != 0),)  # noqa: RUF005
-    payload, payloads = (
-        tl.reshape(payload_of(own.to(DTYPE)), [BLOCK // ELEMENTS_PER_LINE, 4]),
-        tl.tuple([]),
-    )
+    payload = tl.reshape(payload_of(own.to(DTYPE)), [BLOCK // ELEMENTS_PER_LINE, 4])
     if NUM_RANKS > 1:
         arrived = poll_untagged(lines, is_sent, packets.timeout_words)
         tl.debug_barrier()
@@ -222,10 +219,9 @@ def kernel_combine(
     route = (((rank + 1) % NUM_RANKS) * max_tokens + first // blocks) * ep_plan.TOPK
     next_sent_positions = positions_at(ep_layout, route, first < max_tokens * blocks, ep_plan)
     route = (rank * max_tokens + first // blocks) * ep_plan.TOPK
-    next_own_positions = positions_at(ep_layout, route, first < tokens * blocks, ep_plan)
-    next_destinations = tl.load(
-        ep_layout.destinations + first // blocks, mask=first < tokens * blocks
-    )
+    is_own = first < tokens * blocks
+    next_own_positions = positions_at(ep_layout, route, is_own, ep_plan)
+    next_destinations = tl.load(ep_layout.destinations + first // blocks, mask=is_own)
     for step in range(num_items + chunk_items):
         item = first + step * programs
         if (step < num_items) & (item < max_tokens * blocks):

@@ -108,17 +108,15 @@ class EPContext(OpContext[ExchangeBuffer]):
             self.first_slot_token = max_tokens if max_tokens > self.slot_tokens else 0
             sum_rows = self.first_slot_token + 2 * self.slot_tokens
             packet_bytes = LINE_BYTES * sum_rows * row_lines if can_combine else 0
-            sums = ExchangeBuffer(
-                1, group, "ep_combine", packet_bytes, disagreements, packet_slots=1
+            self.combine_buffer = add(
+                ExchangeBuffer(1, group, "ep_combine", packet_bytes, disagreements, packet_slots=1)
             )
-            self.combine_buffer = add(sums)
         device = self.device.torch_device
         # Number of calls of each program of the algorithm "packets".
         self.epochs = torch.zeros(MAX_CTAS, dtype=torch.int64, device=device)
         # The addresses of both are multiples of 16 bytes, so Triton compiles one kernel for both.
-        self.dropped, _, self.dropped_in_tuning = torch.zeros(
-            5, dtype=torch.int32, device=device
-        ).split((1, 3, 1))
+        counters = torch.zeros(5, dtype=torch.int32, device=device)
+        self.dropped, _, self.dropped_in_tuning = counters.split((1, 3, 1))
         # Kernels store a fault in a word of host memory, whose address they read on the device.
         self.faults = self.device.host_word()
         address = [self.faults.data_ptr()]

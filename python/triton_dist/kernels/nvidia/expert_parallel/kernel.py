@@ -66,7 +66,7 @@ FAULT_Y_ROWS, FAULT_OUT_ROWS = tl.constexpr(3), tl.constexpr(4)
 _FP8_MAXIMUM = tl.constexpr(448.0)
 _COUNTS_PER_STEP = tl.constexpr(4096)
 """Number of counts that a layout program loads at once."""
-_CALL_INCREMENT = tl.constexpr(4096)
+_CALL_STEP = tl.constexpr(4096)
 """What a call adds to the counter of calls. Exceeds the number of programs of a launch."""
 
 
@@ -146,18 +146,16 @@ def begin_ep_call(peers, call_tag, rank, is_continuation: tl.constexpr, ep_plan:
     table = tl.load(peers.table + peer, mask=peer < ep_plan.NUM_RANKS, other=0)
     flags = table.to(peers.arrivals.dtype) + tl.program_id(0) * ep_plan.NUM_RANKS + rank
     if not is_continuation:
-        step = tl.where(tl.program_id(0) == 0, _CALL_INCREMENT - tl.num_programs(0) + 1, 1).to(
-            tl.int64
-        )
+        step = tl.where(tl.program_id(0) == 0, _CALL_STEP - tl.num_programs(0) + 1, 1).to(tl.int64)
         counted = tl.atomic_add(peers.calls + 1, step, sem="relaxed", scope="gpu")
-        epoch = counted // _CALL_INCREMENT + 1
+        epoch = counted // _CALL_STEP + 1
         # The host uses word 0 to find late flags. Word 2 or 3 counts the work items that programs
         # have claimed in the next call (``send_rows``): reset it.
         if tl.program_id(0) == 0:
             tl.atomic_add(peers.calls, MAX_CTAS, sem="relaxed", scope="gpu")
             tl.store(peers.calls + claim_counter_index(epoch + 1), 0)
     else:
-        epoch = tl.load(peers.calls + 1) // _CALL_INCREMENT
+        epoch = tl.load(peers.calls + 1) // _CALL_STEP
     return Call(flags=flags, epoch=epoch, offset=epoch * 0, call_tag=call_tag, rank=rank)
 
 
@@ -234,22 +232,21 @@ def send_routing(
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     TOPK: tl.constexpr = ep_plan.TOPK
     EXPERTS: tl.constexpr = ep_plan.EXPERTS
+    BLOCK_TOKENS: tl.constexpr = ep_plan.BLOCK_TOKENS
     offset = slot_offset(call.epoch, memory.routing_elements)
     num_ids = NUM_RANKS * max_tokens * TOPK
     bin = tl.arange(0, ep_plan.EXPERT_BINS)
     choice = tl.arange(0, ep_plan.TOPK_LANES)[None, :]
-    for first in range(
-        program * ep_plan.BLOCK_TOKENS, max_tokens, num_routing_programs * ep_plan.BLOCK_TOKENS
-    ):
+    for first in range(program * BLOCK_TOKENS, max_tokens, num_routing_programs * BLOCK_TOKENS):
         expert, bits, count = read_block(
             first, ids_ptr, weights_ptr, locations_ptr, expert_map_ptr, num_experts, ep_layout,
             call.rank, tokens, max_tokens, ep_plan,
         )  # fmt: skip
-        token = first + tl.arange(0, ep_plan.BLOCK_TOKENS)
+        token = first + tl.arange(0, BLOCK_TOKENS)
         in_call = token < max_tokens
         stored = in_call[:, None] & (choice < TOPK)
         route = (call.rank * max_tokens + token)[:, None] * TOPK + choice
-        item = call.rank * tl.cdiv(max_tokens, ep_plan.BLOCK_TOKENS) + first // ep_plan.BLOCK_TOKENS
+        item = call.rank * tl.cdiv(max_tokens, BLOCK_TOKENS) + first // BLOCK_TOKENS
         with dl.mark("push"):
             for step in tl.static_range(NUM_RANKS):
                 peer = (call.rank + step) % NUM_RANKS
@@ -258,9 +255,8 @@ def send_routing(
                 if weights_ptr is not None:
                     tl.store(target + num_ids + route, bits, mask=stored)
                 if locations_ptr is not None:
-                    location = tl.load(
-                        locations_ptr + peer * max_tokens + token, mask=in_call, other=-1
-                    )
+                    location_ptr = locations_ptr + peer * max_tokens + token
+                    location = tl.load(location_ptr, mask=in_call, other=-1)
                     index = call.rank * max_tokens + token
                     tl.store(target + 2 * num_ids + index, location, mask=in_call)
                 local = bin - peer * EXPERTS
@@ -463,12 +459,10 @@ def write_layout(
     flags = tl.arange(0, ep_plan.ROUTING_FLAG_LANES)
     value = chunk_flag(call, 0)
     first_flag = peers.arrivals + flag_offset(0, value, NUM_RANKS)
-    waited = dl.wait(
-        first_flag + flags, num_routing_programs * NUM_RANKS, value, peers.timeout_words, True
-    )
-    routing_ptr = memory.routing + after_wait(
-        slot_offset(call.epoch, memory.routing_elements), waited
-    )
+    num_flags = num_routing_programs * NUM_RANKS
+    waited = dl.wait(first_flag + flags, num_flags, value, peers.timeout_words, True)
+    offset = slot_offset(call.epoch, memory.routing_elements)
+    routing_ptr = memory.routing + after_wait(offset, waited)
     routes = max_tokens * ep_plan.TOPK
     num_ids = NUM_RANKS * routes
     location_ptr = routing_ptr + 2 * num_ids

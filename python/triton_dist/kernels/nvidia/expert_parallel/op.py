@@ -72,7 +72,7 @@ def combine_variants(
         )
         variant_received = call.result()
         # Copy no rows, so that the rows of ``received`` in the context are not overwritten.
-        call.launch_kernel(variant_received.layout, num_copy_programs=0)
+        call.launch_kernel(variant_received.layout, num_copy=0)
         rows = variant_received.num_positions()
         yield {"y": y.new_zeros((rows, ctx.hidden)), "received": variant_received}
 

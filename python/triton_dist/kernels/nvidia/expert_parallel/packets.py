@@ -69,7 +69,7 @@ _COUNTS_PER_LINE = tl.constexpr(4)
 """Counts in a line. Each is one word, because halves of a word may arrive at different times."""
 _ELEMENTS_PER_SCALE_LINE = tl.constexpr(SCALES_PER_LINE.value * SCALE_ELEMENTS.value)
 """Elements whose four scales are in one line."""
-_CLEARED_LINES_PER_STEP = tl.constexpr(512)
+_CLEARED_LINES = tl.constexpr(512)
 """Number of lines that a layout program clears at once."""
 
 
@@ -329,10 +329,8 @@ def write_layout_of_packets(
         tl.store(ep_layout.counts + expert * NUM_RANKS + shard, sent, mask=expert < EXPERTS)
     for shard in tl.static_range(NUM_RANKS):
         last = packet_offset(epoch - 1, shard, packets.shard_words, NUM_RANKS, NUM_SLOTS)
-        for first in range(
-            program * _CLEARED_LINES_PER_STEP, routing_lines, programs * _CLEARED_LINES_PER_STEP
-        ):
-            cleared = first + tl.arange(0, _CLEARED_LINES_PER_STEP)
+        for first in range(program * _CLEARED_LINES, routing_lines, programs * _CLEARED_LINES):
+            cleared = first + tl.arange(0, _CLEARED_LINES)
             clear_packets(packets.words + last, cleared, cleared < routing_lines)
 
 
@@ -381,9 +379,9 @@ def kernel_dispatch_packets(
                 scales = scales + (begin.to(scales_ptr.dtype),)  # noqa: RUF005
         send_rows(
             program - num_routing_programs, x_ptr, x_scale_ptr, ids_ptr, None, expert_map_ptr,
-            num_experts, rows, scales, (token_lines * ELEMENTS_PER_LINE, token_lines *
-            SCALES_PER_LINE), None, None, tokens, max_tokens, hidden, rank, num_copy_programs,
-            ep_plan,
+            num_experts, rows, scales,
+            (token_lines * ELEMENTS_PER_LINE, token_lines * SCALES_PER_LINE), None, None, tokens,
+            max_tokens, hidden, rank, num_copy_programs, ep_plan,
         )  # fmt: skip
     tag = packet_tag(epoch, call_tag)
     if program >= num_senders:
