@@ -46,14 +46,14 @@ _MAX_BYTES = 1 << 28
 _MAX_JSON_BYTES = 1 << 24
 """Maximum size of the manifest, or of the metadata of a kernel, in bytes. Parsing JSON takes up to
 30 times as much memory."""
-MAX_RECORDS_BYTES = 1 << 26
+MAX_RECORDS_BYTES = 1 << 26  # of a file of records
 _DAMAGE_ERRORS = (
     zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, RuntimeError, ValueError,
     OverflowError, MemoryError,
 )  # fmt: skip
 """Exceptions that ``zipfile`` raises for a file that is damaged or not a zip."""
-_ZIP_DATE = (1980, 1, 1, 0, 0, 0)
-_ELF, _EM_CUDA = b"\x7fELF", 190
+_ZIP_DATE = (1980, 1, 1, 0, 0, 0)  # fixed, so that equal contents give equal files
+_ELF, _EM_CUDA = b"\x7fELF", 190  # first bytes of an ELF file, and the ELF machine number of cubins
 _ARCHITECTURE = {51: 0, 65: 8}
 """By ELF OS ABI (51: CUDA 12, 65: CUDA 13): bit at which the architecture begins in a cubin's ELF
 flags."""
@@ -61,8 +61,8 @@ flags."""
 PACKAGE_RECORDS = Path(__file__).parent / "records"
 """Folder of the records shipped with the package."""
 
-_explicit_packs: list[Path] = []
-_packs_by_path: dict[Path, Pack | None] = {}
+_explicit_packs: list[Path] = []  # packs that the program opened, the latest first
+_packs_by_path: dict[Path, Pack | None] = {}  # ``None``: the file is damaged
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from triton_dist import knobs
 from triton_dist._warn import print_line
 from triton_dist.errors import TritonDistError, original_error
 
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_SCRIPTS = _PACKAGE + "test" + os.sep
-_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_PACKAGE_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_SCRIPTS_FOLDER = _PACKAGE_FOLDER + "test" + os.sep
+_STDLIB_FOLDER = os.path.dirname(os.__file__) + os.sep
 
 
 def format_exception(error: BaseException) -> str:
@@ -63,7 +63,9 @@ class _FoldedStack(traceback.StackSummary):
         lines: list[str] = []
         folded: list[bool] = []
         for index, frame in enumerate(self):
-            is_of_python = frame.filename.startswith(_LIBRARY) and "-packages" not in frame.filename
+            is_of_python = (
+                frame.filename.startswith(_STDLIB_FOLDER) and "-packages" not in frame.filename
+            )
             # A frame of the standard library is folded after a folded frame.
             is_inside = _is_internal(frame) or (any(folded[-1:]) and is_of_python)
             folded.append(is_inside and index < self.foldable)
@@ -97,4 +99,6 @@ def _is_internal(frame: traceback.FrameSummary) -> bool:
     triton = getattr(sys.modules.get("triton"), "__file__", None)
     if triton and frame.filename.startswith(os.path.dirname(triton) + os.sep):
         return True
-    return frame.filename.startswith(_PACKAGE) and not frame.filename.startswith(_SCRIPTS)
+    return frame.filename.startswith(_PACKAGE_FOLDER) and not frame.filename.startswith(
+        _SCRIPTS_FOLDER
+    )

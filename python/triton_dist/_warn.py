@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-_deferred = threading.local()
+_deferred = threading.local()  # ``warnings``: the warnings of this thread that are issued later
 _entry_points: set[types.CodeType] = set()
 
 

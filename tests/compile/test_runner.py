@@ -572,7 +572,7 @@ def toolchain(monkeypatch):
         requests.append(kernel)
         driver = triton.runtime.driver._active
         monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(request)))
-        exec(toolchains._PROGRAM, {})
+        exec(toolchains._COMPILE_PROGRAM, {})
         triton.runtime.driver._active = driver
 
     monkeypatch.setattr(toolchains, "_compile_in_subprocess", answer)

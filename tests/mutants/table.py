@@ -689,8 +689,8 @@ MUTANTS = (
     Mutant(
         "store: a temporary file of a writer at work stays",
         _STORE,
-        "st_mtime > _STALE_SECONDS",
-        "st_mtime > -_STALE_SECONDS",
+        "st_mtime > _STALE_AGE_SECONDS",
+        "st_mtime > -_STALE_AGE_SECONDS",
         STORE,
     ),
 )

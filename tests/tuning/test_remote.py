@@ -111,8 +111,8 @@ def opened(url: str, seconds: float = 30.0, **options: Any) -> RemoteStore:
 
 
 def names(url: str) -> list[str]:
-    found = opened(url).request(lambda backend: list(backend.names(remote._NAMESPACE)))
-    return sorted(filter(remote._NAME.fullmatch, found))
+    found = opened(url).request(lambda backend: list(backend.names(remote._ENTRY_NAMESPACE)))
+    return sorted(filter(remote._ENTRY_NAME.fullmatch, found))
 
 
 def job(store: RemoteStore | None, **options: Any) -> list[Rank]:
@@ -239,7 +239,7 @@ def put(url: str, name: str, data: bytes) -> None:
 
 
 def get(url: str, name: str) -> bytes:
-    return opened(url).request(lambda backend: backend.get(name, remote.MAX_BYTES)) or b""
+    return opened(url).request(lambda backend: backend.get(name, remote.MAX_ENTRY_BYTES)) or b""
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
@@ -249,7 +249,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "another time": lambda data: b'{"expires": "soon"}' + data[data.index(b"\n") :],
     "nested": lambda data: b"[" * 100_000 + b"\n",
     "edited": lambda data: data.replace(b'"seconds": ', b'"seconds": 1'),
-    "too large": lambda data: data + b" " * remote.MAX_BYTES,
+    "too large": lambda data: data + b" " * remote.MAX_ENTRY_BYTES,
     "a newer schema": lambda data: data.replace(b'"schema": 4', b'"schema": 5'),
 }
 

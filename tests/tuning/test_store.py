@@ -332,7 +332,7 @@ def test_where_locks_do_not_work_records_are_written_and_damaged_files_stay(
 
 
 def test_a_writer_that_is_stopped_with_the_lock_held_stops_nobody(kept, monkeypatch):
-    monkeypatch.setattr("triton_dist._tuning.store.file._LOCK_SECONDS", 0.1)
+    monkeypatch.setattr("triton_dist._tuning.store.file._LOCK_TIMEOUT_SECONDS", 0.1)
     with filelock.FileLock(kept.path(RECORD.key).parent / ".lock"):
         thread = threading.Thread(target=kept.put, args=(record(Measurement((0.5,), 3)),))
         thread.start()

@@ -102,7 +102,7 @@ def _row(description: Path, with_sass: bool) -> list[str]:
     return [description.parent.name, f"sm_{artefact.metadata.arch}", *map(str, (*launched, *used))]
 
 
-_MAX_LINES = 12
+_MAX_LISTED_OPERATIONS = 12
 _COUNTED_OPTIONS = ("num_warps", "num_stages")
 
 
@@ -213,10 +213,10 @@ def _lines(tree: dict[str, Any]) -> Iterator[str]:
             yield from (f"  - {line}" for line in part["only_old"])
             yield from (f"  + {line}" for line in part["only_new"])
             changed = list(part["operations"].items()) if name != "layouts" else []
-            for operation, (old, new) in changed[:_MAX_LINES]:
+            for operation, (old, new) in changed[:_MAX_LISTED_OPERATIONS]:
                 yield f"  {old:5} -> {new:<5} {operation}"
-            if len(changed) > _MAX_LINES:
-                yield f"  and {len(changed) - _MAX_LINES} more; --json has all"
+            if len(changed) > _MAX_LISTED_OPERATIONS:
+                yield f"  and {len(changed) - _MAX_LISTED_OPERATIONS} more; --json has all"
     yield from (f"{level}: not compared: {why}" for level, why in tree["missing"].items())
 
 

@@ -28,7 +28,7 @@ _PREFIXES = ("TRITON_", "CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "OMP_")
 _OTHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTHONPATH")
 _OUR_PREFIX = "TRITON_DIST_"
 _TIMEOUT_SECONDS = 20
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+_ANSI_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def add_to(subcommands: Any) -> None:
@@ -147,7 +147,7 @@ def _nvidia_smi(*arguments: str) -> list[str]:
         return []
     if done.returncode:
         raise OSError(f"nvidia-smi {' '.join(arguments)}: {(done.stdout + done.stderr).strip()}")
-    plain = _ESCAPES.sub("", done.stdout)  # nvidia-smi underlines headings even in a pipe
+    plain = _ANSI_ESCAPES.sub("", done.stdout)  # nvidia-smi underlines headings even in a pipe
     return [line.rstrip() for line in plain.splitlines() if line.strip()]
 
 

@@ -20,7 +20,7 @@ from triton_dist.cli.validator import (
 )
 from triton_dist.errors import NoSuchFunction
 
-_NOT_FIRST = "another record of this key is found first and is used"
+_NOT_FIRST_REASON = "another record of this key is found first and is used"
 
 
 def add_to(subcommands: Any) -> None:
@@ -163,7 +163,7 @@ def _mark_first_used(records: Sequence[_Explained]) -> Iterator[_Explained]:
     used_file = ""
     for each in records:
         if each.verdict.is_used and used_file:
-            each = replace(each, verdict=Verdict(False, (f"{_NOT_FIRST}: {used_file}",)))
+            each = replace(each, verdict=Verdict(False, (f"{_NOT_FIRST_REASON}: {used_file}",)))
         elif each.verdict.is_used:
             used_file = each.stored.location
         yield each
@@ -206,7 +206,9 @@ def _print(found: Sequence[_Explained], ranks: Mapping[str, str], prints_all: bo
 def _group_key(each: _Explained) -> object:
     """Return a value that is equal for records of one function with equal verdicts."""
     verdict = each.verdict
-    reasons = tuple(_NOT_FIRST if r.startswith(_NOT_FIRST) else r for r in verdict.reasons)
+    reasons = tuple(
+        _NOT_FIRST_REASON if r.startswith(_NOT_FIRST_REASON) else r for r in verdict.reasons
+    )
     name = each.stored.record.key.full_name
     return name, verdict.is_used, reasons, verdict.accepted_differences, verdict.may_be_dropped
 

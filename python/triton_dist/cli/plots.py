@@ -12,7 +12,7 @@ from triton_dist.cli.report_data import ReportedRecord
 
 # Colours.
 _FAINT, _MAIN, _WINNER, _DEFAULT = "#8fa9c4", "#3b7dd8", "#d9542b", "#8a5cc2"
-_GRID = "rgba(128,128,128,.25)"
+_GRID_COLOR = "rgba(128,128,128,.25)"
 _PHASES = ("compile", "measure", "agree", "search", "other")
 _MAX_BARS, _MAX_FASTEST, _MAX_LABEL_LENGTH = 12, 8, 28
 _MAX_PLOTTED_RATIO = 1.25
@@ -243,20 +243,21 @@ def _layout(
     smallest by a factor of ``_MIN_LOGARITHMIC_RATIO``, this axis is logarithmic."""
     layout: dict[str, Any] = {
         "height": 370, "margin": {"l": 50, "r": 10, "t": 30, "b": 40},
-        "paper_bgcolor": _TRANSPARENT, "plot_bgcolor": _TRANSPARENT,
+        "paper_bgcolor": _TRANSPARENT_COLOR, "plot_bgcolor": _TRANSPARENT_COLOR,
         "legend": {"orientation": "h", "y": -0.27},
-        "modebar": {"bgcolor": _TRANSPARENT, "color": "#8d8d8d", "activecolor": _MAIN},
+        "modebar": {"bgcolor": _TRANSPARENT_COLOR, "color": "#8d8d8d", "activecolor": _MAIN},
     }  # fmt: skip
     for name, title, values in (("xaxis", x_title, x), ("yaxis", y_title, y)):
         # Times and ratios are positive, so an axis must not extend below 0.
-        layout[name] = {"title": {"text": title}, "gridcolor": _GRID, "zerolinecolor": _GRID,
+        colors = {"gridcolor": _GRID_COLOR, "zerolinecolor": _GRID_COLOR}
+        layout[name] = {"title": {"text": title}, **colors,
                         "rangemode": "nonnegative", "automargin": True}  # fmt: skip
         if values and min(values) > 0 and max(values) > _MIN_LOGARITHMIC_RATIO * min(values):
             layout[name] |= {"type": "log", "dtick": "D2", "tickformat": "~g"}
     return layout
 
 
-_TRANSPARENT = "rgba(0,0,0,0)"
+_TRANSPARENT_COLOR = "rgba(0,0,0,0)"
 
 
 def _line(**ends: Any) -> dict[str, Any]:

@@ -57,8 +57,8 @@ def _run(arguments: argparse.Namespace) -> int:
     return 1 if arguments.function and not tunings else 0
 
 
-def _print_none(kind: str, function: str | None) -> None:
-    print(f"No {kind} tuning{f' of {function}' * bool(function)} in {knobs.cache_dir.get()}.")
+def _print_none(state: str, function: str | None) -> None:
+    print(f"No {state} tuning{f' of {function}' * bool(function)} in {knobs.cache_dir.get()}.")
 
 
 def _tree(each: InterruptedTuning) -> _Tree:

@@ -30,23 +30,25 @@ from triton_dist.runtime import waits
 from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.job import create_job_folder, is_running, job_folder
 
-QUIET_SECONDS = 2.0
-_PUBLISH_SECONDS = 0.25
+QUIET_SECONDS = 2.0  # Ranks that wait for each other this long without a change are deadlocked.
+_PUBLISH_SECONDS = 0.25  # interval at which a rank writes its waits for the other ranks
 _WAIT_EXPIRY_SECONDS = 0.5
 """A wait that was not polled for this time has ended. Waiting programs poll every few ms."""
-_MAX_SET_FLAGS = 64
-_COLLECTIVES = (
+_MAX_SET_FLAGS = 64  # latest flags that this rank has set and reports
+_COLLECTIVE_FOLDERS = (
     f"{os.sep}torch{os.sep}distributed{os.sep}",
     f"{os.sep}runtime{os.sep}ranks{os.sep}",
 )
-_PACKAGE = str(Path(__file__).resolve().parents[1])
-_OF_RANK = re.compile(r"(.*)( of rank \d+)(\[.*\])")
+_PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
+_REGION_OF_RANK = re.compile(r"(.*)( of rank \d+)(\[.*\])")
 
 
 def flag_name(address: int) -> str:
     """Return ``name[index] of rank r`` for a flag in the memory of rank r; equal on all ranks."""
     name = describe_address(address)
-    return _OF_RANK.sub(r"\1\3\2", name) if " of rank " in name else f"{name} of rank {_rank()}"
+    return (
+        _REGION_OF_RANK.sub(r"\1\3\2", name) if " of rank " in name else f"{name} of rank {_rank()}"
+    )
 
 
 def _rank() -> int:
@@ -191,8 +193,8 @@ def _host_line(frame: FrameType | None) -> tuple[bool, str]:
     in_collective = False
     while frame is not None:
         file = frame.f_code.co_filename
-        in_collective = in_collective or any(part in file for part in _COLLECTIVES)
-        if is_user_code(frame) and not file.startswith(_PACKAGE):
+        in_collective = in_collective or any(part in file for part in _COLLECTIVE_FOLDERS)
+        if is_user_code(frame) and not file.startswith(_PACKAGE_FOLDER):
             return in_collective, f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return in_collective, "?"

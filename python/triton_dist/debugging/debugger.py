@@ -22,7 +22,7 @@ from triton_dist.runtime.job import create_job_folder, job_folder
 
 _active = False
 _POLL_SECONDS = 0.1
-_last_check = 0.0
+_last_check = 0.0  # time at which the request file was last looked for
 
 
 def start() -> None:

@@ -17,13 +17,13 @@ from triton_dist import knobs
 from triton_dist.runtime import interpreter
 from triton_dist.runtime.interpreter_program import current_program
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 # Folders of code that runs between a line of a kernel and an operation of the interpreter.
 _NOT_KERNEL_PATHS = (
     str(Path(triton.__file__).parent),
-    str(_PACKAGE / "runtime"),
-    str(_PACKAGE / "debugging"),
-    str(_PACKAGE / "language"),
+    str(_PACKAGE_FOLDER / "runtime"),
+    str(_PACKAGE_FOLDER / "debugging"),
+    str(_PACKAGE_FOLDER / "language"),
 )
 
 

@@ -26,8 +26,8 @@ _INTERACTIVE = ("attach", "where")
 """Modes that let the user inspect a running job."""
 INTERPRETER, GPU, NOTHING = "interpreter", "gpu", "nothing"
 """What executes kernels in a process. ``NOTHING``: there is no GPU, and kernels are compiled."""
-_IN_INTERPRETER = "TRITON_INTERPRET=1 TRITON_DIST_DEVICE=cpu TRITON_DIST_DEBUG={}"
-_INSTRUMENTATION, _ASSERTIONS = "TRITON_INSTRUMENTATION_MODE", "TRITON_DEBUG"
+_INTERPRETER_COMMAND_PREFIX = "TRITON_INTERPRET=1 TRITON_DIST_DEVICE=cpu TRITON_DIST_DEBUG={}"
+_INSTRUMENTATION_VARIABLE, _ASSERTIONS_VARIABLE = "TRITON_INSTRUMENTATION_MODE", "TRITON_DEBUG"
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _unsupported(reason: str, *releases: str) -> dict[str, str]:
 
 
 def _instrumented(finds: str, name: str, alternative: str, unsupported: Mapping[str, str]) -> Mode:
-    return Mode(finds, alternative, unsupported, {_INSTRUMENTATION: name})
+    return Mode(finds, alternative, unsupported, {_INSTRUMENTATION_VARIABLE: name})
 
 
 MODES: Mapping[str, Mode] = {
@@ -72,7 +72,7 @@ MODES: Mapping[str, Mode] = {
     "assert": Mode(
         "tl.device_assert, integer overflow",
         "interp",
-        variables={_ASSERTIONS: "1"},
+        variables={_ASSERTIONS_VARIABLE: "1"},
         works_on=(GPU, INTERPRETER),
     ),
     "attach": Mode(
@@ -190,7 +190,8 @@ def check(names: Iterable[str], environment: Environment) -> tuple[str, ...]:
         raise DebugModeRefused(
             "interp",
             "kernels are not interpreted in this process; Triton decides this at its import",
-            f"`triton-dist debug interp -- COMMAND`, or {_IN_INTERPRETER.format(','.join(names))}",
+            "`triton-dist debug interp -- COMMAND`, or "
+            + _INTERPRETER_COMMAND_PREFIX.format(",".join(names)),
         )
     for name in names:
         mode = MODES.get(name)
@@ -210,7 +211,9 @@ def check(names: Iterable[str], environment: Environment) -> tuple[str, ...]:
         if mode.is_sanitizer_tool and environment.sanitizer_tool != name:
             command = f"`triton-dist debug {name} -- COMMAND`"
             raise DebugModeRefused(name, "compute-sanitizer starts the process", command)
-    exclusive = [name for name in names if _INSTRUMENTATION in MODES.get(name, _NO_MODE).variables]
+    exclusive = [
+        name for name in names if _INSTRUMENTATION_VARIABLE in MODES.get(name, _NO_MODE).variables
+    ]
     exclusive = exclusive or [name for name in names if MODES.get(name, _NO_MODE).is_sanitizer_tool]
     if len(exclusive) > 1:
         raise DebugModeRefused(
@@ -228,7 +231,7 @@ def alternative_to(name: str, executor: str) -> str:
     alternative = MODES[name].alternative
     if alternative in MODES and executor == GPU:
         return alternative
-    return _IN_INTERPRETER.format("interp" if alternative in MODES else alternative)
+    return _INTERPRETER_COMMAND_PREFIX.format("interp" if alternative in MODES else alternative)
 
 
 def variables_to_set(names: Iterable[str]) -> dict[str, str]:
@@ -260,9 +263,9 @@ def activate() -> tuple[str, ...]:
     for variable, value in changed.items():
         knobs.put(variable, value)
     # Triton has already read these variables at its import.
-    if _INSTRUMENTATION in changed:
-        triton.knobs.compilation.instrumentation_mode = changed[_INSTRUMENTATION]
-    if _ASSERTIONS in changed:
+    if _INSTRUMENTATION_VARIABLE in changed:
+        triton.knobs.compilation.instrumentation_mode = changed[_INSTRUMENTATION_VARIABLE]
+    if _ASSERTIONS_VARIABLE in changed:
         triton.knobs.runtime.debug = True
     active = [*(f"interp:{each}" for each in checks), *(name for name in names if name in MODES)]
     settings = " ".join(f"{variable}={value}" for variable, value in changed.items())

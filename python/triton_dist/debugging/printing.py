@@ -23,7 +23,7 @@ _STORED_AS_BITS = {
     "fp8e4b8": torch.float8_e4m3fnuz,
     "fp8e5b16": torch.float8_e5m2fnuz,
 }
-_MAX_POINTERS = 4
+_MAX_POINTERS = 4  # printed with the name of their region
 _HEX: Any = {"int": hex}
 
 

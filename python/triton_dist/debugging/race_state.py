@@ -24,7 +24,7 @@ from triton_dist.runtime import addresses
 from triton_dist.runtime.interpreter_program import current_program_number
 from triton_dist.runtime.job import create_job_folder
 
-_SHADOW = "~race"
+_SHADOW = "~race"  # suffix of the name of a region with the last accesses of another region
 WRITER, WRITER_COUNT, WRITER_LINE, WRITER_PROGRAM, READER_PROGRAM, FIRST_CLOCK = 0, 1, 2, 3, 4, 5
 """Columns of a shadow. Last store: actor (number + 1), its release count, line (negative for TMA),
 program. Last load: program. From ``FIRST_CLOCK``: the release count of each actor at its last load,

@@ -53,7 +53,7 @@ from triton_dist.runtime.job import create_job_folder
 from triton_dist.runtime.ranks.store_ranks import StoreRanks
 
 _UNPUBLISHED = 2**31 - 1  # release number of an unpublished TMA store: no clock reaches it
-_PROGRAM_BITS = 24
+_PROGRAM_BITS = 24  # of a recorded access: the program number is in these bits, the actor above
 # Collectives of torch; some versions lack some of them. Each counts as a synchronisation of all
 # ranks, even reduce or send. This misses races, but gives no false alarms.
 _COLLECTIVES = (

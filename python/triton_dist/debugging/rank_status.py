@@ -198,8 +198,8 @@ SIGNAL = signal.SIGUSR2
 ``spawn_ranks`` use SIGUSR1."""
 _REQUEST_FILE = "request"
 _POLL_SECONDS = 0.05
-_ANSWER_SECONDS = 5.0
-_write_end = -1
+_ANSWER_SECONDS = 5.0  # time limit for the answers of the other ranks
+_write_end = -1  # of the pipe to which the signal handler writes; -1: no handler
 
 
 def install_signal_handler() -> None:

@@ -23,15 +23,16 @@ _PADDING = 4096  # unused bytes after each allocation
 FINDINGS_STATUS = 88
 """Exit status of a process with findings."""
 _WHEELS = ("nvidia-cuda-sanitizer-api", "nvidia-cuda-sanitizer-api-cu12")
-_NAME = "compute-sanitizer"
+_PROGRAM_NAME = "compute-sanitizer"
 _SUMMARY = re.compile(r"^========= (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", re.M)
+# Begins of lines that report no finding
 _NOT_FINDINGS = (" ", "COMPUTE-SANITIZER", "ERROR SUMMARY:", "RACECHECK SUMMARY:")
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 def not_found_message() -> str:
     return (
-        f"{_NAME} is neither on PATH, nor in CUDA_HOME or /usr/local/cuda, nor in a wheel: "
+        f"{_PROGRAM_NAME} is neither on PATH, nor in CUDA_HOME or /usr/local/cuda, nor in a wheel: "
         f"python3 -m pip install {_WHEELS[0]}, of the same major version as torch.version.cuda."
     )
 
@@ -43,18 +44,18 @@ def find(environment: Mapping[str, str] | None = None) -> Path | None:
 
 
 def _candidates(environment: Mapping[str, str]) -> Iterator[Path]:
-    on_path = shutil.which(_NAME, path=environment.get("PATH", ""))
+    on_path = shutil.which(_PROGRAM_NAME, path=environment.get("PATH", ""))
     if on_path is not None:
         yield Path(on_path)
     for home in (environment.get("CUDA_HOME"), environment.get("CUDA_PATH"), "/usr/local/cuda"):
         if home:
-            yield Path(home, "bin", _NAME)
+            yield Path(home, "bin", _PROGRAM_NAME)
     for wheel in _WHEELS:
         try:
             files = importlib.metadata.files(wheel) or []
         except importlib.metadata.PackageNotFoundError:
             continue
-        yield from (Path(file.locate()) for file in files if file.name == _NAME)
+        yield from (Path(file.locate()) for file in files if file.name == _PROGRAM_NAME)
 
 
 def command(program: Path, tool: str, log: Path) -> list[str]:

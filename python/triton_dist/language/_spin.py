@@ -31,7 +31,7 @@ _STR_MESSAGE = tl.constexpr(
 )
 INTERPRETED = tl.constexpr(is_interpreting())
 CALL_TAG_BITS = 20  # a tagged flag holds the call tag in its lowest 20 bits, and a count above
-_POLLS_PER_CHECK = tl.constexpr(64)
+_POLLS_PER_CHECK = tl.constexpr(64)  # polls between two checks whether another thread gave up
 _MAX_POLL_COUNT = tl.constexpr(1 << 30)
 
 

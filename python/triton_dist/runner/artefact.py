@@ -169,7 +169,9 @@ class Artefact:
         known = self.metadata.specialisation
         if known is None:
             return {}
-        named = {path: name for path, (name, kind) in known.leaves.items() if kind == CONSTANT}
+        named = {
+            path: name for path, (name, arg_type) in known.leaves.items() if arg_type == CONSTANT
+        }
         return {name: known.constants[path] for path, name in named.items() if len(path) == 1}
 
 

@@ -121,16 +121,16 @@ def read_metadata(metadata: Any, function: str, where: str) -> ArtefactMetadata:
 
 def _parse_triton_runner(signature: str) -> Specialisation:
     """Parse triton-runner's text: for each argument (name, type, specialisation, is keyword)."""
-    kinds: dict[str, Any] = {}
+    arg_types: dict[str, Any] = {}
     constants: dict[ArgumentPath, Any] = {}
     attributes: dict[ArgumentPath, dict[str, int]] = {}
-    for index, (name, kind, special, *_) in enumerate(ast.literal_eval(signature)):
-        kinds[name] = kind
-        if kind == CONSTANT:
+    for index, (name, arg_type, special, *_) in enumerate(ast.literal_eval(signature)):
+        arg_types[name] = arg_type
+        if arg_type == CONSTANT:
             constants[(index,)] = constant_tree(special)
         elif special == "D":
             attributes[(index,)] = {DIVISIBILITY: 16}
-    return Specialisation(kinds, constants, attributes)
+    return Specialisation(arg_types, constants, attributes)
 
 
 def metadata_from_ir(function: str, text: str, where: str) -> ArtefactMetadata:
@@ -156,10 +156,12 @@ def with_specialisation(artefact: Artefact, launch_specialisation: Specialisatio
     """
     if artefact.metadata.specialisation is not None:
         return artefact
-    passed = [path for path, (_, kind) in launch_specialisation.leaves.items() if kind != CONSTANT]
-    kinds = {path: kind for path, (_, kind) in launch_specialisation.leaves.items()}
+    passed = [
+        path for path, (_, arg_type) in launch_specialisation.leaves.items() if arg_type != CONSTANT
+    ]
+    arg_types = {path: arg_type for path, (_, arg_type) in launch_specialisation.leaves.items()}
     # A host-side tensor descriptor becomes several parameters in the IR.
-    has_descriptors = any(kind.startswith("tensordesc") for kind in kinds.values())
+    has_descriptors = any(arg_type.startswith("tensordesc") for arg_type in arg_types.values())
     is_readable = artefact.level in SELF_DESCRIBING and not has_descriptors
     arguments = _ir_arguments(artefact) if is_readable else None
     attributes = dict(launch_specialisation.attributes)
@@ -170,10 +172,11 @@ def with_specialisation(artefact: Artefact, launch_specialisation: Specialisatio
                 artefact.metadata.function, artefact.location,
                 f"it takes {len(arguments)} arguments at run time, the call has {len(passed)}",
             )  # fmt: skip
-        for path, (kind, known) in zip(passed, arguments, strict=True):
+        for path, (arg_type, known) in zip(passed, arguments, strict=True):
             attributes[path] = known
-            if kind and kind != kinds[path].replace("u", "i").replace("*k", "*"):
-                kinds[path] = kind  # MLIR has neither unsigned types nor pointers to constants
+            if arg_type and arg_type != arg_types[path].replace("u", "i").replace("*k", "*"):
+                # MLIR has neither unsigned types nor pointers to constants.
+                arg_types[path] = arg_type
         unchecked_text = "constants of its arguments cannot be checked"
     warn_at(
         _calling_frame(),
@@ -181,8 +184,10 @@ def with_specialisation(artefact: Artefact, launch_specialisation: Specialisatio
         "runner.export, or pass metadata_json=compiled, the kernel that a launch returned",
         ArtefactWarning,
     )
-    types_by_name = {name: _nested_types((index,), kind, kinds)
-             for index, (name, kind) in enumerate(launch_specialisation.types.items())}  # fmt: skip
+    types_by_name = {
+        name: _nested_types((index,), arg_type, arg_types)
+        for index, (name, arg_type) in enumerate(launch_specialisation.types.items())
+    }
     specialisation = Specialisation(
         types_by_name, dict(launch_specialisation.constants), attributes
     )
@@ -198,10 +203,12 @@ def _calling_frame() -> types.FrameType:
     return frame or sys._getframe(1)
 
 
-def _nested_types(path: ArgumentPath, kind: Any, kinds: Mapping[ArgumentPath, str]) -> Any:
-    if isinstance(kind, (tuple, list)):
-        return tuple(_nested_types((*path, i), inner, kinds) for i, inner in enumerate(kind))
-    return kinds[path]
+def _nested_types(path: ArgumentPath, arg_type: Any, arg_types: Mapping[ArgumentPath, str]) -> Any:
+    if isinstance(arg_type, (tuple, list)):
+        return tuple(
+            _nested_types((*path, i), inner, arg_types) for i, inner in enumerate(arg_type)
+        )
+    return arg_types[path]
 
 
 def _ir_arguments(artefact: Artefact) -> list[tuple[str, dict[str, int]]] | None:
@@ -212,16 +219,18 @@ def _ir_arguments(artefact: Artefact) -> list[tuple[str, dict[str, int]]] | None
         return None
     found = []
     for argument in re.split(r"%[^\s:]+: ", line[1].partition(") attributes")[0])[1:]:
-        kind = re.match(r"!tt\.ptr<\w+>|[\w.]*", argument)
+        arg_type = re.match(r"!tt\.ptr<\w+>|[\w.]*", argument)
         known = re.findall(r"(tt\.\w+) = (\d+) : i32", argument)
-        found.append((_triton_type(kind[0] if kind else ""), {name: int(n) for name, n in known}))
+        found.append(
+            (_triton_type(arg_type[0] if arg_type else ""), {name: int(n) for name, n in known})
+        )
     return found
 
 
-def _triton_type(kind: str) -> str:
+def _triton_type(arg_type: str) -> str:
     """Return Triton's name of an MLIR type; empty for a type that is not compared."""
-    pointer = re.fullmatch(r"!tt\.ptr<(\w+)>", kind)
+    pointer = re.fullmatch(r"!tt\.ptr<(\w+)>", arg_type)
     if pointer:
         inner = _triton_type(pointer[1])
         return f"*{inner}" if inner else ""
-    return _TRITON_TYPES.get(kind, kind if re.fullmatch(r"i\d+", kind) else "")
+    return _TRITON_TYPES.get(arg_type, arg_type if re.fullmatch(r"i\d+", arg_type) else "")

@@ -90,7 +90,7 @@ def resolve(function: str, keyword: str, value: Any, metadata: Any) -> Artefact:
     return Artefact(level, text.encode(), artefact_metadata, where)
 
 
-_HOOKS_GET_TARGET = Version("3.7")
+_HOOKS_GET_TARGET = Version("3.7")  # first Triton that passes the target to its launch hooks
 
 
 class Runner:
@@ -320,8 +320,8 @@ def jit(fn: Any = None, **options: Any) -> Any:
         raise InvalidArgument("runner.jit", "fn", fn, expected)
     if isinstance(kernel, InterpretedFunction):
         return with_signature_and_doc(InterpretedRunner(kernel.fn, **kernel.kwargs))
-    kind = _gluon_runner() if kernel.is_gluon() else TritonRunner
-    return with_signature_and_doc(kind(kernel.fn, **jit_options(kernel)))
+    runner_class = _gluon_runner() if kernel.is_gluon() else TritonRunner
+    return with_signature_and_doc(runner_class(kernel.fn, **jit_options(kernel)))
 
 
 # `triton.autotune` skips a config that raises PTXASError. Some cubins of a folder may be damaged or

@@ -11,7 +11,7 @@ from triton_dist.runner.function import jit
 
 autotune = triton.autotune
 """Triton's own ``autotune``, whose configs may have ``autotune_cubin_dir``."""
-_original_jit: dict[Any, Any] = {}
+_original_jit: dict[Any, Any] = {}  # ``jit`` by module, before it was replaced
 
 
 def configure_jit_backend() -> None:

@@ -44,14 +44,14 @@ class Specialisation:
     def to_tree(self) -> codec.Tree:
         """Return a JSON tree by argument name. Values are ``{"type": "*fp16", "tt.divisibility":
         16}`` or ``{"constant": 64}``; for a tuple, a list of such values."""
-        return {n: self._tree((i,), kind) for i, (n, kind) in enumerate(self.types.items())}
+        return {n: self._tree((i,), arg_type) for i, (n, arg_type) in enumerate(self.types.items())}
 
-    def _tree(self, path: ArgumentPath, kind: Any) -> codec.Tree:
-        if isinstance(kind, (tuple, list)):
-            return [self._tree((*path, index), inner) for index, inner in enumerate(kind)]
-        if kind == CONSTANT:
+    def _tree(self, path: ArgumentPath, arg_type: Any) -> codec.Tree:
+        if isinstance(arg_type, (tuple, list)):
+            return [self._tree((*path, index), inner) for index, inner in enumerate(arg_type)]
+        if arg_type == CONSTANT:
             return {"constant": self.constants.get(path)}
-        return {"type": str(kind), **self.attributes.get(path, {})}
+        return {"type": str(arg_type), **self.attributes.get(path, {})}
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, codec.Tree]) -> Specialisation:
@@ -122,13 +122,13 @@ class Specialisation:
 
 
 def _leaves(
-    path: ArgumentPath, name: str, kind: Any
+    path: ArgumentPath, name: str, arg_type: Any
 ) -> Iterator[tuple[ArgumentPath, tuple[str, str]]]:
-    if isinstance(kind, (tuple, list)):
-        for index, inner in enumerate(kind):
+    if isinstance(arg_type, (tuple, list)):
+        for index, inner in enumerate(arg_type):
             yield from _leaves((*path, index), f"{name}[{index}]", inner)
     else:
-        yield path, (name, str(kind))
+        yield path, (name, str(arg_type))
 
 
 def _readable(tree: Any) -> str:
@@ -140,8 +140,8 @@ def _readable(tree: Any) -> str:
     return ", ".join([tree["type"], *known])
 
 
-def _fits_type(value: int, kind: str) -> bool:
-    bits = {"i8": 7, "i16": 15, "i32": 31, "i64": 63}.get(kind, 0)
+def _fits_type(value: int, arg_type: str) -> bool:
+    bits = {"i8": 7, "i16": 15, "i32": 31, "i64": 63}.get(arg_type, 0)
     return -(2**bits) <= value < 2**bits and bits > 0
 
 

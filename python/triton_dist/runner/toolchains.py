@@ -35,11 +35,11 @@ from triton_dist.runtime import triton_compat
 from triton_dist.runtime.compiling.kernels import use_target
 
 _PACKAGE_INIT = "triton/__init__.py"
-_PROGRAM = (
+_COMPILE_PROGRAM = (
     f"import json, sys; from {__name__} import compile_request; "
     "compile_request(json.load(sys.stdin))"
 )
-_LAST_LINES = 4
+_NUM_REPORTED_LINES = 4
 
 
 class Toolchain(str):
@@ -118,13 +118,13 @@ def _compile_in_subprocess(kernel: str, folder: Path, request: Mapping[str, Any]
     seconds = knobs.compile_timeout.get()
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _PROGRAM], input=json.dumps(request), env=environment,
+            [sys.executable, "-c", _COMPILE_PROGRAM], input=json.dumps(request), env=environment,
             capture_output=True, text=True, timeout=seconds, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise CompileTimeout(f"{kernel} by {folder}", seconds) from error
     if done.returncode:
-        last_lines = "; ".join(done.stderr.strip().splitlines()[-_LAST_LINES:])
+        last_lines = "; ".join(done.stderr.strip().splitlines()[-_NUM_REPORTED_LINES:])
         raise InvalidArtefact(f"{kernel} by the Triton in {folder}", last_lines)
 
 

@@ -23,7 +23,7 @@ import torch
 _has = torch._C._is_key_in_tls
 _get = torch._C._get_obj_in_tls
 _put = torch._C._stash_obj_in_tls
-_EXIT_SECONDS = 5.0
+_THREAD_EXIT_SECONDS = 5.0
 _native_ids: set[int | None] = set()
 """Native ids of the threads that have put a value."""
 
@@ -31,7 +31,8 @@ _native_ids: set[int | None] = set()
 @atexit.register
 def _wait_for_ended_threads() -> None:
     """Wait until ended threads that put a value are gone from the operating system."""
-    end = time.monotonic() + _EXIT_SECONDS  # a new thread may have reused the id of an ended thread
+    # A new thread may have reused the id of an ended thread.
+    end = time.monotonic() + _THREAD_EXIT_SECONDS
     ended = _native_ids - {thread.native_id for thread in threading.enumerate()}
     while any(os.path.exists(f"/proc/self/task/{each}") for each in ended):
         if time.monotonic() > end:

@@ -22,11 +22,9 @@ import triton.language as tl
 from triton._C.libtriton import ir
 
 NAN_BITS = np.uint16(0x7FC0)
-_ALL_BIT_PATTERNS = torch.arange(256, dtype=torch.uint8)
+_ALL_BYTES = torch.arange(256, dtype=torch.uint8)
 _TORCH_FLOAT8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
-_FLOAT8 = {
-    name: _ALL_BIT_PATTERNS.view(dtype).float().numpy() for name, dtype in _TORCH_FLOAT8.items()
-}
+_FLOAT8 = {name: _ALL_BYTES.view(dtype).float().numpy() for name, dtype in _TORCH_FLOAT8.items()}
 """fp32 values of the bit patterns, by Triton's name of the type."""
 for _values in _FLOAT8.values():
     _values[np.isnan(_values)] = np.nan  # a signalling NaN would make numpy warn
@@ -130,7 +128,7 @@ _DtypeByName = dict[str, "np.dtype[Any]"]
 _INTEGERS: _DtypeByName = {"int32": np.dtype(np.int32), "int64": np.dtype(np.int64)}
 _FLOAT32_ONLY: _DtypeByName = {"fp32": np.dtype(np.float32)}
 _NUMBERS: _DtypeByName = {**_INTEGERS, **_FLOAT32_ONLY, "fp16": np.dtype(np.float16)}
-_BITS: _DtypeByName = {**_INTEGERS, "int1": np.dtype(np.bool_)}
+_BITWISE: _DtypeByName = {**_INTEGERS, "int1": np.dtype(np.bool_)}
 
 
 def _quotient(left: Any, right: Any) -> Any:
@@ -154,15 +152,15 @@ _OPERATIONS: dict[str, tuple[Callable[..., Any], _DtypeByName]] = {
     "truediv": (np.divide, _FLOAT32_ONLY),
     "floordiv": (_quotient, _INTEGERS),
     "mod": (np.fmod, _INTEGERS),
-    "and": (np.bitwise_and, _BITS),
-    "or": (np.bitwise_or, _BITS),
+    "and": (np.bitwise_and, _BITWISE),
+    "or": (np.bitwise_or, _BITWISE),
     **{name: (operation, _INTEGERS) for name, operation in _SHIFTS.items()},
     **{name: (operation, _NUMBERS) for name, operation in _COMPARISONS.items()},
 }
 """By operator name: a numpy function, and the operand types for which upstream's result equals the
 function's result (numpy dtypes by Triton's name of the type)."""
 
-_MAX_CONSTANTS = 4096
+_MAX_CONSTANTS = 4096  # cached constants of a kernel
 _FLOAT32 = np.finfo(np.float32)
 
 

@@ -130,10 +130,10 @@ def unwrap_by_type() -> None:
     plain = {tl.tensor, tl.dtype, tl.block_type, tl.pointer_type, int, bool, float, str, type(None)}
 
     def unwrap(o: Any) -> Any:
-        kind = type(o)
-        if kind in plain:
+        cls = type(o)
+        if cls in plain:
             return o
-        return o.value if kind is constexpr else original(o)
+        return o.value if cls is constexpr else original(o)
 
     core._unwrap_if_constexpr = unwrap
 

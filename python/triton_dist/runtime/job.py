@@ -10,7 +10,7 @@ from pathlib import Path
 
 from triton_dist import knobs
 
-_MEMBER_PREFIX = "member-"
+_MEMBER_PREFIX = "member-"  # of a file per process of the job
 
 
 def _prefix() -> str:

@@ -27,7 +27,7 @@ HEADER_WORDS, WORDS_PER_MARK = 4, 4
 """Sizes in int64 words of the buffer's header, whose word 0 counts marks, and of each mark after
 it. A mark has begin, end, a packed word and an unused word. A flag has time, address, a packed word
 and its value. ``_decode`` reads the packed word."""
-_PREFIX = "triton_dist-marks-"
+_MODE_PREFIX = "triton_dist-marks-"
 _CODE_VERSION = 2
 """Version of the code that marks add to kernels. A new version invalidates cached kernels."""
 
@@ -61,10 +61,10 @@ class FlagEvent(NamedTuple):
 
 
 def _decode(first: int, second: int, packed: int, value: int) -> Mark | FlagEvent:
-    kind, warp_group, program = packed & 0xFF, packed >> 8 & 0xFF, packed >> 32
-    if kind < len(MARK_NAMES):
-        return Mark(MARK_NAMES[kind], program, warp_group, first, second)
-    return FlagEvent(kind == FLAG_SET, program, warp_group, first, second, value)
+    event_id, warp_group, program = packed & 0xFF, packed >> 8 & 0xFF, packed >> 32
+    if event_id < len(MARK_NAMES):
+        return Mark(MARK_NAMES[event_id], program, warp_group, first, second)
+    return FlagEvent(event_id == FLAG_SET, program, warp_group, first, second, value)
 
 
 class Marks:
@@ -129,9 +129,9 @@ class _State:
             self.marks = self._latest if self._on_count and not self._off_count else None
             knobs = triton.knobs.compilation
             modes = knobs.instrumentation_mode.split(",")
-            names = [name for name in modes if name and not name.startswith(_PREFIX)]
+            names = [name for name in modes if name and not name.startswith(_MODE_PREFIX)]
             if self.marks is not None and self.marks.address:
-                names.append(f"{_PREFIX}{_CODE_VERSION}@{self.marks.address:x}")
+                names.append(f"{_MODE_PREFIX}{_CODE_VERSION}@{self.marks.address:x}")
             knobs.instrumentation_mode = ",".join(names)
 
 

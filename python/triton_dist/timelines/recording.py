@@ -27,7 +27,7 @@ from triton_dist.timelines.marks import KernelMarks, compile_with_marks
 
 TOOLS = ("torch", "proton")
 _PROTON_SUFFIX = "hatchet"
-_WRITING_SECONDS = 600.0
+_WRITING_SECONDS = 600.0  # time limit for writing the timelines of all ranks
 _NUM_READINGS = 5
 """Number of barriers after which clocks are read. Preemption may delay single readings."""
 

@@ -27,7 +27,7 @@ _SCOPE_CATEGORY, _DEVICE_SCOPE_CATEGORY = "user_annotation", "gpu_user_annotatio
 
 # The value of "name", up to the end of its line or the next key.
 _NAME = re.compile(r'("name": ")(.*)("(?:,\s*"pid":|,?$))', re.MULTILINE)
-_QUOTE = re.compile(r'(?<!\\)"')
+_UNESCAPED_QUOTE = re.compile(r'(?<!\\)"')
 
 
 def read(file: Path) -> Trace:
@@ -41,7 +41,9 @@ def read(file: Path) -> Trace:
     try:
         trace: Trace = json.loads(text, strict=False)
     except ValueError:
-        escaped = _NAME.sub(lambda found: found[1] + _QUOTE.sub(r"\"", found[2]) + found[3], text)
+        escaped = _NAME.sub(
+            lambda found: found[1] + _UNESCAPED_QUOTE.sub(r"\"", found[2]) + found[3], text
+        )
         trace = json.loads(escaped, strict=False)
     return trace
 

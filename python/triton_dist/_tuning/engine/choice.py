@@ -101,7 +101,7 @@ def is_caused_by_config(error: Exception) -> bool:
 
     A recorded winner may fail because another driver or compiler rejects the kernel.
     """
-    names = {kind.__name__ for kind in type(error).__mro__}
+    names = {cls.__name__ for cls in type(error).__mro__}
     return not names.isdisjoint(_CONFIG_ERRORS) or _PASS_FAILED_TEXT in error_text(error)
 
 

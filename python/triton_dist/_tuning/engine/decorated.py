@@ -27,7 +27,7 @@ class Decorated(Generic[P, R_co]):
     It can be used as a method. It is pickled by name. ``fn`` is the function without tuning.
     """
 
-    _kind = "decorated"
+    _description = "decorated"
 
     def __init__(self, fn: Callable[..., R_co]) -> None:
         # A partial or a callable object has no name. Use the name of the function inside.
@@ -76,7 +76,7 @@ class Decorated(Generic[P, R_co]):
         )
 
     def __repr__(self) -> str:
-        return f"<{self._kind} {self._name}>"
+        return f"<{self._description} {self._name}>"
 
 
 _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

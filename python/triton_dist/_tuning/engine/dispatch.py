@@ -98,7 +98,7 @@ class AutoTuner(Decorated[P, R_co]):
     """
 
     fn: Callable[P, R_co]
-    _kind = "autotuned"
+    _description = "autotuned"
 
     def __init__(
         self,
@@ -133,8 +133,8 @@ class AutoTuner(Decorated[P, R_co]):
         self._is_compiled = self._process.is_compiled
         self._reset_for_world()
         self._tunable_names: frozenset[str] = frozenset()  # empty until the space is evaluated
-        kind = type(self)
-        self._warnings = WarnOnce([kind.__call__, kind.tune, kind.best_config])
+        cls = type(self)
+        self._warnings = WarnOnce([cls.__call__, cls.tune, cls.best_config])
 
     if TYPE_CHECKING:
         # Type checkers bind a static method of this type, and do not bind a class method.

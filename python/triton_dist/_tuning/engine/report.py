@@ -233,7 +233,7 @@ def _outcome_text(outcome: Outcome) -> str:
     return f"{outcome.median:.4f} ms"
 
 
-_NUM_ROWS = 5
+_NUM_LISTED_CONFIGS = 5
 _NUM_PRUNED = 20
 """Maximum number of pruned configs that a summary lists."""
 _LEGEND = (
@@ -253,7 +253,7 @@ def summary(record: TuningRecord, default: str, phases: Mapping[str, float]) -> 
     lines = [f"  {'ms':>10} {'spread':>7} {'to best':>8} {'to default':>10} {'samples':>7}  config"]
     for index, (trial, _, ms, samples) in enumerate(analysis.timed):
         marks = [name for name, d in (("winner", best), ("default", default)) if d == trial.digest]
-        if index < _NUM_ROWS or marks:
+        if index < _NUM_LISTED_CONFIGS or marks:
             note = f"  <- {', '.join(marks)}" if marks else ""
             lines.append(
                 f"  {ms:10.4f} {spread(samples):>7} {_ratio(ms, fastest):>8} "

@@ -26,7 +26,7 @@ _DRAWS_PER_POINT = 20
 """Maximum draws per requested point. ``where`` of a product space may reject most of them."""
 _MAX_RANDOM_BATCHES = 50
 """Maximum number of batches of random points. ``prune_fn`` may reject most of their configs."""
-NUM_RANDOM_AT_START = 20
+NUM_RANDOM_AT_START = 20  # random configs that are tried before the model proposes configs
 
 
 class Grid(ABC):

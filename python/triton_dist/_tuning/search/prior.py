@@ -21,6 +21,7 @@ from triton_dist._tuning.values import Config, Policy, Request
 
 _MIN_SAMPLED = 8
 """Minimum number of sampled candidates with predictions before a candidate may be skipped."""
+# A config is hopeless if even this far below its prediction it is slow
 _NUM_STANDARD_DEVIATIONS = 4.0
 
 

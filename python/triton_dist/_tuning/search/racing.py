@@ -58,8 +58,8 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from triton_dist._tuning.values import Config, Failure, Outcome, Policy, Request
 from triton_dist._tuning.values.winner import estimate_levels, interquartile_mean
 
-_BLOCK_SAMPLES = 16
-_FIT_ITERATIONS = 10
+_BLOCK_SAMPLES = 16  # consecutive samples that share one estimate of the clock
+_FIT_ITERATIONS = 10  # of the alternating estimate of slowdowns and times
 _MAX_CLOCK_DEVIATION = 0.1
 """:class:`Drift` ignores a sample with a larger relative deviation from its candidate's median."""
 

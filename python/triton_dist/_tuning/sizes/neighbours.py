@@ -46,7 +46,7 @@ _MAX_ONE_SIDED_DISTANCE = 0.3
 """If there are neighbours on one side only and the nearest is further away (in doublings), a
 fallback config is used."""
 
-_NUM_ITERATIONS = 8
+_NUM_ITERATIONS = 8  # of the alternating estimate in ``aligned_means``
 
 
 def log_slowdowns(record: TuningRecord) -> dict[str, float]:

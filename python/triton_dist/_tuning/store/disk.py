@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_FLAGS = os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
+_OPEN_FLAGS = os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
 
 
 def expand_home(path: Path) -> Path:
@@ -46,7 +46,7 @@ def open_regular(path: Path, flags: int) -> int:
     Raise ``OSError`` if ``path`` is not a regular file.
     """
     with os_errors(path):
-        file = os.open(path, flags | _FLAGS, 0o666)
+        file = os.open(path, flags | _OPEN_FLAGS, 0o666)
     if stat.S_ISREG(os.fstat(file).st_mode):
         return file
     os.close(file)

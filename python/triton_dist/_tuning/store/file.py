@@ -29,8 +29,8 @@ from triton_dist._tuning.store.readonly import ReadOnlyStore, read
 from triton_dist._tuning.values import TuningRecord
 from triton_dist.errors import NewerSchema
 
-_LOCK_SECONDS = 10.0
-_STALE_SECONDS = 3600.0
+_LOCK_TIMEOUT_SECONDS = 10.0
+_STALE_AGE_SECONDS = 3600.0
 
 
 class FileStore(ReadOnlyStore):
@@ -103,7 +103,7 @@ def _is_damaged(path: Path) -> bool:
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
     """Context manager that holds the lock of ``folder``. It yields whether locking succeeded."""
-    lock = FileLock(folder / ".lock", timeout=_LOCK_SECONDS)
+    lock = FileLock(folder / ".lock", timeout=_LOCK_TIMEOUT_SECONDS)
     try:
         lock.acquire(poll_interval=0.01)
     except (OSError, NotImplementedError):  # a time-out is an OSError
@@ -122,5 +122,5 @@ def _remove_stale(folder: Path) -> None:
             continue
         temporary = folder / name
         with suppress(OSError):  # another writer may have removed it
-            if time.time() - temporary.stat().st_mtime > _STALE_SECONDS:
+            if time.time() - temporary.stat().st_mtime > _STALE_AGE_SECONDS:
                 temporary.unlink()

@@ -18,7 +18,7 @@ _INDENT = 2
 _TRIALS_BEGIN, _TRIALS_END = b'\n  "trials": [\n', b"\n  ],\n"
 _TRIAL_BEGIN = b"\n    {"
 _CHECKSUM = b',\n  "checksum": "'
-_NAME = re.compile(r"[0-9a-f]{32}(-[^.]*)?\..*")
+_FILE_NAME = re.compile(r"[0-9a-f]{32}(-[^.]*)?\..*")
 
 
 def is_tuner_file(name: str) -> bool:
@@ -26,7 +26,7 @@ def is_tuner_file(name: str) -> bool:
 
     Triton-distributed keeps its files, with names of 64 hexadecimal digits, in the same folders.
     """
-    return _NAME.fullmatch(name) is not None
+    return _FILE_NAME.fullmatch(name) is not None
 
 
 def record_text(record: TuningRecord) -> str:

@@ -16,8 +16,8 @@ from triton_dist._tuning.store.journal import lines_of
 from triton_dist._warn import print_line, warn
 from triton_dist.errors import TuningWarning
 
-_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-_TAIL_BYTES = 1 << 14
+_APPEND_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+_TAIL_BYTES = 1 << 14  # bytes at the end of a log in which the last line is searched
 _step_logger = logging.getLogger("triton_dist.contextual")
 
 
@@ -43,7 +43,7 @@ class _LineFile:
                 # Each line is one write to a file opened for appending, so lines of several
                 # processes do not mix.
                 self._file = open(  # noqa: SIM115
-                    open_regular(self._path, _APPEND),
+                    open_regular(self._path, _APPEND_FLAGS),
                     "a",
                     buffering=1,
                     encoding="utf-8",

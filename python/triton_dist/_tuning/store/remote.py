@@ -40,9 +40,9 @@ from triton_dist._tuning.values.outcome import UNREADABLE
 from triton_dist._warn import warn
 from triton_dist.errors import CacheWarning, NewerSchema
 
-MAX_BYTES = 8 << 20
+MAX_ENTRY_BYTES = 8 << 20
 _NAMESPACE = f"triton_dist-{SCHEMA}/"
-_NAME = re.compile(re.escape(_NAMESPACE) + r"[\w-]+/[0-9a-f]{32}-[0-9a-f]{32}", re.ASCII)
+_ENTRY_NAME = re.compile(re.escape(_NAMESPACE) + r"[\w-]+/[0-9a-f]{32}-[0-9a-f]{32}", re.ASCII)
 _UNREACHABLE = {"TimeoutError", "ConnectionError", "gaierror", "ImportError"}
 """Exception classes of Python, redis and botocore for a store that cannot be reached."""
 _FIRST_PAUSE, _MAX_PAUSE = 0.1, 2.0
@@ -151,7 +151,7 @@ class RemoteStore:
         """Yield all records, or the records of functions with the bare name ``function``."""
         prefix = _NAMESPACE if function is None else f"{_NAMESPACE}{_folder(function)}/"
         for name in sorted(self.request(lambda backend: list(backend.names(prefix)))):
-            record = self.read(name) if _NAME.fullmatch(name) else None
+            record = self.read(name) if _ENTRY_NAME.fullmatch(name) else None
             if record is not None:
                 yield StoredRecord(record, f"{self.url}/{name}")
 
@@ -159,7 +159,7 @@ class RemoteStore:
         """Return the record in an entry; ``None`` if it is missing, expired or (with a warning)
         damaged."""
         try:
-            data = self.request(lambda backend: backend.get(name, MAX_BYTES))
+            data = self.request(lambda backend: backend.get(name, MAX_ENTRY_BYTES))
             return None if data is None else self._parsed(name, data)
         except (NewerSchema, RecursionError, *UNREADABLE) as error:
             self._warn(name, f"entry {name} is not used: {error}")
@@ -171,8 +171,10 @@ class RemoteStore:
         expires, body = int(time.time()) + ttl, record_text(record).encode("ascii")
         head = {"expires": expires, "hmac": self._signature(name, expires, body)}
         data = json.dumps(head).encode("ascii") + b"\n" + body
-        if len(data) > MAX_BYTES:
-            self._warn(name, f"entry {name} is not written: {len(data)} bytes, at most {MAX_BYTES}")
+        if len(data) > MAX_ENTRY_BYTES:
+            self._warn(
+                name, f"entry {name} is not written: {len(data)} bytes, at most {MAX_ENTRY_BYTES}"
+            )
             return False
         self.request(lambda backend: backend.put(name, data, ttl))
         return True
@@ -208,8 +210,8 @@ class RemoteStore:
             is_unreachable = not _UNREACHABLE.isdisjoint(k.__name__ for k in type(error).__mro__)
         # Outside of the ``except`` block, so that no traceback shows the original error, which may
         # contain the password.
-        kind = ConnectionError if is_unreachable else OSError
-        raise kind(f"remote store {self.url}: {reason}")
+        error_type = ConnectionError if is_unreachable else OSError
+        raise error_type(f"remote store {self.url}: {reason}")
 
     def _attempt(self, operation: str, request: Callable[[], T]) -> T | None:
         """Return the result of ``request()``. If it fails, warn and return ``None``."""
@@ -235,8 +237,8 @@ class RemoteStore:
 
     def _parsed(self, name: str, data: bytes) -> TuningRecord | None:
         """Return the record in ``data``; ``None`` if it has expired. Raises ``ValueError``."""
-        if len(data) > MAX_BYTES:
-            raise ValueError(f"it has more than {MAX_BYTES} bytes")
+        if len(data) > MAX_ENTRY_BYTES:
+            raise ValueError(f"it has more than {MAX_ENTRY_BYTES} bytes")
         line, _, body = data.partition(b"\n")
         head = codec.loads(line)
         expires = head.get("expires") if isinstance(head, dict) else None

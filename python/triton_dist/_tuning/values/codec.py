@@ -37,61 +37,57 @@ def encode(value: object, with_bound_values: bool = True) -> Tree:
     Raises:
         TypeError: ``value`` contains a value of another type, for which no tree is defined.
     """
-    kind = type(value)
-    if value is None or kind in (bool, int, str):
+    cls = type(value)
+    if value is None or cls in (bool, int, str):
         return value
-    if kind is float:
+    if cls is float:
         return value if math.isfinite(value) else {"float": repr(value)}  # type: ignore[arg-type]
     if isinstance(value, enum.Enum):
         # A combination of flags has no name, but always has a value.
         return {
-            "enum": _qualified_name(kind),
+            "enum": _qualified_name(cls),
             "value" if isinstance(value, enum.Flag) else "name": encode(value.value)
             if isinstance(value, enum.Flag)
             else value.name,
         }
     encode_item = functools.partial(encode, with_bound_values=with_bound_values)
-    if kind is list:
+    if cls is list:
         return [encode_item(item) for item in value]  # type: ignore[attr-defined]
     if isinstance(value, tuple):
         return _encode_tuple(value, encode_item)
-    if kind is dict:
+    if cls is dict:
         pairs = [[encode_item(name), encode_item(item)] for name, item in value.items()]  # type: ignore[attr-defined]
         return {"dict": sorted(pairs, key=to_json)}
-    if kind in (set, frozenset):
-        return {kind.__name__: sorted((encode_item(item) for item in value), key=to_json)}  # type: ignore[attr-defined]
-    if kind is bytes:
+    if cls in (set, frozenset):
+        return {cls.__name__: sorted((encode_item(item) for item in value), key=to_json)}  # type: ignore[attr-defined]
+    if cls is bytes:
         return {"bytes": value.hex()}  # type: ignore[attr-defined]
-    if kind is complex:
+    if cls is complex:
         return {"complex": repr(value)}
     if is_triton_config(value):
         return _encode_triton_config(value, encode_item)
     if isinstance(value, type):
         return {"class": _qualified_name(value)}
-    if dataclasses.is_dataclass(value) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+    if dataclasses.is_dataclass(value) and cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         fields = {f.name: encode_item(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return {"dataclass": _qualified_name(kind), "fields": fields}
-    if kind is range:
+        return {"dataclass": _qualified_name(cls), "fields": fields}
+    if cls is range:
         return {"range": _range(value)}  # type: ignore[arg-type]
-    if kind.__module__ == "torch" and kind.__name__ in _TORCH_TYPES:
-        return {kind.__name__: str(value)}
-    if kind.__module__ == "triton.language.core" and kind.__name__ in _TRITON_TYPES:
+    if cls.__module__ == "torch" and cls.__name__ in _TORCH_TYPES:
+        return {cls.__name__: str(value)}
+    if cls.__module__ == "triton.language.core" and cls.__name__ in _TRITON_TYPES:
         return {"dtype": f"triton.{value}"}
-    if (
-        kind.__module__ == "numpy"
-        and hasattr(value, "item")
-        and getattr(value, "shape", None) == ()
-    ):
+    if cls.__module__ == "numpy" and hasattr(value, "item") and getattr(value, "shape", None) == ():
         return encode_item(value.item())
     if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
         return _encode_function(value, with_bound_values)
     if is_triton_kernel(value):
         return {"kernel": _encode_function(value.fn, with_bound_values)}  # type: ignore[attr-defined]
-    if kind is functools.partial and not with_bound_values:
+    if cls is functools.partial and not with_bound_values:
         keywords = encode_item(value.keywords)  # type: ignore[attr-defined]
         arguments = [encode_item(value.func), *map(encode_item, value.args)]  # type: ignore[attr-defined]
         return {"partial": arguments, "keywords": keywords}
-    raise TypeError(f"{value!r} of type {kind.__module__}.{kind.__qualname__} has no stable text")
+    raise TypeError(f"{value!r} of type {cls.__module__}.{cls.__qualname__} has no stable text")
 
 
 def is_encodable(value: object, with_bound_values: bool = True) -> bool:
@@ -170,12 +166,12 @@ def _range(value: range) -> list[int]:
 
 def _encode_tuple(value: tuple[Any, ...], encode_item: Callable[[object], Tree]) -> Tree:
     items = [encode_item(item) for item in value]
-    kind = type(value)
-    if hasattr(kind, "_fields"):
-        return {"namedtuple": _qualified_name(kind), "items": items}
-    if kind is tuple or (kind.__module__, kind.__name__) == ("torch", "Size"):
+    cls = type(value)
+    if hasattr(cls, "_fields"):
+        return {"namedtuple": _qualified_name(cls), "items": items}
+    if cls is tuple or (cls.__module__, cls.__name__) == ("torch", "Size"):
         return {"tuple": items}
-    raise TypeError(f"{value!r} of type {kind.__module__}.{kind.__qualname__} has no stable text")
+    raise TypeError(f"{value!r} of type {cls.__module__}.{cls.__qualname__} has no stable text")
 
 
 def _encode_triton_config(value: Any, encode_item: Callable[[object], Tree]) -> Tree:

@@ -33,7 +33,7 @@ DIFFERS_BY_RANK = "differs by rank"
 _DEFAULT_SETTING = "TRITON_DEFAULT_FP_FUSION=true"
 """Triton's default, which triton_dist sets in each process that compiles."""
 
-_CONSTANTS = ("literal", "bound", "uncounted")
+_CONSTANT_GROUPS = ("literal", "bound", "uncounted")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Fingerprint:
         changed_constants = {each.constant for each in constants}
         for group in fields(self):
             before, after = getattr(self, group.name), getattr(present, group.name)
-            if isinstance(before, str) or group.name in _CONSTANTS:
+            if isinstance(before, str) or group.name in _CONSTANT_GROUPS:
                 continue
             for name in sorted(before.keys() | after.keys()):
                 old, new = before.get(name), after.get(name)

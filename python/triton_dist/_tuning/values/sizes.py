@@ -24,11 +24,11 @@ from triton_dist._tuning.values.key import Key, qualified_name
 from triton_dist._warn import warn
 from triton_dist.errors import InvalidArgument, TuningWarning
 
-_ALIGNMENT = 32
+_LIBRARY_ROW_ALIGNMENT = 32
 Rounding = Callable[[int], int]
 """Function that returns the largest size of the range that contains a size."""
 WavesFn = Callable[[Any, Config], float | None]
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_POSITIONAL_KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 KeyPath = tuple[int, ...]
 """Path of a size in a key of nested tuples: the index at each level."""
 
@@ -57,7 +57,7 @@ def fine_bucket(n: int) -> int:
         return 1 << below + 1 if n > 0 else 0
     step = 1 << max(4, min(5, below - 2), 7 * (below > 10), below - 5)
     end = -(-n // step) * step
-    return end - 1 if end % _ALIGNMENT == 0 and n % _ALIGNMENT else end
+    return end - 1 if end % _LIBRARY_ROW_ALIGNMENT == 0 and n % _LIBRARY_ROW_ALIGNMENT else end
 
 
 class Sizes:
@@ -302,7 +302,7 @@ def _with_arguments(
 ) -> Callable[..., Any]:
     """Return a function that adds the arguments ``names`` as sizes to the result of ``key_fn``."""
     parameters = inspect.signature(function).parameters
-    positional = [name for name, each in parameters.items() if each.kind in _POSITIONAL]
+    positional = [name for name, each in parameters.items() if each.kind in _POSITIONAL_KINDS]
     positions = [
         (name, positional.index(name) if name in positional else math.inf, parameters[name].default)
         for name in names

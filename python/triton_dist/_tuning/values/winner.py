@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from triton_dist._tuning.values.outcome import Measurement, Outcome
 
-_FIT_ITERATIONS = 4
+_FIT_ITERATIONS = 4  # of the alternating estimate of levels and rounds
 _DEVIATIONS_PER_MAD = 1.4826
 """Standard deviation of a normal distribution, divided by its median absolute deviation."""
 

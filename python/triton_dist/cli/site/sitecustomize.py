@@ -17,7 +17,7 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
-_NAME = "sitecustomize"
+_MODULE_NAME = "sitecustomize"
 
 
 class _ImportHook(MetaPathFinder):
@@ -65,16 +65,16 @@ def _install_recording(_: Any) -> None:
 
 def _import_hidden_sitecustomize() -> None:
     """Import another module ``sitecustomize`` of the environment, which this module hides."""
-    own = sys.modules.pop(_NAME, None)
+    own = sys.modules.pop(_MODULE_NAME, None)
     here = str(Path(__file__).parent)
     sys.path[:] = [folder for folder in sys.path if folder != here]
     with contextlib.suppress(ImportError):
-        importlib.import_module(_NAME)
+        importlib.import_module(_MODULE_NAME)
     if own is not None:
-        sys.modules.setdefault(_NAME, own)
+        sys.modules.setdefault(_MODULE_NAME, own)
 
 
-if __name__ == _NAME:
+if __name__ == _MODULE_NAME:
     sys.meta_path.insert(0, _ImportHook("triton.knobs", _install_dump))
     sys.meta_path.insert(0, _ImportHook("triton_dist.tune", _install_recording))
     _import_hidden_sitecustomize()

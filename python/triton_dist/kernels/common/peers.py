@@ -43,7 +43,7 @@ from triton_dist.runtime.ranks import ProcessGroupRanks, SoloRank
 TARGET_ALIGNMENT = tl.constexpr(16)
 # The control words of a slot are one 128-byte line: the epoch, then the timeout words from here.
 FIRST_TIMEOUT_WORD = tl.constexpr(1)
-_PRIME = 2**20 - 3
+_TAG_PRIME = 2**20 - 3
 
 
 @jit
@@ -96,7 +96,7 @@ def fold_to_tag(number: int) -> int:
 
     The divisor is the largest prime below 2**20, because counts tend to differ by powers of two.
     """
-    return number % _PRIME
+    return number % _TAG_PRIME
 
 
 @functools.lru_cache(4096)

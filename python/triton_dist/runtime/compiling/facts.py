@@ -72,14 +72,15 @@ def _arguments(source: Any) -> Iterator[tuple[str, str]]:
     for path, value in source.constants.items():
         member = "".join(f"[{index}]" for index in path[1:])
         constants.setdefault(names[path[0]], []).append(f"{member}={_text(value)}".lstrip("="))
-    for position, (name, kind) in enumerate(source.signature.items()):
+    for position, (name, arg_type) in enumerate(source.signature.items()):
         attributes = [
             f"{attribute.removeprefix('tt.')} {number}"
             for path, pairs in source.attrs.items()
             if path[0] == position
             for attribute, number in pairs
         ]
-        types = [] if kind == "constexpr" else [_text(kind) if isinstance(kind, tuple) else kind]
+        types = [_text(arg_type) if isinstance(arg_type, tuple) else arg_type]
+        types = [] if arg_type == "constexpr" else types
         yield name, ", ".join([*types, *attributes, *constants.get(name, [])])
 
 

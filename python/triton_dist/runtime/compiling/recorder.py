@@ -25,7 +25,7 @@ MODULE_SUFFIX: str = sysconfig.get_config_var("EXT_SUFFIX")
 _RECORDED_SUFFIXES = (".json", ".cubin")
 """Files that a launch needs. Files of the earlier compilation stages are several times larger."""
 
-_active: list[Recorder] = []
+_active_recorders: list[Recorder] = []
 
 
 class Recorder:
@@ -38,10 +38,10 @@ class Recorder:
     def begin(self) -> None:
         knobs = triton.knobs.compilation
         self._previous_listener, knobs.listener = knobs.listener, self
-        _active.append(self)
+        _active_recorders.append(self)
 
     def end(self) -> None:
-        _active.remove(self)
+        _active_recorders.remove(self)
         if triton.knobs.compilation.listener is self:
             triton.knobs.compilation.listener = self._previous_listener
 
@@ -79,13 +79,13 @@ class Recorder:
 
 
 def is_recording(folder: Path) -> bool:
-    return any(each.folder == folder for each in _active)
+    return any(each.folder == folder for each in _active_recorders)
 
 
 def record_module(digest: str, filename: str, path: str) -> None:
     """Record a native module that Triton built or loaded."""
     name = filename.removesuffix(MODULE_SUFFIX)
-    for recorder in _active:
+    for recorder in _active_recorders:
         recorder.write(digest, name, module_facts(), {filename: Path(path)})
 
 

@@ -39,10 +39,11 @@ from triton_dist.runtime.compiling.recorder import (
 _MAX_NAME_LENGTH = 150
 """Triton truncates a kernel's name to this length in file names."""
 
-_previous_class: Any = None
+_previous_class: Any = None  # Triton's cache manager before ``use_packs``
 _lock = threading.Lock()
+# Paths of extracted files by name, by digest of the kernel
 _extracted: dict[str, dict[str, str]] = {}
-_warned: set[str] = set()
+_warned: set[str] = set()  # texts of errors that were reported
 
 
 class ShippedCache(CacheManager):

@@ -22,10 +22,10 @@ from triton_dist.runtime.deadlines import is_overdue
 from triton_dist.runtime.device.transfer import AwaitFlag, Copy, InputRows, Step
 from triton_dist.runtime.triton_compat import is_interpreting
 
-_HOPPER_SHARED_MEMORY = 232_448
+_HOPPER_SHARED_MEMORY_BYTES = 232_448
 _GPU_CLOCK_HZ = 1.7e9
-_SPIN_SECONDS = 200e-6
-_MAX_COPIED_FLAGS = 64
+_POLL_SECONDS = 200e-6
+_MAX_COPIED_FLAGS = 64  # a copy of at most this many integers sets flags
 
 
 class CpuDevice:
@@ -74,7 +74,7 @@ class CpuDevice:
 
     def shared_memory_bytes(self) -> int:
         """Return Hopper's limit, so that config spaces are pruned as on a GPU."""
-        return _HOPPER_SHARED_MEMORY
+        return _HOPPER_SHARED_MEMORY_BYTES
 
     def is_capturing(self) -> bool:
         return False
@@ -292,4 +292,4 @@ def _spin_until_equal(
                 seen=int(flags[index]),
                 seconds=limit,
             )
-        time.sleep(_SPIN_SECONDS)
+        time.sleep(_POLL_SECONDS)

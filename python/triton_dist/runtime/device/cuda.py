@@ -31,12 +31,12 @@ from triton_dist.runtime.garbage import no_garbage_collection
 from triton_dist.runtime.sharing import ranks_per_gpu
 from triton_dist.runtime.triton_compat import is_interpreting
 
-_SPIN_SECONDS = 5e-3
-_POLL_SECONDS = 50e-6
+_SPIN_SECONDS = 5e-3  # a wait polls without sleeping for this time, ...
+_POLL_SECONDS = 50e-6  # ... then sleeps this long between polls
 # Limits of ``delay_stream``. Queueing an overlapped op takes 0.3 ms, on some hosts more. If a call
 # synchronises with the device, it waits until the delay ends, so the delay has an upper limit.
 _MIN_DELAY_MILLISECONDS, _MAX_DELAY_MILLISECONDS = 0.5, 5.0
-_QUEUEING_FACTOR = 1.5
+_DELAY_PER_QUEUEING_TIME = 1.5
 _GRAPH_MEMORY_DIVISOR = 16
 """Release the memory of destroyed graphs when it exceeds 1/16 of the GPU's memory."""
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -216,7 +216,8 @@ class CudaDevice:
         Args:
             queueing_seconds: the longest time that the host has taken to queue this call.
         """
-        milliseconds = min(1e3 * _QUEUEING_FACTOR * queueing_seconds, _MAX_DELAY_MILLISECONDS)
+        milliseconds = 1e3 * _DELAY_PER_QUEUEING_TIME * queueing_seconds
+        milliseconds = min(milliseconds, _MAX_DELAY_MILLISECONDS)
         self.sleep_milliseconds(max(milliseconds, _MIN_DELAY_MILLISECONDS))
 
     def run_on_side_stream(self, work: Callable[[], object]) -> None:

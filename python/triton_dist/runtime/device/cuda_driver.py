@@ -37,9 +37,9 @@ class Memcpy2D(ctypes.Structure):
 
     _fields_ = (
         *(
-            (f"{side}_{name}", kind)
+            (f"{side}_{name}", c_type)
             for side in ("source", "target")
-            for name, kind in (
+            for name, c_type in (
                 ("x", ctypes.c_size_t), ("y", ctypes.c_size_t), ("type", ctypes.c_uint),
                 ("host", ctypes.c_void_p), ("device", ctypes.c_uint64),
                 ("array", ctypes.c_void_p), ("pitch", ctypes.c_size_t),
@@ -105,8 +105,8 @@ def function(name: str) -> Function:
 def arguments(name: str, *values: Any) -> tuple[Any, ...]:
     """Convert ``values`` to the C types of function ``name``, which halves the time of a call."""
     return tuple(
-        value if isinstance(value, kind) else kind(value)
-        for kind, value in zip(_ARGUMENTS[name], values, strict=False)
+        value if isinstance(value, c_type) else c_type(value)
+        for c_type, value in zip(_ARGUMENTS[name], values, strict=False)
     )
 
 

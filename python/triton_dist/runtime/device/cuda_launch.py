@@ -18,7 +18,7 @@ import triton
 from triton_dist.runtime import marking
 from triton_dist.runtime.device import cuda_driver
 
-_INTEGERS: dict[str, Any] = {
+_C_INTEGER_TYPES: dict[str, Any] = {
     "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32,
     "i64": ctypes.c_int64, "u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16,
     "u32": ctypes.c_uint32, "u64": ctypes.c_uint64,
@@ -44,8 +44,10 @@ class RepeatedLaunch:
     ) -> None:
         metadata = compiled.metadata
         c_values = {
-            name: ctypes.c_uint64(value.data_ptr()) if kind[0] == "*" else _INTEGERS[kind](value)
-            for name, kind, value in parameters(compiled.src.signature, arguments)
+            name: ctypes.c_uint64(value.data_ptr())
+            if type_name[0] == "*"
+            else _C_INTEGER_TYPES[type_name](value)
+            for name, type_name, value in parameters(compiled.src.signature, arguments)
         }
         self._varying = [c_values[name] for name in varying]
         scratch_addresses = (
@@ -83,16 +85,16 @@ def parameters(
     """Yield name, type in the signature, and value of each non-constant parameter. Members of a
     tuple are separate parameters, such as ``slot.epoch``, or ``pair.0`` for a tuple without names.
     The value of an argument that ``arguments`` does not contain is ``_MISSING``."""
-    for name, kind in signature.items():
+    for name, type_name in signature.items():
         value = arguments.get(name, _MISSING)
-        if isinstance(kind, tuple):
-            members = getattr(value, "_fields", range(len(kind)))
-            values = [_MISSING] * len(kind) if value is _MISSING else value
+        if isinstance(type_name, tuple):
+            members = getattr(value, "_fields", range(len(type_name)))
+            values = [_MISSING] * len(type_name) if value is _MISSING else value
             names = [f"{name}.{member}" for member in members]
-            kinds = dict(zip(names, kind, strict=True))
-            yield from parameters(kinds, dict(zip(names, values, strict=True)))
-        elif kind != "constexpr":
-            yield name, kind, value
+            type_names = dict(zip(names, type_name, strict=True))
+            yield from parameters(type_names, dict(zip(names, values, strict=True)))
+        elif type_name != "constexpr":
+            yield name, type_name, value
 
 
 def can_repeat(compiled: Any, arguments: Mapping[str, Any]) -> bool:
@@ -107,8 +109,8 @@ def can_repeat(compiled: Any, arguments: Mapping[str, Any]) -> bool:
         and not getattr(metadata, "profile_scratch_size", 0)
     )
     return is_plain_launch and all(
-        value is not _MISSING and (kind[0] == "*" or kind in _INTEGERS)
-        for _, kind, value in parameters(compiled.src.signature, arguments)
+        value is not _MISSING and (type_name[0] == "*" or type_name in _C_INTEGER_TYPES)
+        for _, type_name, value in parameters(compiled.src.signature, arguments)
     )
 
 

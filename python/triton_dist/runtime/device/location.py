@@ -153,7 +153,7 @@ def _attribute(attribute: int, ordinal: int) -> int:
     return value.value if status == 0 else 0
 
 
-def _namespace(kind: str) -> str:
+def _namespace(name: str) -> str:
     with suppress(OSError):
-        return os.readlink(_NAMESPACES / kind)
+        return os.readlink(_NAMESPACES / name)
     return ""

@@ -70,7 +70,7 @@ class LeaseHolder:
         os.close(self._fd)
 
 
-_retired: list[LeaseOwner] = []
+_retired: list[LeaseOwner] = []  # leases that end when no process uses their memory
 
 
 def retire(lease: LeaseOwner) -> None:

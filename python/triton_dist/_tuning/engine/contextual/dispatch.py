@@ -60,7 +60,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
     """
 
     fn: Callable[P, R_co]
-    _kind = "contextually autotuned"
+    _description = "contextually autotuned"
 
     def __init__(
         self,

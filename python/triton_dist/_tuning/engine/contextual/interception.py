@@ -33,7 +33,7 @@ from triton_dist._tuning.engine.contextual.launch import (
 )
 from triton_dist._tuning.protocols import RandomState, ThreadValue
 
-_TRITONS_RUN = Autotuner.run.__code__
+_TRITON_RUN_CODE = Autotuner.run.__code__
 
 
 class Session(Protocol):
@@ -199,8 +199,10 @@ class Interception:
             return False
         return not self.is_traced((args, kwargs))
 
-    def _replacement_of_overridden_run(self, kind: type[Autotuner], original: Run) -> Run:
-        target = run_target(kind)
+    def _replacement_of_overridden_run(
+        self, autotuner_class: type[Autotuner], original: Run
+    ) -> Run:
+        target = run_target(autotuner_class)
 
         def run(autotuner: Any, /, *args: Any, **kwargs: Any) -> Any:
             call = self.current_call()
@@ -236,7 +238,7 @@ class Interception:
             # Autotuner.warmup calls this too, and does not pass ``warmup``.
             settled_call = None if kwargs.get("warmup", True) else self._current_settled_call()
             # Only a call by Triton's own ``run`` is redirected. Other callers get the configs.
-            is_called_by_run = sys._getframe(1).f_code is _TRITONS_RUN
+            is_called_by_run = sys._getframe(1).f_code is _TRITON_RUN_CODE
             if settled_call is None or not is_called_by_run:
                 return list(self._prune(autotuner, kwargs))
             nargs = autotuner.nargs

@@ -44,7 +44,7 @@ from triton_dist.errors import (
 KernelTunings = MutableMapping[tuple[Any, tuple[Any, ...]], KernelTuning]
 """Kernel tunings of a decorated function, by kernel and Triton's key, in order of creation."""
 
-_MAX_UNTUNED_KEYS = 8
+_MAX_UNTUNED_KEYS = 8  # Keys still to be tuned at which a warning may be given.
 _MAX_SLOWDOWN = 3.0
 """The time limit of a call is at least this multiple of the time of the call before."""
 
@@ -89,16 +89,16 @@ class Session:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None = None, *_: object
+        self, error_type: type[BaseException] | None, error: BaseException | None = None, *_: object
     ) -> None:
         for key, tuning in list(self._tunings.items()):
-            if tuning.is_untuned_default or (kind is not None and tuning.winner is None):
+            if tuning.is_untuned_default or (error_type is not None and tuning.winner is None):
                 del self._tunings[key]
             tuning.close(error)
         if error is not None:
             self._channel.abort(error)
         with self._scope:
-            if kind is not None:
+            if error_type is not None:
                 self._undo()
         # Drop stored errors: their frames keep the function's arguments and this session alive.
         self._channel.drop_errors()

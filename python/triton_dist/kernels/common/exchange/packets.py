@@ -64,7 +64,7 @@ from triton_dist.language._marks import FLAG_AWAITED, FLAG_SET, flag_clock, note
 from triton_dist.language._spin import INTERPRETED, spin, wait_deadline
 from triton_dist.language.signals import DISAGREED, note_disagreement, tagged
 
-_NEVER_ZERO = tl.constexpr(-(2**31))
+_TAG_SIGN_BIT = tl.constexpr(-(2**31))
 # Indices of the timeout words (``language.wait``).
 _GAVE_UP, _SEEN, _AWAITED, _FLAG, _HOST_WORD, _NEXT_WORDS = 1, 2, 3, 4, 5, 6
 
@@ -72,7 +72,7 @@ _GAVE_UP, _SEEN, _AWAITED, _FLAG, _HOST_WORD, _NEXT_WORDS = 1, 2, 3, 4, 5, 6
 @jit
 def packet_tag(epoch, call_tag):
     """Return the int32 tag of packets of call number ``epoch``."""
-    return tagged(epoch, call_tag).to(tl.int32) | _NEVER_ZERO
+    return tagged(epoch, call_tag).to(tl.int32) | _TAG_SIGN_BIT
 
 
 @jit

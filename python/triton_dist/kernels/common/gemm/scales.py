@@ -237,8 +237,8 @@ class ScaledKey(NamedTuple):
         return getattr(self.key, name)
 
 
-_ROW_BITS = 18
-_LAYOUTS = ("no scales", "one scale", "scales of rows", "scales of blocks")
+_TAG_ROW_BITS = 18
+_SCALE_LAYOUTS = ("no scales", "one scale", "scales of rows", "scales of blocks")
 
 
 def call_tag(key: Any, rows: int) -> int:
@@ -249,12 +249,12 @@ def call_tag(key: Any, rows: int) -> int:
     if not isinstance(key, ScaledKey) or not key.recipe:
         return rows
     layout = 3 if key.recipe == Recipe.BLOCK.value else 2 - key.single_scales[0]
-    return rows % (1 << _ROW_BITS) | layout << _ROW_BITS
+    return rows % (1 << _TAG_ROW_BITS) | layout << _TAG_ROW_BITS
 
 
 def describe_tag(tag: int) -> str:
     """Return a result of ``call_tag`` as text."""
-    return f"{tag % (1 << _ROW_BITS)} rows, {_LAYOUTS[tag >> _ROW_BITS]}"
+    return f"{tag % (1 << _TAG_ROW_BITS)} rows, {_SCALE_LAYOUTS[tag >> _TAG_ROW_BITS]}"
 
 
 class Scaling(NamedTuple):

@@ -353,7 +353,7 @@ def fits_gemm(
 # Share of the peak that tensor cores reach. Each instruction costs as much as 18 more columns.
 _TENSOR_CORE_SHARE, _EXTRA_COLUMNS = 0.93, 18
 _SM_GBPS = 120.0  # into one SM: 64 bytes per clock
-_LATENCY_US = 0.86
+_LATENCY_US = 0.86  # of a load from device memory
 # Relative time of a step in the warp-specialized kernel, and in the kernel on pointers.
 _SPECIALIZED_FACTOR, _POINTER_FACTOR = 0.94, 1.3
 _ZERO_FILL_GBPS = 1200.0  # of rows beyond the end of A by TMA, for all SMs together
@@ -361,7 +361,7 @@ _TILE_US, _ELEMENT_US = 2.3, 77e-6  # outside of a tile's steps: in total, and p
 _L2_MISS_SHARE = 0.4  # share of the data of later waves that is no longer in the L2 cache
 # Times that overlap are combined by a p-norm. First p: in an SM; second: with memory or a link.
 _ORDER_IN_SM, _NORM_ORDER = 8.0, 3.0
-_LAUNCH_US, _SPLIT_US = 2.0, 16.0
+_LAUNCH_US, _SPLIT_US = 2.0, 16.0  # of a launch; of writing and reading the partials of a split
 # Shares of the peaks that a library's GEMM and a transfer reach. A library's grouped GEMM takes
 # ``_LIBRARY_GROUPED_US`` in addition to its product and copies.
 _LIBRARY_FLOPS_SHARE, _LIBRARY_MEMORY_SHARE, _LINK_SHARE = 0.78, 0.875, 0.85
