@@ -56,7 +56,7 @@ def run(bug: str, mode: str, end: float) -> str:
         texts = [path.read_text(errors="replace") for path in Path(reports).glob("*.log")]
         said.seek(0)
         lines = said.read().splitlines()
-    kinds = [kind for text in texts for kind in sanitizer.parse_report(text).kinds]
+    kinds = [kind for text in texts for kind in sanitizer.parse_report(text).count_by_finding]
     if kinds:
         return kinds[0]
     if status == 0:

@@ -64,7 +64,7 @@ BROKEN_OFF = (
 )
 def test_a_report_says_what_was_found_and_whether_it_is_whole(text, count, kinds):
     report = reports.parse_report(text)
-    assert (report.count, report.kinds) == (count, kinds)
+    assert (report.count, report.count_by_finding) == (count, kinds)
     assert report.is_clean is (count == 0)
 
 

@@ -111,7 +111,7 @@ def opened(url: str, seconds: float = 30.0, **options: Any) -> RemoteStore:
 
 
 def names(url: str) -> list[str]:
-    found = opened(url).request(lambda backend: list(backend.names(remote._ENTRY_NAMESPACE)))
+    found = opened(url).request(lambda backend: list(backend.names(remote._NAMESPACE)))
     return sorted(filter(remote._ENTRY_NAME.fullmatch, found))
 
 

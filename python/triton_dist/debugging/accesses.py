@@ -21,7 +21,7 @@ class Access:
     """One operation of a program on memory.
 
     Attributes:
-        kind: ``"load"``, ``"store"`` or ``"atomic"``.
+        operation: ``"load"``, ``"store"`` or ``"atomic"``.
         addresses: uint64 array of any shape with the addresses of the elements.
         mask: bool array, broadcastable to ``addresses``, which is True for the accessed elements;
             ``None``: all elements are accessed.
@@ -31,7 +31,7 @@ class Access:
         by_tma: whether this is a store through a descriptor, which is asynchronous on a GPU.
     """
 
-    kind: str
+    operation: str
     addresses: Any
     mask: Any
     element_type: Any
@@ -124,22 +124,22 @@ def watch(upstream: Any, observers: Sequence[Observer]) -> Undo:
         access = Access("atomic", ptr.data, None, element_type, semantic)
         return observed(access, lambda: original(self, ptr, *rest))
 
-    def descriptor_operation(kind: str, indices_position: int) -> Callable[..., Any]:
+    def descriptor_operation(operation: str, indices_position: int) -> Callable[..., Any]:
         """Return a replacement for an operation through a tensor descriptor. ``indices_position``
         is the position of the block's indices in the arguments."""
 
         def copy(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-            desc = args[1] if kind == "atomic" else args[0]
+            desc = args[1] if operation == "atomic" else args[0]
             try:
                 pointers, mask = desc.materialize_pointers(args[indices_position])
             except AssertionError:  # misaligned: the operation itself raises an error
                 return original(self, *args, **kwargs)
             mask, unused = _array(mask), _unused_rows(desc, args[indices_position])
             if unused is None:
-                element_type, by_tma = pointers.get_element_ty(), kind == "store"
-                access = Access(kind, pointers.data, mask, element_type, by_tma=by_tma)
+                element_type, by_tma = pointers.get_element_ty(), operation == "store"
+                access = Access(operation, pointers.data, mask, element_type, by_tma=by_tma)
                 return observed(access, lambda: original(self, *args, **kwargs))
-            access = Access(kind, pointers.data, mask & ~unused, pointers.get_element_ty())
+            access = Access(operation, pointers.data, mask & ~unused, pointers.get_element_ty())
             result = observed(access, lambda: original(self, *args, **kwargs))
             unused_elements = np.broadcast_to(unused, result.data.shape)
             fill_with_poison(result.data, access.element_type, unused_elements)

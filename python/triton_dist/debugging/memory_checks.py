@@ -117,7 +117,8 @@ def _message(
     memory = origin.description
     owner = "" if " of rank " in memory else f", memory of rank {location.rank}"
     return (
-        f"{location}: {access.kind} outside of {names[0] + ', ' if names else ''}{memory}{owner}: "
+        f"{location}: {access.operation} outside of "
+        f"{names[0] + ', ' if names else ''}{memory}{owner}: "
         f"{outside.size} of {num_accessed} elements, the farthest is {distance} bytes "
         f"({-(-distance // size)} elements of {access.element_type}) {side}"
     )
@@ -171,7 +172,7 @@ class UninitialisedCheck(Observer):
     """Raise ``UninitialisedRead`` for loads of poison."""
 
     def after(self, access: Access, values: Any) -> None:
-        if access.kind != "load" or values is None or access.itemsize < 2:
+        if access.operation != "load" or values is None or access.itemsize < 2:
             return
         bits = np.asarray(values).view(np.dtype(f"u{access.itemsize}"))
         found = bits == poison_pattern(bits.dtype, access.element_type.is_floating())

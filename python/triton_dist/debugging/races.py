@@ -93,7 +93,7 @@ class RaceCheck(Observer):
     def before(self, access: Access) -> None:
         if access.semantic in _RELEASES:
             self._release(access)
-        if access.kind == "atomic" or access.semantic == "volatile":
+        if access.operation == "atomic" or access.semantic == "volatile":
             return
         actor, clock = self._clocks.own_actor, self._clocks.current_clock
         for name, shadow, rows in shadows_of(access):
@@ -106,7 +106,7 @@ class RaceCheck(Observer):
                 by_tma = " by TMA; a flag orders TMA stores only after publish_tile" * (line < 0)
                 self._report(access, name, rows[unordered], description + by_tma)
             program = self._check_programs(access, name, shadow, rows)
-            if access.kind == "load":
+            if access.operation == "load":
                 shadow[rows, FIRST_CLOCK + actor] = clock[actor]
                 shadow[rows, READER_PROGRAM] = program
                 continue
@@ -153,7 +153,7 @@ class RaceCheck(Observer):
             number = _program_number(first[WRITER_PROGRAM])
             description = f"program {number} stored at line {abs(first[WRITER_LINE])}"
             self._report(access, name, rows[unordered], description)
-        if access.kind == "store":
+        if access.operation == "store":
             others = (recorded[:, READER_PROGRAM] >> _PROGRAM_BITS == actor) & (
                 recorded[:, READER_PROGRAM] != program
             )
@@ -287,7 +287,8 @@ class RaceCheck(Observer):
         location = queued_at if copy.line else str(current_location())
         owner = "" if " of rank " in name else f" of rank {rank}"
         message = (
-            f"{location}: {access.kind} of element {int(rows[0])} of {name}{owner}, which {other}: "
+            f"{location}: {access.operation} of element {int(rows[0])} of {name}{owner}, "
+            f"which {other}: "
             "neither a flag nor a collective orders the two accesses"
         )
         if _expected_races is None:
@@ -299,12 +300,12 @@ def _program_number(recorded_program: int) -> int:
     return (recorded_program & ((1 << _PROGRAM_BITS) - 1)) - 1
 
 
-def _access_to_rows(rows: torch.Tensor, kind: str) -> Access:
+def _access_to_rows(rows: torch.Tensor, operation: str) -> Access:
     begins = np.array([rows.data_ptr()], np.uint64)
     for size, stride in zip(rows.shape, rows.stride(), strict=True):
         steps = np.arange(size, dtype=np.int64) * (stride * rows.element_size())
         begins = (begins[:, None] + steps.astype(np.uint64)).ravel()
-    return Access(kind, begins, None, None)
+    return Access(operation, begins, None, None)
 
 
 def _access_to_flag(flags: torch.Tensor, index: int, semantic: str) -> Access:

@@ -111,11 +111,11 @@ class Report:
 
     Attributes:
         count: number of errors or hazards; ``None``: the report has no summary.
-        kinds: how often each finding occurs, by its text (error, kernel and line).
+        count_by_finding: how often each finding occurs, by its text (error, kernel and line).
     """
 
     count: int | None
-    kinds: Mapping[str, int]
+    count_by_finding: Mapping[str, int]
 
     @property
     def is_clean(self) -> bool:
@@ -123,15 +123,15 @@ class Report:
 
     def __str__(self) -> str:
         if self.count is None:
-            return "; ".join(["incomplete report", *self.kinds])
-        found = (f"{times} x {kind}" for kind, times in self.kinds.items())
+            return "; ".join(["incomplete report", *self.count_by_finding])
+        found = (f"{times} x {finding}" for finding, times in self.count_by_finding.items())
         return "; ".join([f"{self.count} found", *found])
 
 
 def parse_report(text: str) -> Report:
     summaries = _SUMMARY.findall(text)
-    kinds = Counter(map(_kind, _findings(text)))
-    return Report(int(summaries[-1]) if summaries else None, dict(kinds))
+    count_by_finding = Counter(map(_finding_text, _findings(text)))
+    return Report(int(summaries[-1]) if summaries else None, dict(count_by_finding))
 
 
 def merge_reports(reports: Mapping[str, Report]) -> list[str]:
@@ -139,14 +139,14 @@ def merge_reports(reports: Mapping[str, Report]) -> list[str]:
     has the report of each process by its name."""
     found: dict[str, list[str]] = {}
     for name, report in reports.items():
-        kinds = dict(report.kinds)
+        count_by_finding = dict(report.count_by_finding)
         if report.count is None:
-            kinds["incomplete report"] = 1
-        elif report.count and not kinds:
-            kinds["findings in an unknown format: see the report"] = report.count
-        for kind, times in kinds.items():
-            found.setdefault(kind, []).append(f"{times} x {name}")
-    return [f"{kind}: {', '.join(times)}" for kind, times in found.items()]
+            count_by_finding["incomplete report"] = 1
+        elif report.count and not count_by_finding:
+            count_by_finding["findings in an unknown format: see the report"] = report.count
+        for finding, times in count_by_finding.items():
+            found.setdefault(finding, []).append(f"{times} x {name}")
+    return [f"{finding}: {', '.join(times)}" for finding, times in found.items()]
 
 
 def _findings(text: str) -> Iterator[str]:
@@ -161,5 +161,5 @@ def _findings(text: str) -> Iterator[str]:
             yield f"{first} {next(places, '')}".rstrip()
 
 
-def _kind(line: str) -> str:
+def _finding_text(line: str) -> str:
     return _ADDRESS.sub("…", line)

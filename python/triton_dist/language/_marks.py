@@ -77,11 +77,11 @@ class _CompiledMark:
             _write(self._marks, self._name_index, [self._begin_time], self._semantic)
 
 
-def _write(marks: marking.Marks, kind: int, operands: list[Any], semantic: Any) -> None:
+def _write(marks: marking.Marks, event: int, operands: list[Any], semantic: Any) -> None:
     """Emit the PTX that records a mark or the use of a flag.
 
     Args:
-        kind: index of the mark's name, or ``FLAG_SET`` or ``FLAG_AWAITED``.
+        event: index of the mark's name, or ``FLAG_SET`` or ``FLAG_AWAITED``.
         operands: [begin time] for a mark; [time, address, value] for a flag.
     """
     first, is_flag = marking.HEADER_WORDS * _WORD_BYTES, len(operands) > 1
@@ -89,7 +89,7 @@ def _write(marks: marking.Marks, kind: int, operands: list[Any], semantic: Any) 
         address=marks.address,
         max_marks=marking.MAX_MARKS,
         nbytes=marking.WORDS_PER_MARK * _WORD_BYTES,
-        name=kind,
+        name=event,
         begin=first,
         end=first + _WORD_BYTES,
         last=first + 2 * _WORD_BYTES,
@@ -129,16 +129,18 @@ def _interpreted_clock() -> int | None:
 
 
 @tl.core.builtin
-def _write_flag(KIND: Any, when: Any, address: Any, value: Any, _semantic: Any = None) -> None:
+def _write_flag(
+    EVENT: Any, event_time: Any, address: Any, value: Any, _semantic: Any = None
+) -> None:
     value = _semantic.cast(_semantic.to_tensor(value), tl.int64)
     marks = marking.current()
     assert marks is not None  # a clock reading exists only if marks are made
-    _write(marks, KIND.value, [when, address, value], _semantic)
+    _write(marks, EVENT.value, [event_time, address, value], _semantic)
 
 
 @jit
-def _note_compiled_flags(KIND: tl.constexpr, when, ptr, value, mask):
-    if when is not None:
+def _note_compiled_flags(EVENT: tl.constexpr, event_time, ptr, value, mask):
+    if event_time is not None:
         addresses = ptr.to(tl.int64)
         if ptr.type.is_block():
             lanes = tl.arange(0, ptr.shape[0])
@@ -146,33 +148,36 @@ def _note_compiled_flags(KIND: tl.constexpr, when, ptr, value, mask):
             for lane in tl.static_range(ptr.shape[0]):
                 chosen = valid & (lanes == lane)
                 address = tl.sum(tl.where(chosen, addresses, 0))
-                _write_flag(KIND, when, address, tl.sum(tl.where(chosen, value, 0)))
+                _write_flag(EVENT, event_time, address, tl.sum(tl.where(chosen, value, 0)))
         else:
-            _write_flag(KIND, when, addresses, value)
+            _write_flag(EVENT, event_time, addresses, value)
 
 
-def _note_interpreted_flags(kind: Any, when: Any, ptr: Any, value: Any, mask: Any) -> None:
+def _note_interpreted_flags(event: Any, event_time: Any, ptr: Any, value: Any, mask: Any) -> None:
     marks = marking.current()
-    if marks is None or when is None:
+    if marks is None or event_time is None:
         return
-    is_set, program = getattr(kind, "value", kind) == marking.FLAG_SET, current_program_number()
+    is_set, program = getattr(event, "value", event) == marking.FLAG_SET, current_program_number()
     arrays = (getattr(getattr(each, "handle", each), "data", each) for each in (value, mask))
     valid = [True if each is None else each for each in arrays]
     for address, number, chosen in np.nditer([ptr.handle.data, *valid]):
         if chosen:
-            marks.add(marking.FlagEvent(is_set, program, 0, int(when), int(address), int(number)))
+            marks.add(
+                marking.FlagEvent(is_set, program, 0, int(event_time), int(address), int(number))
+            )
 
 
 FLAG_AWAITED, FLAG_SET = tl.constexpr(marking.FLAG_AWAITED), tl.constexpr(marking.FLAG_SET)
 flag_clock = _interpreted_clock if INTERPRETED.value else _compiled_clock
 """Return the time on the clock of marks, or ``None`` if no timeline requests marks."""
 note_flags = _note_interpreted_flags if INTERPRETED.value else _note_compiled_flags
-"""Record that flags are set or were awaited: ``note_flags(KIND, when, ptr, value, mask)``.
+"""Record that flags are set or were awaited: ``note_flags(EVENT, event_time, ptr, value, mask)``.
 
-Timelines draw an arrow from the program that sets a flag to the program that waits for it. ``when``
-is a result of ``flag_clock``, which must be called within a mark. If ``when`` is ``None``, nothing
-is compiled. ``ptr`` is a pointer or a block of pointers. ``mask`` selects pointers of the block;
-``None`` selects all. ``value`` is the new value of the flag, or the awaited value.
+Timelines draw an arrow from the program that sets a flag to the program that waits for it.
+``event_time`` is a result of ``flag_clock``, which must be called within a mark. If ``event_time``
+is ``None``, nothing is compiled. ``ptr`` is a pointer or a block of pointers. ``mask`` selects
+pointers of the block; ``None`` selects all. ``value`` is the new value of the flag, or the awaited
+value.
 """
 
 

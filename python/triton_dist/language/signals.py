@@ -66,14 +66,14 @@ def notify(ptr, value, op: constexpr = SET, mask=None):
     # One thread releases. The barrier orders the stores of all threads before this release.
     tl.debug_barrier()
     with mark("notify"):
-        when = flag_clock()
+        event_time = flag_clock()
         if op == "set":
             tl.atomic_xchg(ptr, value, mask=mask, sem="release", scope="sys")
-            note_flags(FLAG_SET, when, ptr, value, mask)
+            note_flags(FLAG_SET, event_time, ptr, value, mask)
         else:
             tl.static_assert(op == "add", "notify: op is 'set' or 'add'")
             before = tl.atomic_add(ptr, value, mask=mask, sem="release", scope="sys")
-            note_flags(FLAG_SET, when, ptr, before + value, mask)
+            note_flags(FLAG_SET, event_time, ptr, before + value, mask)
 
 
 @jit

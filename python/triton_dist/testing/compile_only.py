@@ -38,7 +38,7 @@ class Hardware:
     multiprocessors: int
 
 
-HARDWARE = {
+HARDWARE = {  # by compute capability * 10
     80: Hardware(shared_memory_bytes=166912, multiprocessors=108),  # A100
     90: Hardware(shared_memory_bytes=232448, multiprocessors=132),  # H100, H200
     100: Hardware(shared_memory_bytes=232448, multiprocessors=148),  # B200

@@ -18,8 +18,8 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.marking import MARK_NAMES, FlagEvent, Mark, Marks
 from triton_dist.timelines import trace
 
-PROCESS = "marks in kernels"
-_CLOCK = "triton_dist: clock of marks"
+PROCESS_NAME = "marks in kernels"
+_CLOCK_SCOPE = "triton_dist: clock of marks"
 _PRECISION_NS = 4
 """A trace stores times as floats in microseconds, so times are rounded by a few ns."""
 _NUM_READINGS = 5
@@ -50,7 +50,7 @@ class KernelMarks:
         """Read the device clock in profiler scopes. The times of these scopes relate the clock to
         the timeline."""
         for _ in range(_NUM_READINGS):
-            name = f"{_CLOCK} #{len(self._readings)}"
+            name = f"{_CLOCK_SCOPE} #{len(self._readings)}"
             with torch.profiler.record_function(name):
                 self._readings[name] = ClockReading()
             current_device().synchronize()
@@ -117,7 +117,7 @@ def mark_shares(marks: list[Mark]) -> dict[str, float]:
 
 def _trace_events(rows: _Rows, trace_start_ns: int) -> Iterator[trace.Event]:
     if rows:
-        yield _name_event("process_name", 0, PROCESS)
+        yield _name_event("process_name", 0, PROCESS_NAME)
     for number, ((program, warp_group), marks) in enumerate(rows.items()):
         warps = f", warps {4 * warp_group} to {4 * warp_group + 3}" if warp_group else ""
         name = f"program {program}{warps}" if program >= 0 else f"copy stream {number}"
@@ -126,7 +126,7 @@ def _trace_events(rows: _Rows, trace_start_ns: int) -> Iterator[trace.Event]:
             event_args: dict[str, Any] = {"program": program, "group": warp_group}
             event_args |= {trace.COPIED_BYTES: mark.nbytes} if mark.nbytes else {}
             yield {
-                "ph": "X", "cat": "mark", "name": mark.name, "pid": PROCESS, "tid": number,
+                "ph": "X", "cat": "mark", "name": mark.name, "pid": PROCESS_NAME, "tid": number,
                 "ts": (mark.begin_ns - trace_start_ns) / 1e3,
                 "dur": (mark.end_ns - mark.begin_ns) / 1e3, "args": event_args,
             }  # fmt: skip
@@ -148,11 +148,11 @@ def _flags_in_marks(
             time_ns = min(flag.time_ns, mark.end_ns - flag.is_set * _PRECISION_NS)
             yield {
                 "flag": identity, "is_set": flag.is_set, "value": flag.value,
-                "pid": PROCESS, "tid": numbers[row],
+                "pid": PROCESS_NAME, "tid": numbers[row],
                 "begin": (mark.begin_ns - trace_start_ns) / 1e3,
                 "ts": (max(time_ns, mark.begin_ns) - trace_start_ns) / 1e3,
             }  # fmt: skip
 
 
 def _name_event(kind: str, number: int, name: str) -> trace.Event:
-    return {"ph": "M", "name": kind, "pid": PROCESS, "tid": number, "args": {"name": name}}
+    return {"ph": "M", "name": kind, "pid": PROCESS_NAME, "tid": number, "args": {"name": name}}
