@@ -335,8 +335,8 @@ class Buffer(LowLatencyCalls):
         biases = bias if isinstance(bias, tuple) else (bias,)
         tokens = len(handle.is_token_in_rank)
 
-        def combine_rows(rows: torch.Tensor, kind: str) -> torch.Tensor:
-            ctx = self._context(kind, handle.max_tokens, rows.shape[1], handle.num_experts)
+        def combine_rows(rows: torch.Tensor, ctx_name: str) -> torch.Tensor:
+            ctx = self._context(ctx_name, handle.max_tokens, rows.shape[1], handle.num_experts)
             received = received_for_combine(
                 ctx,
                 handle.row_of_token,

@@ -85,18 +85,18 @@ class LowLatencyCalls:
         """Return the stream of calls with ``async_finish``; ``None`` on CPU ranks."""
         return self._device.second_stream
 
-    def _context(self, kind: str, max_tokens: int, hidden: int, num_experts: int) -> EPContext:
-        """Return the context of ``kind`` for at least ``max_tokens``, equal on all ranks.
-        Collective.
+    def _context(self, ctx_name: str, max_tokens: int, hidden: int, num_experts: int) -> EPContext:
+        """Return the context for at least ``max_tokens``, equal on all ranks. Collective.
 
         A context with a pending send cannot be replaced, so the result may be too small.
         """
-        key = kind, hidden, num_experts
+        key = ctx_name, hidden, num_experts
         ctx = self._contexts.get(key)
         if ctx is None or (ctx.max_tokens < max_tokens and ctx.pending is None):
             if ctx is not None and ctx not in self._captured_contexts:
                 ctx.finalize()
-            ranks, dtype = self.group_size, torch.float32 if kind == "weights" else torch.bfloat16
+            ranks = self.group_size
+            dtype = torch.float32 if ctx_name == "weights" else torch.bfloat16
             ctx = self._contexts[key] = create_ep_context(
                 self.rank, ranks, ranks, max_tokens, hidden, num_experts, MAX_TOPK, dtype,
                 group=self.group,
@@ -107,7 +107,7 @@ class LowLatencyCalls:
 
     def _run(
         self,
-        kind: str,
+        ctx_name: str,
         work: Callable[[], Any],
         previous: EventOverlap | None,
         is_async: bool,
@@ -116,28 +116,28 @@ class LowLatencyCalls:
         """Return the result of ``work`` and an event.
 
         Args:
-            kind: calls with equal ``kind`` share a context, so they run in order, even if they are
-                on different streams.
+            ctx_name: calls that share a context run in order, even on different streams.
             previous: event to wait for. An asynchronous call with an event does not wait for
                 earlier work of the current stream.
             is_async: run on a second stream.
             inputs: tensors that ``work`` uses, also in tuples.
         """
-        last_event, previous, results = self._last_events.get(kind), previous or EventOverlap(), []
+        last_event, results = self._last_events.get(ctx_name), []
+        previous = previous or EventOverlap()
 
         def run() -> None:
             if last_event is not None and last_event.must_be_awaited():
                 last_event.current_stream_wait()
             previous.current_stream_wait()
             results.append(work())
-            self._last_events[kind] = EventHandle(*(tensors_in(results) if is_async else ()))
+            self._last_events[ctx_name] = EventHandle(*(tensors_in(results) if is_async else ()))
 
         if not is_async:
             run()
-            self._last_events[kind].is_awaited = True  # by its own stream
+            self._last_events[ctx_name].is_awaited = True  # by its own stream
             return results[0], EventOverlap()
         self._device.fork(run, *tensors_in(inputs), after_current=previous.event is None)
-        return results[0], EventOverlap(self._last_events[kind])
+        return results[0], EventOverlap(self._last_events[ctx_name])
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
@@ -239,19 +239,20 @@ class LowLatencyCalls:
             receive(send(ep_dispatch))
             return out, scales, exponents, counts, handle
 
-        kind, returned_scales = f"slot {self._slot}", scales if exponents is None else exponents
+        ctx_name = f"slot {self._slot}"
+        returned_scales = scales if exponents is None else exponents
         result: Rows = out if returned_scales is None else (out, returned_scales.mT)
         inputs = x, topk_idx, cumulative_local_expert_recv_stats
         if return_recv_hook:
-            pending, event = self._run(kind, lambda: send(ep_send), None, False)
+            pending, event = self._run(ctx_name, lambda: send(ep_send), None, False)
 
             def hook() -> None:
-                self._run(kind, lambda: receive(pending.wait()), None, False)
+                self._run(ctx_name, lambda: receive(pending.wait()), None, False)
 
             return result, counts, handle, event, hook
         # The second stream also writes the results, which are allocated on this stream.
         outputs = out, scales, exponents, counts, handle
-        _, event = self._run(kind, work, None, async_finish, inputs, outputs)
+        _, event = self._run(ctx_name, work, None, async_finish, inputs, outputs)
         return result, counts, handle, event, None
 
     def low_latency_combine(
@@ -281,8 +282,8 @@ class LowLatencyCalls:
                 without ``get_next_low_latency_combine_buffer``.
         """
         _check_async_options("low_latency_combine", async_finish, return_recv_hook)
-        max_tokens, kind = handle.num_max_dispatch_tokens_per_rank, f"slot {handle.slot}"
-        ctx = self._context(kind, max_tokens, handle.hidden, handle.num_experts)
+        max_tokens, ctx_name = handle.num_max_dispatch_tokens_per_rank, f"slot {handle.slot}"
+        ctx = self._context(ctx_name, max_tokens, handle.hidden, handle.num_experts)
         if ctx.pending is not None:
             expected = "a handle whose dispatch has been received: call its function first"
             raise InvalidArgument("low_latency_combine", "handle", "a pending send", expected)
@@ -312,7 +313,7 @@ class LowLatencyCalls:
 
         inputs = y, topk_idx, topk_weights, handle, out
         is_async = async_finish or return_recv_hook
-        result, event = self._run(kind, work, None, is_async, inputs)
+        result, event = self._run(ctx_name, work, None, is_async, inputs)
         return result, event, event.current_stream_wait if return_recv_hook else None
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:

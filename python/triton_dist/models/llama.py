@@ -67,11 +67,11 @@ class LlamaConfig:
 
     def save(self, folder: str | Path) -> None:
         """Create ``folder`` and write a ``config.json`` that ``AutoConfig`` can read."""
-        kind = "Qwen3Moe" if self.num_experts else "Qwen3" if self.qk_norm else "Llama"
+        family = "Qwen3Moe" if self.num_experts else "Qwen3" if self.qk_norm else "Llama"
         names = {"Qwen3Moe": "qwen3_moe", "Qwen3": "qwen3", "Llama": "llama"}
         written = {
-            "architectures": [f"{kind}ForCausalLM"],
-            "model_type": names[kind],
+            "architectures": [f"{family}ForCausalLM"],
+            "model_type": names[family],
             "tie_word_embeddings": False,
             **asdict(self),
         }
@@ -203,13 +203,13 @@ class SparseMoE(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows = x.flatten(0, -2)
         logits = linear(rows, self.gate.weight)
-        best, ids = logits.softmax(-1, dtype=torch.float32).topk(self.top_k, -1)
-        best = best / best.sum(-1, keepdim=True)
+        weights, ids = logits.softmax(-1, dtype=torch.float32).topk(self.top_k, -1)
+        weights = weights / weights.sum(-1, keepdim=True)
         total = torch.zeros_like(rows)
         for number, expert in enumerate(self.experts):
             token, choice = torch.where(ids == number)
-            part = expert(rows[token]) * best[token, choice, None].to(x.dtype)
-            total = total.index_add(0, token, part)
+            addend = expert(rows[token]) * weights[token, choice, None].to(x.dtype)
+            total = total.index_add(0, token, addend)
         return total.view(x.shape), logits
 
 
@@ -217,8 +217,8 @@ class Block(nn.Module):
     def __init__(self, config: LlamaConfig, layer_idx: int) -> None:
         super().__init__()
         self.self_attn = Attention(config, layer_idx)
-        dense = config.hidden_size, config.intermediate_size
-        self.mlp = SparseMoE(config) if config.num_experts else MLP(*dense)
+        mlp_sizes = config.hidden_size, config.intermediate_size
+        self.mlp = SparseMoE(config) if config.num_experts else MLP(*mlp_sizes)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -249,16 +249,16 @@ class Decoder(nn.Module):
         rows [rows, hidden]: at most ceil(batch * tokens / ranks) consecutive tokens.
         """
         x = self.embed_tokens(ids)
-        own = ids.shape[0]
+        num_rows = ids.shape[0]
         if shard[1] > 1:
             x = shard_rows(x.flatten(0, 1), *shard)
-            own = min(max(ids.numel() - shard[0] * len(x), 0), len(x))
+            num_rows = min(max(ids.numel() - shard[0] * len(x), 0), len(x))  # without padding
         if position_ids is None:
             position_ids = torch.arange(ids.shape[1], device=ids.device)
         positions = self.rotary_emb(position_ids, x.dtype)
         for layer in self.layers:
             x = layer(x, position_embeddings=positions)
-        y: torch.Tensor = self.norm(x[:own])
+        y: torch.Tensor = self.norm(x[:num_rows])
         return y
 
 

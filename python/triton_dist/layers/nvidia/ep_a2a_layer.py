@@ -166,21 +166,23 @@ class EPLowLatencyAllToAllLayer:
             quantise=self.online_quant_fp8 and send_scales is None,
         )  # fmt: skip
         counts = received.counts.sum(1, dtype=torch.int32)
-        _, expert, within, is_used = chunk_of_rows(counts, len(received.row_of_position))
-        places, size = expert * self.rows_per_expert + within, len(counts) * self.rows_per_expert
+        _, expert, row_in_expert, is_used = chunk_of_rows(counts, len(received.row_of_position))
+        num_rows = len(counts) * self.rows_per_expert
+        padded_index = expert * self.rows_per_expert + row_in_expert
         # Unused positions, and rows beyond ``rows_per_expert``, write to one extra row, which is
         # cut off below.
-        places = torch.where(is_used & (within < self.rows_per_expert), places, size)
+        is_used &= row_in_expert < self.rows_per_expert
+        padded_index = torch.where(is_used, padded_index, num_rows)
 
         def padded(rows: torch.Tensor) -> torch.Tensor:
-            out = rows.new_empty(size + 1, rows.shape[1])
+            out = rows.new_empty(num_rows + 1, rows.shape[1])
             # fp8 rows cannot be indexed on all devices.
-            out.view(torch.uint8)[places] = rows.view(torch.uint8)
+            out.view(torch.uint8)[padded_index] = rows.view(torch.uint8)
             return out[:-1].view(len(counts), self.rows_per_expert, -1)
 
         rows, scales = received.expanded()
         scales = None if scales is None else padded(scales)
-        return padded(rows), scales, counts, (received, places)
+        return padded(rows), scales, counts, (received, padded_index)
 
     def combine(
         self,
@@ -201,8 +203,8 @@ class EPLowLatencyAllToAllLayer:
             zero_copy: ignored; accepted for existing scripts.
         """
         rows = send_tokens.flatten(0, 1)
-        received, places = dispatch_meta
-        y = rows[places.clamp(max=len(rows) - 1)]
+        received, padded_index = dispatch_meta
+        y = rows[padded_index.clamp(max=len(rows) - 1)]
         products = ep_combine(y, received, self.ctx, apply_weights=False)
         rows_of_token: torch.Tensor = products.unflatten(0, topk_indices.shape)
         return (rows_of_token * topk_weights[..., None]).sum(1).to(send_tokens.dtype)

@@ -99,7 +99,7 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
         self.ctx = create_gemm_ar_context(
             max_M, N, ranks.rank, ranks.size, ranks_on_host, input_dtype, tp_group=tp_group
         )
-        self._reducer: AllReduceContext | None = None
+        self._all_reduce_ctx: AllReduceContext | None = None
         self.persistent, self.use_ll_kernel = persistent, use_ll_kernel
         self.copy_to_local = copy_to_local
         self._tiles = None if user_gemm_config is None else _tiles(user_gemm_config)
@@ -212,23 +212,23 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
         The first call allocates memory and therefore cannot be captured in a CUDA graph.
         """
         ctx = self.ctx
-        if self._reducer is None:
-            self._reducer = create_allreduce_ctx(
+        if self._all_reduce_ctx is None:
+            self._all_reduce_ctx = create_allreduce_ctx(
                 ctx.max_M * ctx.N * ctx.output_dtype.itemsize, ctx.rank, ctx.num_ranks,
                 ctx.local_world_size, group=ctx.group,
             )  # fmt: skip
-        return all_reduce(input, self._reducer, autotune_pg=self._reducer.group)
+        return all_reduce(input, self._all_reduce_ctx, autotune_pg=self._all_reduce_ctx.group)
 
     def finalize(self) -> None:
         """Free the symmetric memory; idempotent. Collective."""
         self.ctx.finalize()
-        if self._reducer is not None:
-            self._reducer.finalize()
+        if self._all_reduce_ctx is not None:
+            self._all_reduce_ctx.finalize()
 
     def __exit__(self, failure: type[BaseException] | None, *rest: object) -> None:
         self.ctx.__exit__(failure, *rest)
-        if self._reducer is not None:
-            self._reducer.__exit__(failure, *rest)
+        if self._all_reduce_ctx is not None:
+            self._all_reduce_ctx.__exit__(failure, *rest)
 
 
 def _tiles(config: triton.Config) -> triton.Config:

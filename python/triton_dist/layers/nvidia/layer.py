@@ -182,11 +182,11 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         error_msgs: list[str],
     ) -> None:
         """Copy this rank's shards of the weights that ``_save_to_state_dict`` saved."""
-        known = {*self._modules}
+        known_names = {*self._modules}
         for name, parameter in self._parameters_and_buffers():
             filled = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             weights = {prefix + each.name: each for each in self._stock_weights(name, filled)}
-            known.update(each.name for each in weights.values())
+            known_names.update(each.name for each in weights.values())
             missing = [each for each in weights if each not in state_dict]
             missing_keys += missing
             try:
@@ -196,16 +196,16 @@ class TensorParallelLayer(torch.nn.Module, ABC):
                     local_part(parameter).copy_(local_part(distributed_like(filled, parameter)))
             except InvalidArgument as error:
                 error_msgs.append(str(error))
-            if prefix + name in state_dict and name not in known:
+            if prefix + name in state_dict and name not in known_names:
                 error_msgs.append(
                     f"{prefix + name} is the shard of one rank; expected the stock module's "
                     "weights. Save model.state_dict(), which all ranks must call."
                 )
-                known.add(name)
+                known_names.add(name)
         if strict:
             for key in state_dict:
                 name = key.removeprefix(prefix)
-                if key.startswith(prefix) and not {name, name.partition(".")[0]} & known:
+                if key.startswith(prefix) and not {name, name.partition(".")[0]} & known_names:
                     unexpected_keys.append(key)
 
     def _init_ctx(self, max_M: int = 0, *unused: Any, M: int = 0, **also_unused: Any) -> None:
@@ -396,9 +396,9 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         if self.scales is None or not self.scales.is_block:
             self._check_split(name, columns)
             return columns // self.world_size
-        own = -(-num_scale_blocks(columns) // self.world_size) * BLOCK_ELEMENTS
-        self.stock_columns = None if own * self.world_size == columns else columns
-        return own
+        own_columns = -(-num_scale_blocks(columns) // self.world_size) * BLOCK_ELEMENTS
+        self.stock_columns = None if own_columns * self.world_size == columns else columns
+        return own_columns
 
     def _init_scales(self, module: torch.nn.Module, *names: str) -> None:
         """Copy this rank's scales of fp8 parameters, and the static input scales if present."""

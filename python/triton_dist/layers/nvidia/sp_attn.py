@@ -43,19 +43,19 @@ class SP_Attn(torch.nn.Module):
         super().__init__()
         if mesh.ndim != 2:
             raise InvalidArgument("SP_Attn", "mesh.ndim", mesh.ndim, "a mesh of 2 dimensions")
-        gather, exchange = mesh.get_group(0), mesh.get_group(1)
-        outer, inner = group_for(gather), group_for(exchange)
-        self.gather_rank, self.gather_size = outer.rank, outer.size
-        self.exchange_rank, self.exchange_size = inner.rank, inner.size
-        size = inner.size
+        gather_group, exchange_group = mesh.get_group(0), mesh.get_group(1)
+        gather, exchange = group_for(gather_group), group_for(exchange_group)
+        self.gather_rank, self.gather_size = gather.rank, gather.size
+        self.exchange_rank, self.exchange_size = exchange.rank, exchange.size
+        size = exchange.size
         self.exchange_ctx = create_ulysses_context(
-            inner.rank, size, size, size * max_tokens, q_heads, kv_heads, head_dim, dtype,
-            group=exchange,
+            exchange.rank, size, size, size * max_tokens, q_heads, kv_heads, head_dim, dtype,
+            group=exchange_group,
         )  # fmt: skip
         local_kv_heads = max(1, kv_heads // size)
         self.gather_ctx = create_sp_ag_attention_context(
-            outer.rank, outer.size, outer.size, size * max_tokens, local_kv_heads, head_dim, dtype,
-            group=gather,
+            gather.rank, gather.size, gather.size, size * max_tokens, local_kv_heads, head_dim,
+            dtype, group=gather_group,
         )  # fmt: skip
 
     def forward(

@@ -261,9 +261,9 @@ class TP_Attn(TensorParallelLayer):
             if weight is not None and weight.grad is not None:
                 own = self.replicated_rows(weight.grad)
                 if own.numel():
-                    of_heads = own.new_zeros(self.total_kv_heads, *own.shape)
-                    of_heads[self.kv_index] = own
-                    own.copy_(self.torch_collectives.all_reduce(of_heads)[self.kv_index])
+                    by_head = own.new_zeros(self.total_kv_heads, *own.shape)
+                    by_head[self.kv_index] = own
+                    own.copy_(self.torch_collectives.all_reduce(by_head)[self.kv_index])
 
     def _run(
         self,
@@ -352,15 +352,15 @@ class TP_Attn(TensorParallelLayer):
             raise self._invalid("batch", batch, expected)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            at = offset[:batch, None] + torch.arange(tokens, device=x.device)
+            positions = offset[:batch, None] + torch.arange(tokens, device=x.device)
             sequences = torch.arange(batch, device=x.device)[:, None]
-            k_cache[sequences, at], v_cache[sequences, at] = k, v
+            k_cache[sequences, positions], v_cache[sequences, positions] = k, v
             # Queries that share a key head become rows of one head. Otherwise keys and values would
             # have to be repeated for each query head.
             group = self.num_heads // self.num_kv_heads
             q = q.view(batch, tokens, -1, group, self.head_dim).permute(0, 2, 3, 1, 4)
             q = q.reshape(batch, -1, group * tokens, self.head_dim)
-            mask = torch.arange(cache_length, device=x.device) <= at[..., None]
+            mask = torch.arange(cache_length, device=x.device) <= positions[..., None]
             mask = mask.repeat(1, group, 1)[:, None]
             keys, values = (each[:batch].transpose(1, 2) for each in (k_cache, v_cache))
             attended = scaled_dot_product_attention(q, keys, values, mask, scale=self.scaling)

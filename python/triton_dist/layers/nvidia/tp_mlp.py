@@ -53,9 +53,9 @@ class TP_MLP(TokenLayer):
             if bias is not None:
                 raise self._invalid(f"{name}.bias", tuple(bias.shape), "None")
         self._set_scales(projections.values())
-        own = self._split_columns("columns of gate_proj", columns)
-        self.gate_up_proj = self._parameter("gate_up_proj", mlp, 2 * own, hidden)
-        self.down_proj = self._parameter("down_proj", mlp, hidden, own)
+        own_columns = self._split_columns("columns of gate_proj", columns)
+        self.gate_up_proj = self._parameter("gate_up_proj", mlp, 2 * own_columns, hidden)
+        self.down_proj = self._parameter("down_proj", mlp, hidden, own_columns)
         self._init_scales(mlp, "gate_up_proj", "down_proj")
         self.act_fn: Any = source.act_fn
         self._print_shapes(verbose)

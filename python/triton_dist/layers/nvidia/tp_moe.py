@@ -79,12 +79,12 @@ class TP_MoE(TokenLayer):
         source: Any = module
         self._check_members("module", module, "gate", "experts")
         self._init_shared(source)
-        each = list(self._experts_of(source.experts))
+        expert_weights = list(self._experts_of(source.experts))
         for holder, name in ((source.gate, "bias"), (source, _CORRECTION_NAME)):
             if getattr(holder, name, None) is not None:
                 raise self._invalid(f"{name} of the gate", "present", "no such attribute")
         has_correction = getattr(source.gate, _CORRECTION_NAME, None) is not None
-        gate = self._checked_weight("gate", source.gate, (len(each), None), allows_router=True)
+        gate = self._checked_weight("gate", source.gate, (len(expert_weights), None), True)
         self.num_experts, self.hidden_size = gate.shape
         router = source if hasattr(source, "top_k") else source.gate
         self._check_members("gate", router, "top_k")
@@ -102,12 +102,12 @@ class TP_MoE(TokenLayer):
         if self.num_groups > 1 and not has_correction:
             expected = f"1, or a gate with {_CORRECTION_NAME}"
             raise self._invalid("n_group", self.num_groups, expected)
-        columns = len(each[0][0])
+        columns = len(expert_weights[0][0])
         shapes = ((columns, self.hidden_size),) * 2 + ((self.hidden_size, columns),)
-        dtype = each[0][0].dtype
+        dtype = expert_weights[0][0].dtype
         if dtype is not E4M3 and not has_correction:  # with a correction, the gate may be fp32
             dtype = gate.dtype
-        for number, weights in enumerate(each):
+        for number, weights in enumerate(expert_weights):
             for name, weight, shape in zip(_PROJECTION_NAMES, weights, shapes, strict=True):
                 where = f"experts.{number}.{name}.weight"
                 if tuple(weight.shape) != shape:
@@ -132,9 +132,11 @@ class TP_MoE(TokenLayer):
             self._parameter("score_correction_bias", module, E).data if has_correction else None
         )
         self.register_buffer("score_correction_bias", score_correction_bias)
-        own_experts, own = self._shard_sizes(E, columns)
-        self.gate_up_proj = self._parameter("gate_up_proj", module, own_experts, hidden, 2 * own)
-        self.down_proj = self._parameter("down_proj", module, own_experts, own, hidden)
+        experts, own_columns = self._shard_sizes(E, columns)
+        self.gate_up_proj = self._parameter(
+            "gate_up_proj", module, experts, hidden, 2 * own_columns
+        )
+        self.down_proj = self._parameter("down_proj", module, experts, own_columns, hidden)
         self._init_scales(module, "gate_up_proj", "down_proj")
         self._print_shapes(verbose)
 
@@ -169,8 +171,8 @@ class TP_MoE(TokenLayer):
         if hasattr(source, "gate_up_proj_bias"):
             shape = tuple(source.gate_up_proj_bias.shape)
             raise self._invalid("experts.gate_up_proj_bias", shape, "none")
-        for both, down in zip(source.gate_up_proj, source.down_proj, strict=True):
-            yield (*both.chunk(2), down)
+        for gate_up, down in zip(source.gate_up_proj, source.down_proj, strict=True):
+            yield (*gate_up.chunk(2), down)
 
     def _weights_of(self, name: str, tensor: torch.Tensor) -> list[StockWeight]:
         if name == "gate":

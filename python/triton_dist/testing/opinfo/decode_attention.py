@@ -47,7 +47,7 @@ class DecodeOpInfo(ExchangeOpInfo[DecodeShape]):
     shape_type, shapes = DecodeShape, (DecodeShape(65536, 1, 96, 12, 128),)
     collective_name, create = "all-gather", staticmethod(create_sp_decode_context)
     positional_names = ("q", "k_cache", "v_cache", "kv_lens", "ctx")
-    baseline_algorithm, refilled_operands = "all_to_all", ("k_cache", "v_cache")
+    baseline_algorithm, random_operands = "all_to_all", ("k_cache", "v_cache")
     library_algorithms = ("library", "library_reduce_scatter")
 
     def smaller(self, shape: DecodeShape, divisor: int, num_ranks: int) -> DecodeShape:
@@ -65,10 +65,10 @@ class DecodeOpInfo(ExchangeOpInfo[DecodeShape]):
         device, tokens = current_device().torch_device, shape.tokens // num_ranks
         cache = shape.batch, tokens, shape.kv_heads, shape.head_dim
         # All ranks must draw equal queries.
-        equal = torch.Generator(device).manual_seed(shape.tokens)
+        shared_generator = torch.Generator(device).manual_seed(shape.tokens)
         shortened_by = torch.arange(num_ranks)[:, None] + torch.arange(shape.batch)
         return {
-            "q": uniform((shape.batch, shape.heads, shape.head_dim), dtype, equal, 3.0),
+            "q": uniform((shape.batch, shape.heads, shape.head_dim), dtype, shared_generator, 3.0),
             "k_cache": torch.empty(cache, dtype=dtype, device=device),
             "v_cache": torch.empty(cache, dtype=dtype, device=device),
             "kv_lens": (tokens - shortened_by % min(tokens, 4)).int().to(device),

@@ -31,13 +31,13 @@ class ExchangeOpInfo(OpInfo[S]):
     Attributes:
         create: function that creates the op's context.
         baseline_algorithm: name of the op's algorithm that the baseline runs.
-        refilled_operands: names of the operands that ``refill`` writes.
+        random_operands: names of the operands to which ``refill`` writes random values.
     """
 
     serial_name, overlaps = "library", False
     create: ClassVar[Callable[..., Any]]
     baseline_algorithm: ClassVar[str] = "collective"
-    refilled_operands: ClassVar[tuple[str, ...]]
+    random_operands: ClassVar[tuple[str, ...]]
 
     @abstractmethod
     def context_sizes(self, shape: S, num_ranks: int) -> tuple[int, ...]:
@@ -51,7 +51,7 @@ class ExchangeOpInfo(OpInfo[S]):
     def refill(
         self, operands: Operands, num_ranks: int, generator: Generator | None = None
     ) -> None:
-        for name in self.refilled_operands:
+        for name in self.random_operands:
             operands[name].copy_(uniform(operands[name].shape, operands[name].dtype, generator))
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:

@@ -70,9 +70,9 @@ class EPOpInfo(ExchangeOpInfo[TokenShape]):
     ) -> Operands:
         device, routing = current_device().torch_device, (shape.M // num_ranks, shape.topk)
         # y has memory for the case that all tokens of all ranks choose experts of this rank.
-        number = shape.M // num_ranks if self.row_operand == "x" else shape.M * shape.topk
+        num_rows = shape.M // num_ranks if self.row_operand == "x" else shape.M * shape.topk
         return {
-            self.row_operand: torch.empty(number, shape.hidden, dtype=dtype, device=device),
+            self.row_operand: torch.empty(num_rows, shape.hidden, dtype=dtype, device=device),
             "topk_ids": torch.empty(routing, dtype=torch.int32, device=device),
             "topk_weights": torch.empty(routing, device=device),
         }
@@ -109,12 +109,13 @@ class EPOpInfo(ExchangeOpInfo[TokenShape]):
     def cost(self, shape: TokenShape, dtype: torch.dtype, num_ranks: int) -> Cost:
         """Return the cost if tokens choose all experts with equal probability. A token is sent once
         to each rank that has one of its experts."""
-        row, tokens = shape.hidden * dtype.itemsize, shape.M / num_ranks
-        received = shape.M * (1 - (1 - 1 / num_ranks) ** shape.topk) * row
+        row_bytes, tokens = shape.hidden * dtype.itemsize, shape.M / num_ranks
+        received = shape.M * (1 - (1 - 1 / num_ranks) ** shape.topk) * row_bytes
         link = received * (num_ranks - 1) / num_ranks
-        reads, writes = tokens * row, received
+        reads, writes = tokens * row_bytes, received
         if self.row_operand == "y":
-            reads, writes = tokens * shape.topk * row + link, tokens * row + link
+            reads = tokens * shape.topk * row_bytes + link
+            writes = tokens * row_bytes + link
         return Cost(dtype, flops=0, read_bytes=reads, written_bytes=writes, link_bytes=link)
 
     @staticmethod
@@ -133,7 +134,7 @@ class DispatchOpInfo(EPOpInfo):
     """Operand ``x`` [M / W, hidden], this rank's tokens. The result has a row for each choice of
     one of this rank's experts."""
 
-    row_operand, refilled_operands = "x", ("x", "topk_weights")
+    row_operand, random_operands = "x", ("x", "topk_weights")
     positional_names: ClassVar[tuple[str, ...]] = ("x", "topk_ids", "ctx", "topk_weights")
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
@@ -153,7 +154,7 @@ class CombineOpInfo(EPOpInfo):
     """Operand ``y``, the experts' results: a row for each row of the dispatch's result. The result
     is the weighted sum for each of this rank's tokens, [M / W, hidden]."""
 
-    row_operand, refilled_operands = "y", ("y", "topk_weights")
+    row_operand, random_operands = "y", ("y", "topk_weights")
 
     def arguments(self, operands: Operands, ctx: Any) -> Call:
         """Return the arguments of a call, including the result of a new dispatch. Collective."""

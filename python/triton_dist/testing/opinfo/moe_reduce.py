@@ -200,11 +200,11 @@ class MoEReduceOpInfo(RoutedOpInfo):
         )
 
     def inputs_for(self, key: Any) -> Call:
-        fixed = {}
+        options = {}
         if not isinstance(key, SumKey):
             key, n_chunks, config = key
             assert config is None  # shipped records have no keys with tiles of the caller
-            fixed["n_chunks"] = n_chunks
+            options["n_chunks"] = n_chunks
         M, N, K, E, topk, dtype, layout, num_ranks, n_chunks_max = key
         # The key's M is a rounded size, which may not be a multiple of the ranks.
         M -= M % (num_ranks if self.scatters_rows else 1)
@@ -215,7 +215,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
             buffer=SimpleNamespace(slots=SimpleNamespace(epoch=meta(dtype, 1))),
         )  # fmt: skip
         routing = meta(torch.int32, M, topk), meta(torch.float32, M, topk)
-        return (meta(dtype, M * topk, K), weights, *routing, ctx), fixed
+        return (meta(dtype, M * topk, K), weights, *routing, ctx), options
 
 
 class MoEReduceRSOpInfo(MoEReduceOpInfo):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Generator
@@ -80,7 +80,7 @@ def heads_by_rank(x: torch.Tensor, num_ranks: int) -> tuple[torch.Tensor, ...]:
 class HeadsOpInfo(ExchangeOpInfo[HeadsShape]):
     """Base of ops with operands ``q``, ``k``, ``v`` [1, M / W, heads, dim], for W ranks."""
 
-    refilled_operands, positional_names = ("q", "k", "v"), ("q", "k", "v", "ctx")
+    random_operands, positional_names = ("q", "k", "v"), ("q", "k", "v", "ctx")
 
     def allocate(
         self, shape: HeadsShape, dtype: torch.dtype, num_ranks: int, generator: Generator | None
@@ -122,8 +122,8 @@ class UlyssesOpInfo(ExchangeOpInfo[HeadsShape]):
         return 0.0
 
     def cost(self, shape: HeadsShape, dtype: torch.dtype, num_ranks: int) -> Cost:
-        row = self.heads(shape, num_ranks) * shape.dim * dtype.itemsize
-        nbytes = shape.M / num_ranks * row
+        row_bytes = self.heads(shape, num_ranks) * shape.dim * dtype.itemsize
+        nbytes = shape.M / num_ranks * row_bytes
         link = nbytes * (num_ranks - 1) / num_ranks
         return Cost(dtype, flops=0, read_bytes=nbytes, written_bytes=nbytes, link_bytes=link)
 
@@ -135,16 +135,16 @@ class UlyssesOpInfo(ExchangeOpInfo[HeadsShape]):
     def meta_inputs(self, key: Any) -> tuple[Any, tuple[int, int], list[int], dict[str, Any]]:
         """Return arguments of a call with tuning key ``key``. They are: context, (batch, tokens
         over all ranks), numbers of heads of q, k and v of a rank, and keyword arguments."""
-        size, shared, dtype = key.num_ranks, key.replicas > 1, key.dtype
-        dims = (key.widths[1], key.widths[2]) if shared else (8, 8)
+        size, has_shared_heads, dtype = key.num_ranks, key.replicas > 1, key.dtype
+        dims = (key.widths[1], key.widths[2]) if has_shared_heads else (8, 8)
         heads = [key.widths[0] // dims[0], *(max(1, w // 8) for w in key.widths[1:])]
-        if shared:
+        if has_shared_heads:
             heads[1:] = 1, 1
         ctx = SimpleNamespace(
             rank=0, num_ranks=size, buffer=None, max_tokens=key.M, max_local_tokens=key.M,
-            q_heads=heads[0] * size, kv_heads=size // key.replicas if shared else heads[1] * size,
-            head_dims=dims, dtype=dtype, replicas=key.replicas,
-            device=META_DEVICE,
+            q_heads=heads[0] * size,
+            kv_heads=size // key.replicas if has_shared_heads else heads[1] * size,
+            head_dims=dims, dtype=dtype, replicas=key.replicas, device=META_DEVICE,
         )  # fmt: skip
         batch = 2 if key.is_batched else 1
         tokens = key.M // batch
@@ -176,7 +176,7 @@ class PreAttnOpInfo(HeadsOpInfo, UlyssesOpInfo):
 class PostAttnOpInfo(UlyssesOpInfo):
     """Operand ``o`` [1, M, q_heads / W, dim], for W ranks."""
 
-    refilled_operands, positional_names = ("o",), ("o", "ctx")
+    random_operands, positional_names = ("o",), ("o", "ctx")
 
     def allocate(
         self, shape: HeadsShape, dtype: torch.dtype, num_ranks: int, generator: Generator | None
@@ -205,7 +205,9 @@ class PostAttnOpInfo(UlyssesOpInfo):
 class ProjectedOpInfo(UlyssesOpInfo):
     """Base of the Ulysses ops with projections; operands: rows, and ``B``."""
 
-    shape_type, has_kv = ProjectedShape, False
+    shape_type = ProjectedShape
+    projects_qkv: ClassVar[bool] = False
+    """The op computes q, k and v; otherwise it multiplies the attention output."""
     shapes = (
         ProjectedShape(8000, 32, 32, 128, 4096), ProjectedShape(16384, 32, 8, 128, 8192),
     )  # fmt: skip
@@ -218,7 +220,7 @@ class ProjectedOpInfo(UlyssesOpInfo):
     def refill(
         self, operands: Operands, num_ranks: int, generator: Generator | None = None
     ) -> None:
-        (rows,) = (operands[name] for name in self.refilled_operands)
+        (rows,) = (operands[name] for name in self.random_operands)
         fill(rows, operands, operands["B"].shape[0], generator)
 
     def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
@@ -226,10 +228,10 @@ class ProjectedOpInfo(UlyssesOpInfo):
 
     def cost(self, shape: Any, dtype: torch.dtype, num_ranks: int) -> Cost:
         heads_cost, tokens = super().cost(shape, dtype, num_ranks), shape.M / num_ranks
-        columns, rows = self.columns(shape), tokens * shape.hidden * dtype.itemsize
-        read, written = (rows, heads_cost.written_bytes) if self.has_kv else (
-            heads_cost.read_bytes, rows,
-        )  # fmt: skip
+        columns, hidden_bytes = self.columns(shape), tokens * shape.hidden * dtype.itemsize
+        read, written = heads_cost.read_bytes, hidden_bytes
+        if self.projects_qkv:
+            read, written = hidden_bytes, heads_cost.written_bytes
         return replace(
             heads_cost, flops=int(2 * tokens * columns * shape.hidden),
             read_bytes=read + columns * shape.hidden * dtype.itemsize, written_bytes=written,
@@ -242,7 +244,7 @@ class ProjectedOpInfo(UlyssesOpInfo):
     def inputs_for(self, key: Any) -> Call:
         ctx, (batch, tokens), heads, options = self.meta_inputs(key.exchange)
         columns = ctx.q_heads * ctx.head_dims[0] + ctx.kv_heads * sum(ctx.head_dims)
-        if self.has_kv:
+        if self.projects_qkv:
             x = meta(ctx.dtype, batch, tokens // ctx.num_ranks, key.hidden)
             sizes = key.hidden, columns
         else:
@@ -257,7 +259,7 @@ class GemmPreAttnOpInfo(ProjectedOpInfo):
     """Operands ``x`` [1, M / W, hidden] and ``B`` [hidden, columns], for W ranks. ``heads`` has the
     numbers of heads of q and k, and of elements of a head, which the context has too."""
 
-    refilled_operands, positional_names, has_kv = ("x",), ("x", "B", "ctx"), True
+    random_operands, positional_names, projects_qkv = ("x",), ("x", "B", "ctx"), True
 
     def allocate(
         self, shape: Any, dtype: torch.dtype, num_ranks: int, generator: Generator | None
@@ -291,7 +293,7 @@ class GemmPreAttnOpInfo(ProjectedOpInfo):
 class PostAttnGemmOpInfo(ProjectedOpInfo):
     """Operands ``o`` [1, M, q_heads / W, dim] and ``B`` [q_heads * dim, hidden], for W ranks."""
 
-    refilled_operands, positional_names = ("o",), ("o", "B", "ctx")
+    random_operands, positional_names = ("o",), ("o", "B", "ctx")
 
     def allocate(
         self, shape: Any, dtype: torch.dtype, num_ranks: int, generator: Generator | None
@@ -372,11 +374,12 @@ class SPAttentionOpInfo(HeadsOpInfo):
         return tolerance(dtype, num_ranks + 1)
 
     def cost(self, shape: HeadsShape, dtype: torch.dtype, num_ranks: int) -> Cost:
-        token, tokens = shape.dim * dtype.itemsize, shape.M / num_ranks
-        kv = 2 * shape.M * shape.kv_heads * token
+        head_bytes, tokens = shape.dim * dtype.itemsize, shape.M / num_ranks
+        kv_bytes = 2 * shape.M * shape.kv_heads * head_bytes
         flops = 2 * shape.M**2 * shape.q_heads * shape.dim / num_ranks
-        rows = tokens * shape.q_heads * token
-        return Cost(dtype, flops, rows + kv, rows, kv * (num_ranks - 1) / num_ranks)
+        q_bytes = tokens * shape.q_heads * head_bytes
+        link_bytes = kv_bytes * (num_ranks - 1) / num_ranks
+        return Cost(dtype, flops, q_bytes + kv_bytes, q_bytes, link_bytes)
 
     def inputs_for(self, key: Any) -> Call:
         ctx = SimpleNamespace(
