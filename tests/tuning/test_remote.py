@@ -270,7 +270,7 @@ def test_a_damaged_entry_is_tuned_again_with_one_warning(damage, url):
 def test_a_record_that_is_too_large_or_cannot_be_signed_is_not_published(url, monkeypatch):
     (said,) = called(job(opened(url, secret="\ud800")), 1, 2)  # cannot be encoded
     assert "This process makes no further write requests" in said
-    monkeypatch.setattr(remote, "MAX_BYTES", 100)
+    monkeypatch.setattr(remote, "MAX_ENTRY_BYTES", 100)
     (said,) = called(job(opened(url)), 1)
     assert " bytes, at most 100" in said
     assert names(url) == []
