@@ -303,7 +303,7 @@ MUTANTS = (
         "fp8: each all-gather sends the scales of its call, not of an earlier one",
         _GATHERED,
         "        if scales is not None:\n",
-        "        if scales is not None and len(self._plans) <= 2:\n",
+        "        if scales is not None and len(self._prepared_gathers) <= 2:\n",
         SCALED_GEMMS,
     ),
     Mutant(

@@ -360,7 +360,7 @@ _ZERO_FILL_GBPS = 1200.0  # of rows beyond the end of A by TMA, for all SMs toge
 _TILE_US, _ELEMENT_US = 2.3, 77e-6  # outside of a tile's steps: in total, and per element
 _L2_MISS_SHARE = 0.4  # share of the data of later waves that is no longer in the L2 cache
 # Times that overlap are combined by a p-norm. First p: in an SM; second: with memory or a link.
-_ORDER_IN_SM, _NORM_ORDER = 8.0, 3.0
+_NORM_ORDER_IN_SM, _NORM_ORDER = 8.0, 3.0
 _LAUNCH_US, _SPLIT_US = 2.0, 16.0  # of a launch; of writing and reading the partials of a split
 # Shares of the peaks that a library's GEMM and a transfer reach. A library's grouped GEMM takes
 # ``_LIBRARY_GROUPED_US`` in addition to its product and copies.
@@ -403,7 +403,7 @@ def predict_gemm_ms(
     step_flops = 2.0 * block_m * (block_n + _EXTRA_COLUMNS) * block_k * sms
     programs_per_sm = min(tile.get("PROGRAMS", 1 if persistent else 2), math.ceil(num_tiles / sms))
     step_us = _norm(
-        _ORDER_IN_SM,
+        _NORM_ORDER_IN_SM,
         step_flops / flops_per_us / _TENSOR_CORE_SHARE,
         tile_bytes / (_SM_GBPS * 1e3),
         _LATENCY_US / max(config.num_stages - 1, 1) / programs_per_sm,

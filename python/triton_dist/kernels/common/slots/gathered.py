@@ -181,7 +181,7 @@ def kernel_release_copies(epoch_ptr, forward_ptr, num_flags):
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _PreparedGather:
     """Prepared all-gather of one shape and method in one slot.
 
     Attributes:
@@ -247,8 +247,8 @@ class AllGatherBuffer(SlotMemory):
         self._flag_one = torch.ones(1, dtype=torch.int32, device=self._device.torch_device)
         self._streams: list[Any] = [self._device.copy_stream()]
         self._gathered: BoundedDict[Any, GatheredShards] = BoundedDict()
-        self._plans: BoundedDict[Any, _Plan] = BoundedDict()
-        self._started_plan: _Plan | None = None
+        self._prepared_gathers: BoundedDict[Any, _PreparedGather] = BoundedDict()
+        self._started_gather: _PreparedGather | None = None
         self._device.synchronize()  # Later calls may use any stream.
 
     def start(
@@ -275,30 +275,32 @@ class AllGatherBuffer(SlotMemory):
             return self.gathered_shards(rows, num_chunks)
         num_scales = 0 if scales is None else len(scales)
         key = (self.slots.index, rows, method, num_streams, num_chunks, num_scales)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = self._plan(rows, method, num_streams, num_chunks, num_scales)
+        prepared = self._prepared_gathers.get(key)
+        if prepared is None:
+            prepared = self._prepared_gathers[key] = self._prepare(
+                rows, method, num_streams, num_chunks, num_scales
+            )
         if scales is not None:
             shard_slice = slice(self.rank * num_scales, (self.rank + 1) * num_scales)
             self.slots["scales"].local[shard_slice].copy_(scales)
-        self._started_plan = plan
-        plan.transfer.start(local_shard, self._device.current_stream())
-        return plan.gathered
+        self._started_gather = prepared
+        prepared.transfer.start(local_shard, self._device.current_stream())
+        return prepared.gathered
 
     def start_fused(self, rows: int, num_comm_sms: int, num_chunks: int) -> GatheredShards:
         """Begin an all-gather of ``rows`` rows per rank. The next launch, of ``sharded_gemm``,
         sends the rows."""
         self.slots.take(rows, peer_check=False)
         key = (self.slots.index, rows, num_comm_sms, num_chunks)
-        plan = self._plans.get(key)
-        if plan is None:
+        prepared = self._prepared_gathers.get(key)
+        if prepared is None:
             gathered = self.gathered_shards(rows, num_chunks, num_comm_sms)
             flags = num_comm_sms * num_chunks
-            plan = self._plans[key] = _Plan(
+            prepared = self._prepared_gathers[key] = _PreparedGather(
                 gathered, self._awaited_flags_fn("pushed", flags, _PUSHED_FLAGS)
             )
-        self._started_plan = plan
-        return plan.gathered
+        self._started_gather = prepared
+        return prepared.gathered
 
     def gathered_shards(self, rows: int, num_chunks: int, num_comm_sms: int = 0) -> GatheredShards:
         """Return the rows and flags that a consumer kernel reads in the current slot.
@@ -326,16 +328,16 @@ class AllGatherBuffer(SlotMemory):
         ``has_awaited_peers``: whether the queued consumer waits for every chunk of every peer. The
         next call then needs no peer check.
         """
-        plan, self._started_plan = self._started_plan, None
-        if plan is None:  # a single rank
+        prepared, self._started_gather = self._started_gather, None
+        if prepared is None:  # a single rank
             return
-        if plan.transfer is not None:
-            if plan.is_forwarding:
+        if prepared.transfer is not None:
+            if prepared.is_forwarding:
                 # If a wait gave up, a copy stream may wait for a chunk that will not arrive. The
                 # current stream would then wait forever for this copy stream.
                 self._release_copies()
-            plan.transfer.join(self._device.current_stream())
-        self.slots.finish(has_awaited_peers, plan.awaited_flags)
+            prepared.transfer.join(self._device.current_stream())
+        self.slots.finish(has_awaited_peers, prepared.awaited_flags)
 
     def reset(self) -> None:
         # If the call failed before its end, no kernel has released the waiting copy streams.
@@ -350,7 +352,7 @@ class AllGatherBuffer(SlotMemory):
             stream.close()
         self._streams.clear()
         self._gathered.clear()
-        self._plans.clear()
+        self._prepared_gathers.clear()
         super().free()
 
     def _release_copies(self) -> None:
@@ -361,9 +363,9 @@ class AllGatherBuffer(SlotMemory):
 
         self.slots.launcher.run((kernel_release_copies, self.slots.index), launch)
 
-    def _plan(
+    def _prepare(
         self, rows: int, method: AllGatherMethod, num_streams: int, num_chunks: int, num_scales: int
-    ) -> _Plan:
+    ) -> _PreparedGather:
         """Prepare the all-gather of shards of ``rows`` rows in the current slot by copy engines."""
         while len(self._streams) < num_streams:
             self._streams.append(self._device.copy_stream())
@@ -387,7 +389,7 @@ class AllGatherBuffer(SlotMemory):
             # Load the kernel now. Later, loading may wait for the device, while the device's copies
             # wait for this kernel (a ring with a missing rank hung, 4 H200).
             self._release_copies()
-        return _Plan(
+        return _PreparedGather(
             gathered,
             self._awaited_flags_fn("arrivals", -(-rows // gathered.chunk_rows), MAX_CHUNKS),
             self._device.transfer(steps, self._streams[:num_streams]),

@@ -517,7 +517,8 @@ ALGORITHMS = Algorithms(
     ),
 )
 
-_COSTS = {
+# Overhead in us, slowdown of the GEMM, and chunks from which the transfer overlaps; fitted.
+_TRANSFER_COSTS = {
     AllGatherMethod.FULL_MESH_PUSH.value: TransferCost(30, 1.02, 1),
     AllGatherMethod.RING_PUSH_1D.value: TransferCost(20, 1.04, 1),
     FusedPush.name: TransferCost(17, 1.04, 1),
@@ -530,7 +531,7 @@ _COSTS = {
 def predict_ms(config: Mapping[str, Any], sizes: Sizes) -> float:
     """Return the predicted milliseconds of a call."""
     (rows, K), ranks, dtype = sizes.A.shape, sizes.num_ranks, sizes.A.dtype
-    received_bytes, cost = sizes.A.nbytes * (ranks - 1), _COSTS[config["algorithm"]]
+    received_bytes, cost = sizes.A.nbytes * (ranks - 1), _TRANSFER_COSTS[config["algorithm"]]
     return predict_op_ms(
         config, cost, rows * ranks, sizes.B.shape[1], K, dtype, received_bytes, ranks
     )

@@ -357,7 +357,8 @@ ALGORITHMS = Algorithms(
     ),
 )
 
-_COSTS = {
+# Overhead in us, slowdown of the GEMM, and chunks from which the transfer overlaps; fitted.
+_TRANSFER_COSTS = {
     OneShot.name: TransferCost(8, 0.98),
     OneShotInPackets.name: TransferCost(2, 1.01),
     TwoShot.name: TransferCost(59, 1.15, 1),
@@ -375,7 +376,7 @@ def predict_ms(config: Mapping[str, Any], sizes: SummingSizes) -> float:
     num_products_received = ranks if exchange.startswith(ONE_SHOT) else 2
     words = 2 if exchange.endswith("packets") else 1  # half of each packet is a flag, not data
     received_bytes = M * N * sizes.item_bytes * (ranks - 1) / ranks * num_products_received * words
-    cost, copies = _COSTS[config["algorithm"]], words * (ranks - 1)
+    cost, copies = _TRANSFER_COSTS[config["algorithm"]], words * (ranks - 1)
     return predict_op_ms(
         config, cost, M, N, K, sizes.A.dtype, received_bytes, copies_per_block=copies
     )

@@ -371,7 +371,8 @@ ALGORITHMS = Algorithms(
     "gemm_rs", (Fused(), OneLaunch(), CopyEngine(), RowBlocks(), Serial(), Collective(), AsyncTP())
 )
 
-_COSTS = {
+# Overhead in us, slowdown of the GEMM, and chunks from which the transfer overlaps; fitted.
+_TRANSFER_COSTS = {
     Fused.name: TransferCost(53, 1.05, 1),
     OneLaunch.name: TransferCost(9, 1.02, 1),
     CopyEngine.name: TransferCost(32, 1.03, 2),
@@ -386,7 +387,7 @@ def predict_ms(config: Mapping[str, Any], sizes: SummingSizes) -> float:
     """Return the predicted milliseconds of a call."""
     (M, K), N, ranks = sizes.A.shape, sizes.B.shape[1], sizes.num_ranks
     received_bytes = M * N * sizes.item_bytes * (ranks - 1) / ranks
-    cost = _COSTS[config["algorithm"]]
+    cost = _TRANSFER_COSTS[config["algorithm"]]
     return predict_op_ms(
         config, cost, M, N, K, sizes.A.dtype, received_bytes, copies_per_block=ranks - 1
     )
