@@ -20,7 +20,7 @@ LAUNCHES = {
     "ep_dispatch": ["kernel_dispatch", "kernel_expand"],
     "ep_dispatch_group_gemm": [
         "kernel_dispatch",
-        "kernel_tiles_of_ends",
+        "kernel_write_tile_records",
         "kernel_grouped_gemm",
     ],
     "gemm_ar": ["kernel_gemm_exchange"],

@@ -203,9 +203,9 @@ class LowLatencyCalls:
         exponents = (
             empty(experts, num_groups // _EXPONENTS_PER_INT, capacity) if use_ue8m0 else None
         )
-        counts, ranges = empty(experts), empty(experts, self.group_size, dtype=torch.int64)
+        counts, layout_range = empty(experts), empty(experts, self.group_size, dtype=torch.int64)
         handle = LowLatencyHandle(
-            empty(experts, capacity), ranges, max_tokens, hidden, num_experts,
+            empty(experts, capacity), layout_range, max_tokens, hidden, num_experts,
             empty(capacity, topk_idx.shape[1]), self._slot,
         )  # fmt: skip
 
@@ -219,7 +219,7 @@ class LowLatencyCalls:
         def receive(received: Received) -> None:
             ctx.buffer.launcher.repeat(pack_launch(received, out, scales, handle.src_info))
             ends_by_rank = received.counts.cumsum(1)
-            torch.add((ends_by_rank - received.counts) << 32, received.counts, out=ranges)
+            torch.add((ends_by_rank - received.counts) << 32, received.counts, out=layout_range)
             counts.copy_(ends_by_rank[:, -1])
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(counts)

@@ -102,7 +102,7 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
         self._all_reduce_ctx: AllReduceContext | None = None
         self.persistent, self.use_ll_kernel = persistent, use_ll_kernel
         self.copy_to_local = copy_to_local
-        self._tiles = None if user_gemm_config is None else _tiles(user_gemm_config)
+        self._tile_config = None if user_gemm_config is None else _tile_config(user_gemm_config)
         self.K_per_rank = K // ranks.size
         options: dict[str, Any] = {"dtype": input_dtype, "device": current_device().torch_device}
         weight = torch.empty(N, self.K_per_rank, **options) if has_weight else None
@@ -163,13 +163,13 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
         weight, bias = self._weight_and_bias(weight, bias, scale_a, scale_b)
         rows = input.reshape(-1, input.shape[-1])
         options: dict[str, Any] = {"bias": bias, "copy_to_local": self.copy_to_local}
-        if self._tiles is None:
+        if self._tile_config is None:
             total = gemm_ar(rows, weight.T, self.ctx, autotune_pg=self.ctx.group, **options)
         else:
             one_shot = self.use_ll_kernel and rows.shape[0] <= self.ctx.max_one_shot_M
             method = GEMMAllReduceMethod.ONE_SHOT if one_shot else GEMMAllReduceMethod.TWO_SHOT
             total = gemm_ar.fn(
-                rows, weight.T, self.ctx, self._tiles, self.persistent, method, **options
+                rows, weight.T, self.ctx, self._tile_config, self.persistent, method, **options
             )
         return total.view(*input.shape[:-1], self.ctx.N)
 
@@ -200,10 +200,10 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
         Tuned unless ``user_gemm_config`` is set.
         """
         weight, bias = self._weight_and_bias(weight, bias, scale_a, scale_b)
-        if self._tiles is None:
+        if self._tile_config is None:
             product = matmul(input, weight.T)
         else:
-            product = matmul.fn(input, weight.T, self._tiles, self.persistent)
+            product = matmul.fn(input, weight.T, self._tile_config, self.persistent)
         return product if bias is None else product.add_(bias)
 
     def forward_ar(self, input: torch.Tensor) -> torch.Tensor:
@@ -231,6 +231,6 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
             self._all_reduce_ctx.__exit__(failure, *rest)
 
 
-def _tiles(config: triton.Config) -> triton.Config:
+def _tile_config(config: triton.Config) -> triton.Config:
     tiles = {name: config.kwargs[name] for name in _TILE_NAMES if name in config.kwargs}
     return triton.Config(tiles, num_warps=config.num_warps, num_stages=config.num_stages)

@@ -32,7 +32,7 @@ def tiles_of_positions(positions: Positions, block_m: int) -> BlockMap:
     num_tiles = ends.new_empty(1)
     lanes = triton.next_power_of_2(E)
     options = {"EXPERTS": E, "EXPERT_LANES": lanes, "BLOCK": _TILES_PER_STEP, "num_warps": 4}
-    launch = Launch(kernel_tiles_of_ends, (E,), (ends, tiles, num_tiles, block_m), options)
+    launch = Launch(kernel_write_tile_records, (E,), (ends, tiles, num_tiles, block_m), options)
     rows = ends if positions.rows is None else positions.rows
     return BlockMap(E, 1, block_m, rows, rows, ends, tiles, num_tiles, (launch,))
 
@@ -57,7 +57,7 @@ def rows_of_experts(ends_ptr, block_m, EXPERTS: tl.constexpr, EXPERT_LANES: tl.c
 
 
 @jit(do_not_specialize=["block_m"])
-def kernel_tiles_of_ends(
+def kernel_write_tile_records(
     ends_ptr, tiles_ptr, num_tiles_ptr, block_m,
     EXPERTS: tl.constexpr, EXPERT_LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

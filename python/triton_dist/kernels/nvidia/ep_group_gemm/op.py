@@ -48,7 +48,7 @@ def _variants(*args: Any, **kwargs: Any) -> Iterator[dict[str, torch.Tensor]]:
     call=Call,
     key_sizes=("M",),
     input_variants_fn=_variants,
-    worst_input=True,
+    worst_input=True,  # minimise the time of the slowest variant
     version="1",  # change when the shipped results (records/) must no longer be used
 )
 def ep_dispatch_group_gemm(

@@ -78,7 +78,7 @@ def report_missing_rows(y_rows, ep_layout, ep_plan: tl.constexpr):
 
 
 @jit
-def positions_at(ep_layout, first_route, valid, ep_plan: tl.constexpr):
+def token_positions(ep_layout, first_route, valid, ep_plan: tl.constexpr):
     """Return the positions of a token's routes on this rank, or -1 if ``valid`` is false."""
     TOPK: tl.constexpr = ep_plan.TOPK
     positions = tl.tuple([])
@@ -165,11 +165,11 @@ def add_sums(
     own = sum_of_choices(y_ptr, y_rows, ep_layout, positions, column, hidden, ep_plan)
     lines, is_sent, payloads = tl.tuple([]), tl.tuple([]), tl.tuple([])
     words_ptr = packets.words.to(tl.pointer_type(tl.int32))
-    peers = peer_ranks(call.rank, NUM_RANKS)
+    other_ranks = peer_ranks(call.rank, NUM_RANKS)
     for peer in tl.static_range(NUM_RANKS - 1):
-        line = first_line(packets, peers[peer], first_token + token, row_lines) + index
+        line = first_line(packets, other_ranks[peer], first_token + token, row_lines) + index
         lines = lines + (words_ptr + line * 4,)  # noqa: RUF005
-        is_sent = is_sent + ((index < row_lines) & ((senders >> peers[peer]) & 1 != 0),)  # noqa: RUF005
+        is_sent = is_sent + ((index < row_lines) & ((senders >> other_ranks[peer]) & 1 != 0),)  # noqa: RUF005
     payload = tl.reshape(payload_of(own.to(DTYPE)), [BLOCK // ELEMENTS_PER_LINE, 4])
     if NUM_RANKS > 1:
         arrived = poll_untagged(lines, is_sent, packets.timeout_words)
@@ -182,7 +182,7 @@ def add_sums(
     with dl.mark("store"):
         tl.store(out, sums.to(out_ptr.dtype.element_ty), mask=column < hidden)
     for peer in tl.static_range(NUM_RANKS - 1):
-        line = first_line(packets, peers[peer], first_token + token, row_lines) + index
+        line = first_line(packets, other_ranks[peer], first_token + token, row_lines) + index
         clear_packets(packets.words, line, is_sent[peer])
 
 
@@ -217,10 +217,10 @@ def kernel_combine(
     # Program 0 also sets flags, so give it the last item, which may not exist.
     first, can_send, can_add = programs - 1 - program, (slot_tokens > 0).to(tl.int32), 0
     route = (((rank + 1) % NUM_RANKS) * max_tokens + first // blocks) * ep_plan.TOPK
-    next_sent_positions = positions_at(ep_layout, route, first < max_tokens * blocks, ep_plan)
+    next_sent_positions = token_positions(ep_layout, route, first < max_tokens * blocks, ep_plan)
     route = (rank * max_tokens + first // blocks) * ep_plan.TOPK
     is_own = first < tokens * blocks
-    next_own_positions = positions_at(ep_layout, route, is_own, ep_plan)
+    next_own_positions = token_positions(ep_layout, route, is_own, ep_plan)
     next_destinations = tl.load(ep_layout.destinations + first // blocks, mask=is_own)
     for step in range(num_items + chunk_items):
         item = first + step * programs
@@ -232,7 +232,7 @@ def kernel_combine(
                 source = (rank + tl.where(is_last, 1, other + 1)) % NUM_RANKS
                 route = (source * max_tokens + next_item // blocks) * ep_plan.TOPK
                 exists = next_item < max_tokens * blocks
-                next_sent_positions = positions_at(ep_layout, route, exists, ep_plan)
+                next_sent_positions = token_positions(ep_layout, route, exists, ep_plan)
                 can_send = send_sums(
                     y_ptr, y_rows, packets, peers, ep_layout, call, can_send,
                     (rank + other) % NUM_RANKS, sent, item, first_token, hidden, ep_plan,
@@ -244,7 +244,7 @@ def kernel_combine(
                 own_positions, senders = next_own_positions, next_destinations
                 token, exists = (item + programs) // blocks, item + programs < tokens * blocks
                 route = (rank * max_tokens + token) * ep_plan.TOPK
-                next_own_positions = positions_at(ep_layout, route, exists, ep_plan)
+                next_own_positions = token_positions(ep_layout, route, exists, ep_plan)
                 next_destinations = tl.load(ep_layout.destinations + token, mask=exists)
                 add_sums(
                     y_ptr, y_rows, out_ptr, packets, ep_layout, call, senders,
@@ -266,7 +266,7 @@ def kernel_partial_sums(
     while token < tokens:
         for first in range(0, hidden, ep_plan.BLOCK):
             column = first + tl.arange(0, ep_plan.BLOCK)
-            positions = positions_at(ep_layout, token * ep_plan.TOPK, True, ep_plan)
+            positions = token_positions(ep_layout, token * ep_plan.TOPK, True, ep_plan)
             total = sum_of_choices(y_ptr, y_rows, ep_layout, positions, column, hidden, ep_plan)
             out = out_ptr + token * hidden + column
             tl.store(out, total.to(out_ptr.dtype.element_ty), mask=column < hidden)

@@ -255,8 +255,9 @@ def block_tokens(topk: int, in_packets: bool = False) -> int:
 
 @jit(do_not_specialize=["out_rows"])
 def kernel_expand(
-    rows_ptr, scales_ptr, row_ptr, out_ptr, out_scales_ptr, ends_ptr, fault_address_ptr, out_rows,
-    hidden, groups, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, GROUP_LANES: tl.constexpr,
+    rows_ptr, scales_ptr, row_of_position_ptr, out_ptr, out_scales_ptr, ends_ptr,
+    fault_address_ptr, out_rows, hidden, groups, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP_LANES: tl.constexpr,
 ):  # fmt: skip
     """Copy rows to their positions in ``out`` [out_rows, hidden]. Rows of padding become zero.
 
@@ -268,7 +269,7 @@ def kernel_expand(
     total = tl.minimum(total, out_rows)
     position = tl.program_id(0).to(tl.int64)
     while position < total:
-        row = tl.load(row_ptr + position).to(tl.int64)
+        row = tl.load(row_of_position_ptr + position).to(tl.int64)
         exists = row >= 0
         for first in range(0, hidden, BLOCK):
             column = first + tl.arange(0, BLOCK)

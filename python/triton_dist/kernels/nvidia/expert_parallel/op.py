@@ -82,7 +82,7 @@ def combine_variants(
     call=DispatchCall,
     key_sizes=("M",),
     input_variants_fn=id_variants,
-    worst_input=True,
+    worst_input=True,  # minimise the time of the slowest variant
     version="1",  # change when the shipped results (records/) must no longer be used
 )
 def ep_dispatch(
@@ -174,7 +174,7 @@ def ep_send(x: torch.Tensor, topk_ids: torch.Tensor, ctx: EPContext, **options: 
     call=CombineCall,
     key_sizes=("M",),
     input_variants_fn=combine_variants,
-    worst_input=True,
+    worst_input=True,  # minimise the time of the slowest variant
     version="1",  # change when the shipped results (records/) must no longer be used
 )
 def ep_combine(

@@ -223,8 +223,8 @@ def receive_tokens(
     BLOCK: tl.constexpr = ep_plan.BLOCK
     DTYPE: tl.constexpr = rows_ptr.dtype.element_ty
     ELEMENTS_PER_LINE: tl.constexpr = LINE_BITS // DTYPE.primitive_bitwidth
-    peers = peer_ranks(rank, NUM_RANKS)
-    shards = received_shards(packets, epoch, peers, NUM_RANKS, NUM_SLOTS)
+    other_ranks = peer_ranks(rank, NUM_RANKS)
+    shards = received_shards(packets, epoch, other_ranks, NUM_RANKS, NUM_SLOTS)
     blocks, groups = tl.cdiv(hidden, BLOCK), tl.cdiv(hidden, SCALE_ELEMENTS)
     choice = tl.arange(0, ep_plan.TOPK_LANES)
     in_topk = choice < ep_plan.TOPK
@@ -255,7 +255,7 @@ def receive_tokens(
         words = poll_untagged(lines, is_sent, packets.timeout_words)
         tl.debug_barrier()
         for peer in tl.static_range(NUM_RANKS - 1):
-            row = epoch * 0 + peers[peer] * max_tokens + token
+            row = epoch * 0 + other_ranks[peer] * max_tokens + token
             target = (rows_ptr + row * hidden).to(tl.pointer_type(tl.int32)) + index[:, None] * 4
             target += tl.arange(0, 4)[None, :]
             with dl.mark("store"):
@@ -287,21 +287,22 @@ def write_layout_of_packets(
     routes, blocks = max_tokens * ep_plan.TOPK, tl.cdiv(max_tokens, ep_plan.BLOCK_TOKENS)
     items = NUM_RANKS * blocks
     index = tl.arange(0, TOKEN_BLOCKS * LINES)
-    item, place = index // LINES, index % LINES
-    line = item // blocks * shard_lines + routes + item % blocks * COUNT_LINES + place
-    is_sent = (item < items) & (place < COUNT_LINES)
+    item, count_line = index // LINES, index % LINES
+    line = item // blocks * shard_lines + routes + item % blocks * COUNT_LINES + count_line
+    is_sent = (item < items) & (count_line < COUNT_LINES)
     counts = poll_untagged((words_ptr + line * 4,), (is_sent,), packets.timeout_words)
     counts = tl.where(is_sent[:, None], line_words(counts, 0), 0)
     counts = tl.reshape(counts, [TOKEN_BLOCKS, LINES * 4])
-    length = NUM_RANKS * routes + EXPERTS * (ep_plan.ALIGNMENT - 1)
+    max_positions = NUM_RANKS * routes + EXPERTS * (ep_plan.ALIGNMENT - 1)
     begin = first_positions(
-        tl.sum(counts, 0), ep_layout, packets.timeout_words, program, programs, length, ep_plan
+        tl.sum(counts, 0), ep_layout, packets.timeout_words, program, programs, max_positions,
+        ep_plan,
     )  # fmt: skip
     expert = tl.arange(0, ep_plan.EXPERT_LANES)
     item = tl.arange(0, TOKEN_BLOCKS)[:, None]
-    for number in range(program, items, programs):
-        source = number // blocks
-        first_route = (number - source * blocks) * ep_plan.BLOCK_TOKENS * ep_plan.TOPK
+    for block in range(program, items, programs):
+        source = block // blocks
+        first_route = (block - source * blocks) * ep_plan.BLOCK_TOKENS * ep_plan.TOPK
         route = first_route + tl.arange(0, ep_plan.BLOCK_TOKENS * ep_plan.TOPK_LANES)
         end = tl.minimum(first_route + ep_plan.BLOCK_TOKENS * ep_plan.TOPK, routes)
         first_line = slot + source * packets.shard_words
@@ -312,11 +313,11 @@ def write_layout_of_packets(
         ids = tl.where(route < end, ids, -1)
         local = ids - rank * EXPERTS
         local = tl.where((local >= 0) & (local < EXPERTS), local, -1)
-        position = begin + tl.sum(tl.where(item < number, counts, 0), 0)
+        position = begin + tl.sum(tl.where(item < block, counts, 0), 0)
         route_index = source * routes + route
         write_positions(
             ep_layout, position, ids, local, route_index // ep_plan.TOPK, bits, route_index,
-            route < end, length,
+            route < end, max_positions,
         )  # fmt: skip
     # If ranks disagree, counts arrive but routes do not, so positions of rows are not written. The
     # ends of the experts' rows must then be 0. Every program stores zeros if a wait gave up,
@@ -328,10 +329,10 @@ def write_layout_of_packets(
         sent = tl.sum(tl.where(item // blocks == shard, counts, 0), 0)
         tl.store(ep_layout.counts + expert * NUM_RANKS + shard, sent, mask=expert < EXPERTS)
     for shard in tl.static_range(NUM_RANKS):
-        last = packet_offset(epoch - 1, shard, packets.shard_words, NUM_RANKS, NUM_SLOTS)
+        last_offset = packet_offset(epoch - 1, shard, packets.shard_words, NUM_RANKS, NUM_SLOTS)
         for first in range(program * _CLEARED_LINES, routing_lines, programs * _CLEARED_LINES):
             cleared = first + tl.arange(0, _CLEARED_LINES)
-            clear_packets(packets.words + last, cleared, cleared < routing_lines)
+            clear_packets(packets.words + last_offset, cleared, cleared < routing_lines)
 
 
 @jit(

@@ -49,12 +49,13 @@ class Product(ABC):
     def __init__(self, call: SumCall, block_m: int) -> None:
         self.call = call
         self.blocks = block_map(call.chosen_experts, call.key.E, block_m)
-        self.run: Callable[[Launch], None] = call.ctx.buffer.slots.launcher.repeat
+        self.queue_launch: Callable[[Launch], None] = call.ctx.buffer.slots.launcher.repeat
         self.x, self.weights = call.x.detach(), call.weights.detach()
 
     def begin(self) -> None:
+        """Queue the launches that the products of all chunks need."""
         for launch in self.blocks.launches:
-            self.run(launch)
+            self.queue_launch(launch)
 
     @abstractmethod
     def queue_products(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -70,7 +71,7 @@ class Product(ABC):
         ``topk_sum`` describes the layout of ``out`` with row blocks of ``rows_per_block`` tokens.
         """
         products, rows = self.queue_products(first, end)
-        self.run(self._sum_launch(products, rows, first, out, rows_per_block))
+        self.queue_launch(self._sum_launch(products, rows, first, out, rows_per_block))
 
     def _sum_launch(
         self,
@@ -113,7 +114,7 @@ class TiledProduct(Product):
 
     def queue_products(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         C, launch = self._chunk_launch(first, end)
-        self.run(launch)
+        self.queue_launch(launch)
         return C, None
 
     def launches(
@@ -153,10 +154,10 @@ class LibraryProduct(Product):
 
     def begin(self) -> None:
         super().begin()
-        self.run(gather_rows(self.x, self._sorted, self.blocks))
+        self.queue_launch(gather_rows(self.x, self._sorted, self.blocks))
         if self.call.scales is not None:
             self._scales, copy_scales = sorted_scales(self.call.scales, self.blocks)
-            self.run(copy_scales)
+            self.queue_launch(copy_scales)
 
     def queue_products(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         scales = None if self._scales is None else self._scales.columns(first, end)
