@@ -155,8 +155,8 @@ MUTANTS = (
     Mutant(
         "expert parallel: a call does not accept the flags of an earlier one",
         _EP_KERNEL,
-        "epoch = counted // _CALL_STEP + 1",
-        "epoch = 1 + 0 * counted",
+        "epoch = counter // _CALL_STEP + 1",
+        "epoch = 1 + 0 * counter",
         EXPERT_PARALLEL,
     ),
     Mutant(

@@ -87,6 +87,7 @@ class EP_MoE(TP_MoE):
 
     def _shard_sizes(self, num_experts: int, columns: int) -> tuple[int, int]:
         shards = self.num_column_shards
+        # Each set of experts belongs to ``shards`` consecutive ranks, which share the columns.
         num_expert_sets = self.world_size // shards
         if num_experts % num_expert_sets:
             expected = f"a multiple of {num_expert_sets}, ranks / expert_tensor_parallel_size"
@@ -167,12 +168,12 @@ class EP_MoE(TP_MoE):
             return x.clone()
         ids, topk_weights = self._choose_experts(rows)
         shared: list[torch.Tensor] = []
-        join = self._start_shared(rows, shared)
+        await_shared = self._start_shared(rows, shared)
         if sequence_parallel:
             y = self._run_with_dispatch(rows, ids, topk_weights, collectives, max_tokens)
         else:
             y = self._weighted_expert_sums(rows, ids, topk_weights, collectives, False)
-        join(*shared)
+        await_shared(*shared)
         return sum(shared, y).view(x.shape)
 
     def _run_with_dispatch(

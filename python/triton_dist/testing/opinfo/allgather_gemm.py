@@ -104,13 +104,13 @@ class AllGatherGEMMOpInfo(GEMMOpInfo):
 
     def cost(self, shape: Shape, dtype: torch.dtype, num_ranks: int) -> Cost:
         M, N, K = shape.M, shape.N / num_ranks, shape.K
-        operand, result = self.io_dtypes(dtype)
+        operand_dtype, result_dtype = self.io_dtypes(dtype)
         return Cost(
-            operand,
+            operand_dtype,
             flops=2 * M * N * K,
-            read_bytes=(M * K + K * N) * operand.itemsize,
-            written_bytes=M * N * result.itemsize,
-            link_bytes=M * K * operand.itemsize * (num_ranks - 1) / num_ranks,
+            read_bytes=(M * K + K * N) * operand_dtype.itemsize,
+            written_bytes=M * N * result_dtype.itemsize,
+            link_bytes=M * K * operand_dtype.itemsize * (num_ranks - 1) / num_ranks,
         )
 
     def inputs_for(self, key: tuple[ProductKey, bool]) -> Call:

@@ -114,13 +114,13 @@ class GEMMOpInfo(OpInfo[Shape]):
         column-major if ``column_major`` is set or B is fp8. With ``has_bias``, there is also a bias
         [N] with values from -1 to 1, which rank 0 broadcasts to all ranks of the world."""
         a_sizes, (K, N) = self.operand_sizes(shape, num_ranks)
-        operand, result = self.io_dtypes(dtype)
+        operand_dtype, result_dtype = self.io_dtypes(dtype)
         column_major |= self.recipe is not None
-        B = uniform((N, K) if column_major else (K, N), operand, generator)
+        B = uniform((N, K) if column_major else (K, N), operand_dtype, generator)
         operands = {"A": B.new_empty(a_sizes), "B": B.T if column_major else B}
         operands |= new_scales(operands["A"], operands["B"], self.recipe, generator)
         if has_bias:
-            operands["bias"] = uniform((N,), result, generator)
+            operands["bias"] = uniform((N,), result_dtype, generator)
             dist.broadcast(operands["bias"], 0)
         return operands
 
@@ -205,12 +205,12 @@ class SummedGEMMOpInfo(GEMMOpInfo):
         """Return the cost. Each row is sent to the rank that sums it. If
         ``returns_all_rows``, the sum is sent to all ranks."""
         M, N, K = shape.M, shape.N, shape.K / num_ranks
-        operand, result = self.io_dtypes(dtype)
-        nbytes = M * N * result.itemsize
+        operand_dtype, result_dtype = self.io_dtypes(dtype)
+        nbytes = M * N * result_dtype.itemsize
         return Cost(
-            operand,
+            operand_dtype,
             flops=2 * M * N * K,
-            read_bytes=(M * K + K * N) * operand.itemsize,
+            read_bytes=(M * K + K * N) * operand_dtype.itemsize,
             written_bytes=nbytes / (1 if self.returns_all_rows else num_ranks),
             link_bytes=(2 if self.returns_all_rows else 1) * nbytes * (num_ranks - 1) / num_ranks,
         )

@@ -127,14 +127,14 @@ class RoutedOpInfo(OpInfo[GroupedShape]):
         """Return the cost of a product of tokens that all ranks gather first. Weights are read for
         the expected number of experts with tokens."""
         routes, N = shape.M * shape.topk, shape.N / num_ranks
-        operand, result = self.io_dtypes(dtype)
+        operand_dtype, result_dtype = self.io_dtypes(dtype)
         elements = shape.M * shape.K + shape.used_experts * shape.K * N
         return Cost(
-            operand,
+            operand_dtype,
             flops=2.0 * routes * N * shape.K,
-            read_bytes=elements * operand.itemsize,
-            written_bytes=routes * N * result.itemsize,
-            link_bytes=shape.M * shape.K * operand.itemsize * (num_ranks - 1) / num_ranks,
+            read_bytes=elements * operand_dtype.itemsize,
+            written_bytes=routes * N * result_dtype.itemsize,
+            link_bytes=shape.M * shape.K * operand_dtype.itemsize * (num_ranks - 1) / num_ranks,
         )
 
     def draw_ids(self, ids: torch.Tensor, E: int, generator: Generator | None) -> None:

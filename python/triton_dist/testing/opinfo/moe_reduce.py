@@ -189,12 +189,12 @@ class MoEReduceOpInfo(RoutedOpInfo):
         """Return the cost. Weights are read for the expected number of experts with tokens. Rows
         are sent to the rank that adds them. If all ranks get all sums, sums are sent too."""
         K, routes = shape.K / num_ranks, shape.M * shape.topk
-        operand, result = self.io_dtypes(dtype)
-        rows = shape.M * shape.N * result.itemsize
+        operand_dtype, result_dtype = self.io_dtypes(dtype)
+        rows = shape.M * shape.N * result_dtype.itemsize
         return Cost(
-            operand,
+            operand_dtype,
             flops=2.0 * routes * shape.N * K,
-            read_bytes=(routes * K + shape.used_experts * K * shape.N) * operand.itemsize,
+            read_bytes=(routes * K + shape.used_experts * K * shape.N) * operand_dtype.itemsize,
             written_bytes=rows / (num_ranks if self.scatters_rows else 1),
             link_bytes=(1 if self.scatters_rows else 2) * rows * (num_ranks - 1) / num_ranks,
         )

@@ -91,9 +91,11 @@ class EPMemory(NamedTuple):
 
 
 class EPLayout(NamedTuple):
-    """Results of the layout programs. ``Received`` describes the arrays.
+    """Results of the layout programs. ``Received`` has the shapes.
 
-    ``fault_address`` is int64 [1], the address of the host word in which kernels report faults.
+    ``local_ids`` are the local experts of routes, ``ends`` the ends of the experts' positions, and
+    ``counts`` the numbers of routes by expert and source. Bit r of ``destinations`` is set if the
+    token was sent to rank r. Kernels report faults in the host word at ``fault_address``.
     """
 
     row_of_position: Any
@@ -147,8 +149,8 @@ def begin_ep_call(peers, call_tag, rank, is_continuation: tl.constexpr, ep_plan:
     flags = table.to(peers.arrivals.dtype) + tl.program_id(0) * ep_plan.NUM_RANKS + rank
     if not is_continuation:
         step = tl.where(tl.program_id(0) == 0, _CALL_STEP - tl.num_programs(0) + 1, 1).to(tl.int64)
-        counted = tl.atomic_add(peers.calls + 1, step, sem="relaxed", scope="gpu")
-        epoch = counted // _CALL_STEP + 1
+        counter = tl.atomic_add(peers.calls + 1, step, sem="relaxed", scope="gpu")
+        epoch = counter // _CALL_STEP + 1
         # The host uses word 0 to find late flags. Word 2 or 3 counts the work items that programs
         # have claimed in the next call (``send_rows``): reset it.
         if tl.program_id(0) == 0:
@@ -305,8 +307,8 @@ def store_row(target, values, mask, UNTAGGED: tl.constexpr = True):
     if UNTAGGED:
         BITS: tl.constexpr = values.dtype.primitive_bitwidth
         INT: tl.constexpr = tl.int8 if BITS == 8 else tl.int16 if BITS == 16 else tl.int32
-        wire = ~values.to(INT, bitcast=True)
-        values = tl.where(wire == 0, -(1 << (BITS - 1)), wire).to(INT)
+        complement = ~values.to(INT, bitcast=True)
+        values = tl.where(complement == 0, -(1 << (BITS - 1)), complement).to(INT)
         target = target.to(tl.pointer_type(INT))
     with dl.mark("push"):
         tl.store(target, values, mask=mask)
@@ -539,7 +541,7 @@ def kernel_dispatch(
 ):  # fmt: skip
     """Run the programs of a dispatch, or with ``receives_only`` only the last two kinds.
 
-    Grid (programs,).
+    Grid (programs,). ``locations_ptr`` is ``None`` unless the capacity is limited.
     """
     call = begin_ep_call(peers, call_tag, rank, receives_only, ep_plan)
     program, end = tl.program_id(0), tl.num_programs(0)
