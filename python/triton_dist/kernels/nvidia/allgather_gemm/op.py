@@ -125,7 +125,7 @@ def ag_gemm(
         A_scale, B_scale: fp32 scales of this rank's fp8 A and B, as in ``matmul``. All ranks must
             use equal granularity. Scales of A are gathered with A.
         out_dtype, use_fast_accum: as in ``matmul``; equal on all ranks.
-        validated_key: reserved for the tuner.
+        validated_key: reserved for the tuner, which passes the key that it has computed.
 
     Raises:
         InvalidArgument: an argument does not fit the context or the algorithm.

@@ -126,7 +126,7 @@ def ag_group_gemm(
             context of ``torch.float8_e4m3fn``. ``A_scale`` has the scales of this rank's tokens,
             which are sent with the tokens.
         routing_skew: see ``grouped_gemm``. Equal on all ranks.
-        validated_key: reserved for the tuner.
+        validated_key: reserved for the tuner, which passes the key that it has computed.
 
     Returns:
         [M * topk, N_per_rank]; row ``t * topk + j`` is choice j of token t.

@@ -101,7 +101,7 @@ def all_reduce(
             ``None``: by size (tuned).
         algorithm: ``"one_shot"``, ``"two_shot"``, ``"collective"`` or ``"by_size"`` (tuned).
             Default without tuning: ``"by_size"``.
-        validated_key: reserved for the tuner.
+        validated_key: reserved for the tuner, which passes the key that it has computed.
 
     Returns:
         ``output``, or a new tensor with the shape of x.

@@ -102,7 +102,7 @@ def sp_decode_attn(
         backend: library of the algorithms ``"library…"``: ``"torch"`` (default),
             ``"flash_attn_3"`` or ``"flashinfer"`` (tuned).
         algorithm: see the module docstring (tuned).
-        validated_key: reserved for the tuner.
+        validated_key: reserved for the tuner, which passes the key that it has computed.
 
     Returns:
         The output and the LSE. The output has q's shape, with the number of returned heads, and

@@ -56,7 +56,10 @@ _TILES_PER_STEP = 128
 
 
 class EPGroupGEMMKey(NamedTuple):
-    """Tuning key of a call. The algorithms also use it as the call's sizes."""
+    """Tuning key of a call. The algorithms also use it as the call's sizes.
+
+    Fields without a description are as in the key of ``ep_dispatch``.
+    """
 
     M: int
     """``max_tokens`` of the call."""
@@ -108,6 +111,7 @@ class Call(OpCall):
     """Fraction of the experts whose tiles with only rows of this rank precede all other tiles."""
     algorithm: str | None = None
     validated_key: Any = None
+    """Key of the call from the tuner. The arguments are then not checked again."""
 
     def __post_init__(self) -> None:
         key = self.validated_key

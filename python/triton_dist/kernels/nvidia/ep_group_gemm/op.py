@@ -88,7 +88,7 @@ def ep_dispatch_group_gemm(
             rank precede all other tiles in ``"fused"`` (tuned).
         algorithm: ``"fused"``, ``"serial"`` or ``"library"`` (tuned; ``"serial"`` if untuned).
             ``"fused"`` requires a capacity of ``max_tokens``.
-        validated_key: reserved for the tuner.
+        validated_key: reserved for the tuner, which passes the key that it has computed.
 
     Returns:
         The products [positions, N], or [positions, N / 2] with an activation, and the result of the

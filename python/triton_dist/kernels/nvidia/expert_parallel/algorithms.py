@@ -1,4 +1,7 @@
-"""Algorithms of expert-parallel dispatch, and helpers that dispatch and combine share."""
+"""Algorithms of expert-parallel dispatch, and helpers that dispatch and combine share.
+
+``kernel.py`` describes the kinds of programs.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ _FREE_SMS = 4
 _LINE_ELEMENTS = 16
 """Number of elements of the smallest dtype in a line of 16 bytes. A row in packets must fill whole
 lines."""
-EP_DEFAULT_PARAMS = LaunchParams(128, 8192)
+EP_DEFAULT_PARAMS = LaunchParams(num_ctas=128, block_bytes=8192)
 _DISPATCH_PARAMS = (
     EP_DEFAULT_PARAMS,
     *(LaunchParams(ctas, nbytes) for ctas in (192, 128, 64) for nbytes in (16384, 8192, 4096)),
@@ -82,7 +85,7 @@ class Key(NamedTuple):
     dtype: torch.dtype
     num_ranks: int
     scales: str
-    """"none", "given" or "computed". "none" for a combine."""
+    """Scales of x: "none", "given" or "computed". "none" for a combine."""
     has_weights: bool
     has_capacity: bool
     """Whether the capacity is below ``max_tokens``."""
@@ -166,6 +169,7 @@ class DispatchCall(OpCall):
     block_bytes: int | None = None
     algorithm: str | None = None
     validated_key: Any = None
+    """Key of the call from the tuner. The arguments are then not checked again."""
     chosen_algorithm: Push = field(init=False)
 
     def __post_init__(self) -> None:

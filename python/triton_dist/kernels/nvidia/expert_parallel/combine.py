@@ -287,6 +287,7 @@ class CombineCall(OpCall):
     num_chunks: int | None = None
     algorithm: str | None = None
     validated_key: Any = None
+    """Key of the call from the tuner. The arguments are then not checked again."""
 
     def __post_init__(self) -> None:
         self.key = self.checked_key() if self.validated_key is None else self.validated_key

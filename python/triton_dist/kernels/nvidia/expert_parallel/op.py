@@ -127,7 +127,7 @@ def ep_dispatch(
         num_ctas, block_bytes: number of programs that send rows, and bytes that a program copies at
             once (tuned).
         algorithm: ``"push"``, ``"packets"`` or ``"collective"`` (tuned; ``"push"`` if untuned).
-        validated_key: reserved for the tuner.
+        validated_key: reserved for the tuner, which passes the key that it has computed.
 
     Returns:
         The received rows, and the position of each route to an expert of this rank.
@@ -207,7 +207,7 @@ def ep_combine(
         num_chunks: number of chunks into which the blocks of a program are divided (tuned). A
             program sends the next chunk before it waits for the peers' blocks of a chunk.
         algorithm: ``"push"`` or ``"collective"`` (tuned; ``"push"`` if untuned).
-        validated_key: reserved for the tuner.
+        validated_key: reserved for the tuner, which passes the key that it has computed.
 
     Returns:
         [tokens, hidden], dtype of the context.

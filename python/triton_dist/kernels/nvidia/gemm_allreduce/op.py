@@ -99,7 +99,7 @@ def gemm_ar(
             (tuned). Default without tuning: ``"by_size"``, one-shot or two-shot.
         A_scale, B_scale, use_fast_accum: as in ``matmul``, for fp8 operands. The output has the
             context's dtype. All ranks must use scales of equal granularity.
-        validated_key: reserved for the tuner.
+        validated_key: reserved for the tuner, which passes the key that it has computed.
 
     Returns:
         [M, N], contiguous, dtype of the context.

@@ -98,7 +98,7 @@ def gemm_rs(
             ``"async_tp"`` (tuned).
         A_scale, B_scale, use_fast_accum: as in ``matmul``, for fp8 operands. The output has the
             context's dtype. All ranks must use scales of equal granularity.
-        validated_key: reserved for the tuner.
+        validated_key: reserved for the tuner, which passes the key that it has computed.
 
     Returns:
         [M_per_rank, N], contiguous: rows ``[r * M_per_rank, (r + 1) * M_per_rank)`` on rank r.

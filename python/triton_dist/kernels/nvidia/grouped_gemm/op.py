@@ -109,7 +109,7 @@ def grouped_gemm(
             probabilities (``"even"``), random by Zipf's law with exponent 1.2 (``"zipf"``), or
             equal for all tokens (``"same_experts"``). By default, these ids are drawn from the
             call's tokens with replacement.
-        validated_key: reserved for the tuner.
+        validated_key: reserved for the tuner, which passes the key that it has computed.
 
     Returns:
         [M * topk, N], or one row per position; N / 2 columns with an activation; ``out_dtype``.

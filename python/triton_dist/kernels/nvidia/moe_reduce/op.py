@@ -106,7 +106,7 @@ def run_moe_reduce_rs(
         A_scale, B_scale, use_fast_accum: scales of fp8 operands x and weights, see
             ``grouped_gemm``. The result has the dtype of the context.
         routing_skew: see ``grouped_gemm``. Equal on all ranks.
-        validated_key: reserved for the tuner.
+        validated_key: reserved for the tuner, which passes the key that it has computed.
 
     Returns:
         [M / W, N], contiguous, dtype of the context, for W ranks.

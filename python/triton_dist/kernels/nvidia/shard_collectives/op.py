@@ -70,7 +70,7 @@ def all_gather(
         num_chunks: number of chunks into which each program divides its elements (tuned).
         straggler_option: ``(rank, cycles)``: delay ``rank`` by ``cycles`` clock cycles, for tests.
         algorithm: ``"push"``, ``"copy_engine"`` or ``"collective"`` (tuned; ``"push"`` if untuned).
-        validated_key: reserved for the tuner.
+        validated_key: reserved for the tuner, which passes the key that it has computed.
 
     Returns:
         ``output``, or a new tensor [W * M, …].

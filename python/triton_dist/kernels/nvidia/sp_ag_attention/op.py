@@ -72,7 +72,7 @@ def sp_ag_attention(
         scale: factor of the products of q and k; default: 1 / sqrt(head_dim).
         backend: library: ``"cudnn"`` or ``"flash"`` on GPUs, ``"cpu"`` on CPU ranks (tuned).
         algorithm: ``"copy_engine"`` or ``"collective"`` (tuned; ``"copy_engine"`` if untuned).
-        validated_key: reserved for the tuner.
+        validated_key: reserved for the tuner, which passes the key that it has computed.
 
     Returns:
         The attention, with the shape and dtype of q, and the log-sum-exp, fp32 [batch, q_heads,

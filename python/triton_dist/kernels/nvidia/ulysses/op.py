@@ -80,7 +80,7 @@ def ulysses_pre_attn(
         num_ctas, block_bytes, num_chunks: number of workers (programs that share a chunk), bytes
             that a program copies at once, and number of chunks of each block (tuned).
         algorithm: ``"push"`` or ``"collective"`` (tuned; ``"push"`` if untuned).
-        validated_key: reserved for the tuner.
+        validated_key: reserved for the tuner, which passes the key that it has computed.
 
     Returns:
         New tensors [batch, tokens of all ranks, heads of this rank, dim], one for each of q, k and

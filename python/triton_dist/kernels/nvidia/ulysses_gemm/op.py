@@ -80,7 +80,7 @@ def ulysses_gemm_pre_attn(
         num_ctas, block_bytes, num_chunks: tunables of the exchange after a separate GEMM; see
             ``ulysses_pre_attn`` (tuned).
         algorithm: ``"fused"``, ``"serial"`` or ``"collective"`` (tuned; ``"fused"`` if untuned).
-        validated_key: reserved for the tuner.
+        validated_key: reserved for the tuner, which passes the key that it has computed.
 
     Returns:
         q, k and v: new tensors [batch, tokens of all ranks, heads of this rank, dim].
