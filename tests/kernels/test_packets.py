@@ -34,7 +34,7 @@ def there_and_back(x_ptr, payload_ptr, out_ptr, N: tl.constexpr, WORDS: tl.const
 
 
 @triton_dist.jit
-def unmarked(x_ptr, out_ptr, N: tl.constexpr):
+def untagged(x_ptr, out_ptr, N: tl.constexpr):
     index = tl.arange(0, N)
     store_row(out_ptr + index, tl.load(x_ptr + index), index < N)
 
@@ -57,10 +57,10 @@ def test_a_payload_is_the_bytes_of_its_elements(dtype):
 
 
 @pytest.mark.parametrize("dtype", list(WHOLE), ids=str)
-def test_unmarked_words_are_complements_and_never_zero(dtype):
+def test_untagged_words_are_complements_and_never_zero(dtype):
     bits = torch.arange(-(2**15), 2**15).to(WHOLE[dtype])
     out = torch.empty_like(bits)
-    unmarked[(1,)](bits.view(dtype), out, N=2**16)
+    untagged[(1,)](bits.view(dtype), out, N=2**16)
     assert bool((out != 0).all())
     back = (~out).view(dtype)
     same = (~out == bits) | (bits == -1)

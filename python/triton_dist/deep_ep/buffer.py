@@ -24,6 +24,7 @@ from triton_dist.runtime.ranks import Group
 topk_idx_t = torch.int64
 Bias: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 _MIN_SMS = 4
+"""Minimum of ``num_sms`` of ``ep_dispatch``."""
 
 
 class Handle(NamedTuple):

@@ -32,7 +32,9 @@ from triton_dist.runtime.ranks import Group, group_for, process_group_of
 Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """Rows, or fp8 rows and their scales."""
 Hook: TypeAlias = Callable[[], None] | None
-_FP8_MAXIMUM, _MIN_AMAX, _MANTISSA_BITS = 448.0, 1e-4, 23
+_FP8_MAXIMUM, _MANTISSA_BITS = 448.0, 23
+_MIN_AMAX = 1e-4
+"""Lower bound of the largest absolute value of a group, so that no scale is 0."""
 _EXPONENTS_PER_INT = 4
 
 

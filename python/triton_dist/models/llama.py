@@ -159,10 +159,8 @@ class Attention(nn.Module):
             left, right = x.chunk(2, -1)
             return x * cos[:, None] + torch.cat([-right, left], -1) * sin[:, None]
 
-        q, k = (
-            rotated(split_heads(self.q_proj, self.q_norm)),
-            rotated(split_heads(self.k_proj, self.k_norm)),
-        )
+        q = rotated(split_heads(self.q_proj, self.q_norm))
+        k = rotated(split_heads(self.k_proj, self.k_norm))
         v = split_heads(self.v_proj)
         if self.sp_attn is not None:
             rows = (x.transpose(1, 2).contiguous() for x in (q, k, v))

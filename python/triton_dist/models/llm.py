@@ -52,11 +52,8 @@ class LLM:
         if getattr(rotary, "attention_scaling", 1.0) != 1.0:
             raise InvalidArgument("LLM", "attention_scaling", rotary.attention_scaling, "1.0")
         self.collectives: Collectives = Collectives(group)
-        self.group, self.rank, self.world_size = (
-            group,
-            self.collectives.rank,
-            self.collectives.num_ranks,
-        )
+        self.group, self.rank = group, self.collectives.rank
+        self.world_size = self.collectives.num_ranks
         for name in ("rank", "world_size"):
             if getattr(config, name) != getattr(self, name):
                 expected = f"{getattr(self, name)}, as in the group"

@@ -31,12 +31,7 @@ from triton_dist.testing.opinfo.base import (
     meta,
     meta_with_layout,
 )
-from triton_dist.testing.opinfo.moe import (
-    FIRST_GEMMS,
-    GroupedShape,
-    RoutedOpInfo,
-    routed_product,
-)
+from triton_dist.testing.opinfo.moe import FIRST_GEMMS, GroupedShape, RoutedOpInfo, routed_product
 from triton_dist.testing.opinfo.scaled import gather_with_scales, new_scales, scales_of
 
 LIBRARIES = "all-gather + torch grouped_mm"

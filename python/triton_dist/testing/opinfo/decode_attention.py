@@ -12,15 +12,7 @@ from torch import Generator
 
 from triton_dist.kernels.nvidia import create_sp_decode_context, sp_decode_attn
 from triton_dist.runtime.device import current_device
-from triton_dist.testing.opinfo.base import (
-    Call,
-    Cost,
-    Group,
-    Operands,
-    meta,
-    tolerance,
-    uniform,
-)
+from triton_dist.testing.opinfo.base import Call, Cost, Group, Operands, meta, tolerance, uniform
 from triton_dist.testing.opinfo.exchange import META_DEVICE, ExchangeOpInfo, gathered
 
 

@@ -12,14 +12,7 @@ from torch import Generator
 
 from triton_dist.kernels.common import libraries
 from triton_dist.runtime.ranks import group_for
-from triton_dist.testing.opinfo.base import (
-    Baseline,
-    Group,
-    Operands,
-    OpInfo,
-    S,
-    uniform,
-)
+from triton_dist.testing.opinfo.base import Baseline, Group, Operands, OpInfo, S, uniform
 
 META_DEVICE = SimpleNamespace(torch_device=torch.device("meta"))
 """Meta device, for the objects that replace contexts in tests of keys."""

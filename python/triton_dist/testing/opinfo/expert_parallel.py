@@ -208,10 +208,8 @@ class DispatchGroupGemmOpInfo(DispatchOpInfo):
     baseline_algorithm, library_algorithms = "library", ("library",)
 
     def smaller(self, shape: Any, divisor: int, num_ranks: int) -> MultipliedTokenShape:
-        tokens, N = (
-            super().smaller(shape, divisor, num_ranks),
-            max(16, shape.N // divisor // 16 * 16),
-        )
+        tokens = super().smaller(shape, divisor, num_ranks)
+        N = max(16, shape.N // divisor // 16 * 16)
         return MultipliedTokenShape(tokens.M, tokens.hidden, tokens.topk, N)
 
     def allocate(
@@ -248,10 +246,8 @@ class DispatchGroupGemmOpInfo(DispatchOpInfo):
 
     def cost(self, shape: Any, dtype: torch.dtype, num_ranks: int) -> Cost:
         """Return the cost if tokens choose all experts with equal probability."""
-        dispatch_cost, routes = (
-            super().cost(shape, dtype, num_ranks),
-            shape.M * shape.topk / num_ranks,
-        )
+        dispatch_cost = super().cost(shape, dtype, num_ranks)
+        routes = shape.M * shape.topk / num_ranks
         weights = EXPERTS_PER_RANK * shape.hidden * shape.N
         return replace(
             dispatch_cost, flops=int(2 * routes * shape.hidden * shape.N),

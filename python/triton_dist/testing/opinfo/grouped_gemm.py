@@ -22,12 +22,7 @@ from triton_dist.testing.opinfo.base import (
     meta,
     meta_with_layout,
 )
-from triton_dist.testing.opinfo.moe import (
-    FIRST_GEMMS,
-    GroupedShape,
-    RoutedOpInfo,
-    routed_product,
-)
+from triton_dist.testing.opinfo.moe import FIRST_GEMMS, GroupedShape, RoutedOpInfo, routed_product
 from triton_dist.testing.opinfo.scaled import (
     grouped_mm_call,
     multiply,
@@ -93,11 +88,8 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
         A, B, ids, scales = operands["A"], operands["B"], operands["topk_ids"], scales_of(operands)
         flat = ids.flatten()
         order = flat.argsort(stable=True) // ids.shape[1]
-        rows, dense_scales, library_scales = (
-            select_rows(A, order),
-            scales_of_expert(scales, order, 0),
-            scales_for_grouped_mm(A, B, scales),
-        )
+        rows, dense_scales = select_rows(A, order), scales_of_expert(scales, order, 0)
+        library_scales = scales_for_grouped_mm(A, B, scales)
         ends = torch.bincount(flat, minlength=B.shape[0]).cumsum(0).int()
 
         def library() -> torch.Tensor:

@@ -37,12 +37,7 @@ from triton_dist.testing.opinfo.base import (
     own_rows,
     tolerance,
 )
-from triton_dist.testing.opinfo.moe import (
-    SECOND_GEMMS,
-    GroupedShape,
-    RoutedOpInfo,
-    routed_product,
-)
+from triton_dist.testing.opinfo.moe import SECOND_GEMMS, GroupedShape, RoutedOpInfo, routed_product
 from triton_dist.testing.opinfo.scaled import grouped_mm_call, new_scales, scales_of
 
 
@@ -106,18 +101,14 @@ class MoEReduceOpInfo(RoutedOpInfo):
     ) -> None:
         """Draw new values of ``x`` and a new routing. Results have a standard deviation of 1: a
         product summed over ranks has 1, and the squares of a token's expert weights add up to 1."""
-        x, ids, expert_weight = (
-            operands[name] for name in ("x", "chosen_experts", "expert_weight")
-        )
+        x, ids, weight = (operands[name] for name in ("x", "chosen_experts", "expert_weight"))
         fill(x, operands, x.shape[1] * num_ranks, generator)
         self.draw_ids(ids, len(operands["weights"]), generator)
-        drawn = (
-            torch.rand(expert_weight.shape, generator=generator, device=expert_weight.device) + 0.1
-        )
-        expert_weight.copy_(drawn / drawn.square().sum(1, keepdim=True).sqrt())
+        drawn = torch.rand(weight.shape, generator=generator, device=weight.device) + 0.1
+        weight.copy_(drawn / drawn.square().sum(1, keepdim=True).sqrt())
         if dist.is_initialized():
             dist.broadcast(ids, 0)
-            dist.broadcast(expert_weight, 0)
+            dist.broadcast(weight, 0)
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         x, weights, ids = operands["x"], operands["weights"], operands["chosen_experts"]

@@ -302,14 +302,9 @@ class PostAttnGemmOpInfo(ProjectedOpInfo):
         return {**ULYSSES_POST_ATTN.allocate(shape, dtype, num_ranks, generator), "B": B}
 
     def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> ProjectedShape:
-        heads_shape = ULYSSES_POST_ATTN.shape_of(operands, num_ranks)
-        return ProjectedShape(
-            heads_shape.M,
-            heads_shape.q_heads,
-            heads_shape.kv_heads,
-            heads_shape.dim,
-            operands["B"].shape[1],
-        )
+        heads = ULYSSES_POST_ATTN.shape_of(operands, num_ranks)
+        hidden = operands["B"].shape[1]
+        return ProjectedShape(heads.M, heads.q_heads, heads.kv_heads, heads.dim, hidden)
 
     def output(self, result: Any) -> torch.Tensor:
         out: torch.Tensor = result

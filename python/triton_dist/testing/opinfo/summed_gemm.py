@@ -8,10 +8,7 @@ import torch
 
 from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.gemm.scales import Scaling
-from triton_dist.kernels.nvidia.gemm_allreduce import (
-    create_gemm_ar_context,
-    gemm_ar,
-)
+from triton_dist.kernels.nvidia.gemm_allreduce import create_gemm_ar_context, gemm_ar
 from triton_dist.kernels.nvidia.gemm_allreduce.algorithms import SymmetricCollective
 from triton_dist.kernels.nvidia.gemm_reduce_scatter import create_gemm_rs_context, gemm_rs
 from triton_dist.testing.opinfo.base import Baseline, Operands, symmetric_all_reduces

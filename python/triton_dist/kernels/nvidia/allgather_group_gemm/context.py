@@ -27,11 +27,7 @@ from triton_dist.kernels.common.context import (
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, slot_bytes_for_shards
 from triton_dist.kernels.common.gemm.scales import FP8, NO_SCALING, Scaling, describe_tag
 from triton_dist.kernels.common.moe.product import weights_layout
-from triton_dist.kernels.common.moe.routing import (
-    MAX_EXPERTS,
-    MAX_TOPK,
-    check_ids,
-)
+from triton_dist.kernels.common.moe.routing import MAX_EXPERTS, MAX_TOPK, check_ids
 from triton_dist.kernels.common.moe.scales import packed_format
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
 from triton_dist.runtime.ranks import Group, process_group_of

@@ -133,7 +133,8 @@ def _constraints(peers: int) -> str:
 def _polling_ptx(peers: int) -> str:
     """Return PTX that polls the line of each peer whose mask is set.
 
-    Polling ends if no word is 0, after the limit of polls, or if another wait gave up.
+    Polling ends if no word is 0, after the limit of polls, or if another wait gave up. FLAG,
+    AWAITED and GAVE_UP are indices of timeout words.
     """
     lines = [f"${4 * peers + peer}" for peer in range(peers)]
     masks = [f"${5 * peers + peer}" for peer in range(peers)]

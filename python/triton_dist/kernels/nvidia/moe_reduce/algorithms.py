@@ -27,11 +27,7 @@ from triton_dist.kernels.common.moe.rows import (
 )
 from triton_dist.kernels.common.moe.spaces import fits_grouped, grouped_tiles
 from triton_dist.kernels.common.moe.summing import COLLECTIVE, MoESumContext, SumCall, SumSizes
-from triton_dist.kernels.common.moe.topk_sum import (
-    TOPK_EXCHANGE,
-    RoutedSums,
-    topk_sum,
-)
+from triton_dist.kernels.common.moe.topk_sum import TOPK_EXCHANGE, RoutedSums, topk_sum
 from triton_dist.kernels.common.op import Algorithm, Algorithms, check_tiles
 from triton_dist.kernels.nvidia.moe_reduce.context import MoEReduceARContext, MoEReduceRSContext
 from triton_dist.runtime.device import current_device
