@@ -108,10 +108,10 @@ class TrainingState(Stateful):
         if self.optimizer is None:
             return
         optimizer: Any = get_optimizer_state_dict(self.model, self.optimizer)
-        stock = dict(saved["state"])
+        state_by_name = dict(saved["state"])
         for shard in _shards_of(self.model):
             weights = shard.weights(torch.empty(shard.parameter.shape, device="meta"))
-            loaded = [stock.pop(name, {}) for name in weights]
+            loaded = [state_by_name.pop(name, {}) for name in weights]
             own = optimizer["state"].get(shard.name, {})
             for key, value in own.items():
                 for name, values in zip(weights, loaded, strict=True):
@@ -126,13 +126,13 @@ class TrainingState(Stateful):
                     weight.fill(values[key], shard.layer.torch_collectives, f"{name}.{key}")
                 own[key] = distributed_like(filled, value)
             if own:
-                stock[shard.name] = own
+                state_by_name[shard.name] = own
         groups = [
             {**loaded, "params": own["params"]}
             for loaded, own in zip(saved["param_groups"], optimizer["param_groups"], strict=True)
         ]
-        state: Any = {"state": stock, "param_groups": groups}
-        set_optimizer_state_dict(self.model, self.optimizer, state)
+        new_state: Any = {"state": state_by_name, "param_groups": groups}
+        set_optimizer_state_dict(self.model, self.optimizer, new_state)
 
 
 @dataclass(frozen=True)

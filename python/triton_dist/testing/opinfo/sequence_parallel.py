@@ -135,7 +135,7 @@ class UlyssesOpInfo(ExchangeOpInfo[HeadsShape]):
     def meta_inputs(self, key: Any) -> tuple[Any, tuple[int, int], list[int], dict[str, Any]]:
         """Return arguments of a call with tuning key ``key``. They are: context, (batch, tokens
         over all ranks), numbers of heads of q, k and v of a rank, and keyword arguments."""
-        size, has_shared_heads, dtype = key.num_ranks, key.replicas > 1, key.dtype
+        size, has_shared_heads, dtype = key.num_ranks, key.ranks_per_head > 1, key.dtype
         dims = (key.widths[1], key.widths[2]) if has_shared_heads else (8, 8)
         heads = [key.widths[0] // dims[0], *(max(1, w // 8) for w in key.widths[1:])]
         if has_shared_heads:
@@ -143,8 +143,8 @@ class UlyssesOpInfo(ExchangeOpInfo[HeadsShape]):
         ctx = SimpleNamespace(
             rank=0, num_ranks=size, buffer=None, max_tokens=key.M, max_local_tokens=key.M,
             q_heads=heads[0] * size,
-            kv_heads=size // key.replicas if has_shared_heads else heads[1] * size,
-            head_dims=dims, dtype=dtype, replicas=key.replicas, device=META_DEVICE,
+            kv_heads=size // key.ranks_per_head if has_shared_heads else heads[1] * size,
+            head_dims=dims, dtype=dtype, ranks_per_kv_head=key.ranks_per_head, device=META_DEVICE,
         )  # fmt: skip
         batch = 2 if key.is_batched else 1
         tokens = key.M // batch

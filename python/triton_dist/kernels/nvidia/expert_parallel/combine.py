@@ -214,7 +214,8 @@ def kernel_combine(
     blocks = tl.cdiv(hidden, ep_plan.BLOCK)
     num_items = tl.cdiv(max_tokens * blocks, programs)
     chunk_items = tl.cdiv(num_items, num_chunks)
-    # Program 0 also sets flags, so give it the last item, which may not exist.
+    # Program 0 also sets flags, so give it the last item, which may not exist. ``can_send`` and
+    # ``can_add`` become 1 when the program knows that all ranks have begun the call.
     first, can_send, can_add = programs - 1 - program, (slot_tokens > 0).to(tl.int32), 0
     route = (((rank + 1) % NUM_RANKS) * max_tokens + first // blocks) * ep_plan.TOPK
     next_sent_positions = token_positions(ep_layout, route, first < max_tokens * blocks, ep_plan)
@@ -226,7 +227,7 @@ def kernel_combine(
         item = first + step * programs
         if (step < num_items) & (item < max_tokens * blocks):
             for other in range(1, NUM_RANKS):
-                sent = next_sent_positions
+                positions = next_sent_positions
                 is_last = other == NUM_RANKS - 1
                 next_item = item + tl.where(is_last, programs, 0)
                 source = (rank + tl.where(is_last, 1, other + 1)) % NUM_RANKS
@@ -235,7 +236,7 @@ def kernel_combine(
                 next_sent_positions = token_positions(ep_layout, route, exists, ep_plan)
                 can_send = send_sums(
                     y_ptr, y_rows, packets, peers, ep_layout, call, can_send,
-                    (rank + other) % NUM_RANKS, sent, item, first_token, hidden, ep_plan,
+                    (rank + other) % NUM_RANKS, positions, item, first_token, hidden, ep_plan,
                 )  # fmt: skip
         if step >= chunk_items:
             can_add = await_begun(can_add, 0, peers, call, ep_plan)
