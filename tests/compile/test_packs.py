@@ -207,7 +207,7 @@ def join_what_prepares():
 def test_a_process_that_is_told_to_records_what_it_loads(pack, elsewhere, monkeypatch, tmp_path):
     folder = tmp_path / "recorded"
     monkeypatch.setenv("TRITON_DIST_RECORD_KERNELS", str(folder))
-    monkeypatch.setattr(recorder, "_active", [])
+    monkeypatch.setattr(recorder, "_active_recorders", [])
     shipped.install()
     shipped.install()  # at each first use of something
     launch()
