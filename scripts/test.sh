@@ -71,7 +71,7 @@ finish() {
 # exec replaces the subshell by pytest, so that killing the subshell's process id kills pytest.
 compile_only() {
     unset TRITON_INTERPRET
-    exec nice -n 5 "${run[@]}" "$@" -o cache_dir=.pytest_cache/compile "${compiled[@]}" "${options[@]}"
+    exec nice -n 10 "${run[@]}" "$@" -o cache_dir=.pytest_cache/compile "${compiled[@]}" "${options[@]}"
 }
 interpret() {
     TRITON_INTERPRET=1 TRITON_DIST_DEVICE=cpu OMP_NUM_THREADS=1 \

@@ -32,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Triton decides at decoration, so this comes before any test module is imported. Workers of
     pytest-xdist are started later and inherit it.
     """
+    gc.disable()  # until tests are collected: imports make objects that stay
     if "TRITON_INTERPRET" in os.environ or all(map(is_compile_only, asked_for(config))):
         return
     import torch
@@ -77,9 +78,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude modules and test items from garbage collections, which would take 3 s per worker."""
+    """Enable garbage collections, which would take 2 s per process during imports. Exclude modules
+    and test items from them, which would take 3 s per worker."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def reason_to_skip(item: pytest.Item) -> str | None:

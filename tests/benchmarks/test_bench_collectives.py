@@ -32,7 +32,7 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("collectives")
     path = folder / "collectives.json"
     printed, _ = spawn_ranks(
-        2, run_with_few_configs, dict.fromkeys(OWN, 9), SCRIPT, "--sizes", "20500", "--scale", "1",
+        2, run_with_few_configs, dict.fromkeys(OWN, 9), SCRIPT, "--sizes", "16388", "--scale", "1",
         "--mode", "eager,graph", "--rounds", "1", "--calls", "2", "--json", str(path),
         init=False, timeout=200, env={"TRITON_DIST_CACHE_DIR": str(folder / "cache")},
     )  # fmt: skip
@@ -41,7 +41,7 @@ def finished(tmp_path_factory):
 
 def test_every_peer_and_way_is_there_in_both_modes(finished):
     tree = json.loads(finished[1].read_text())
-    assert [(each["op"], each["bytes"]) for each in tree["sizes"]] == [(op, 20500) for op in OWN]
+    assert [(each["op"], each["bytes"]) for each in tree["sizes"]] == [(op, 16388) for op in OWN]
     for size in tree["sizes"]:
         assert size["failures"] == {}
         in_place = {"library, in place"} if size["op"] == "all_reduce" else set()
@@ -65,7 +65,7 @@ def test_the_tables_say_how_much_faster(finished, tmp_path):
             assert f"{op}, graph, bfloat16, 2 ranks" in text
         assert "x library" in text
         assert "of 2 calls each" in text
-    for nbytes in (20500, 1027):
+    for nbytes in (16388, 1027):
         assert len(re.findall(rf"│ +{nbytes} ", shown)) == 2 * len(OWN)  # both modes
 
 

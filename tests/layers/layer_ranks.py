@@ -152,8 +152,8 @@ def compiled(backend: str, mode: str | None = None, is_quick: bool = False) -> i
 
 
 def each_in_one_graph() -> list[str]:
-    """Compare compiled layers of experts with eager mode, without graph breaks. ``compiled`` and
-    ``fp8_ranks.served`` compile the other layers."""
+    """Compare compiled layers of experts with eager mode, without graph breaks, and gradients of
+    the first. ``compiled`` and ``fp8_ranks.served`` compile the other layers."""
     torch.compiler.reset()
     done = []
     rows = part(drawn(1, 8, 32), Collectives(), 0)
@@ -162,8 +162,17 @@ def each_in_one_graph() -> list[str]:
         layer = kind(sequence_parallel=True)
         layer._init_parameters(experts)
         layer._init_ctx(8)
-        fast = torch.compile(layer, fullgraph=True, backend="eager")
-        torch.testing.assert_close(fast(rows), layer(rows), rtol=1e-4, atol=1e-4)
+        is_trained = kind is TP_MoE
+        backend = "aot_eager" if is_trained else "eager"
+        fast, found = torch.compile(layer, fullgraph=True, backend=backend), []
+        for each in (fast, layer):
+            x = rows.detach().clone().requires_grad_(is_trained)
+            y, gradients = each(x), ()
+            if is_trained:
+                gradients = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
+            found.append([y.detach(), *gradients])
+        assert len(found[0]) == (5 if is_trained else 1)
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
         assert gather_state_dict(fast).keys() == layer.state_dict().keys()
         assert TrainingState(fast).model is layer
         done.append(kind.__name__)

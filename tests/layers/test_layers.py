@@ -20,6 +20,7 @@ def test_a_training_step_with_experts(on_two_ranks, is_spread):
     assert on_two_ranks(layer_ranks.training, 2, is_spread, 4) == [12, 12]
 
 
+@pytest.mark.stress
 def test_one_graph(on_two_ranks):
     """The loss, and gradients of 11 parameters."""
     assert on_two_ranks(layer_ranks.compiled, "aot_eager", None, True) == [12, 12]

@@ -151,7 +151,10 @@ def served() -> list[int]:
     return tunings()
 
 
-@pytest.mark.parametrize(("name", "kind"), [("tiny", "dense"), ("tiny-moe", "moe")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("tiny", "dense"), pytest.param("tiny-moe", "moe", marks=pytest.mark.stress)],
+)
 def test_a_model_as_scripts_call_it(on_two_ranks, tmp_path, name, kind):
     assert on_two_ranks(as_scripts_call_it, tmp_path, name) == [(kind, 8)] * 2
 

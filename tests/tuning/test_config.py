@@ -129,7 +129,7 @@ def test_a_partial_of_what_has_no_text_is_refused_with_what_to_do():
 
 
 @given(configs)
-@settings(max_examples=25)
+@settings(max_examples=10)
 def test_equal_values_in_another_order_are_the_same_config(candidate):
     backwards = Config(dict(reversed(list(candidate.arguments().items()))))
     assert backwards == candidate
