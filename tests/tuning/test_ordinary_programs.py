@@ -837,6 +837,29 @@ def build(first, second):
     def op(x, n): return first(x) + second(x)
     return op
 op = build(make(types), make(elsewhere))
+=== an import under another name inside an inner function
+TILES = [VALUE]
+---
+def make():
+    @autotune(S, K)
+    def op(x, n):
+        from elsewhere import TILES as T
+        return T[0]
+    return op
+op = make()
+=== a lambda of a name that another module puts into a table
+import program
+act = lambda x: VALUE
+program.STEPS.append(act)
+---
+STEPS = []
+return STEPS[0](x)
+import elsewhere
+=== setattr in a function that is called at import
+CFG = types.SimpleNamespace()
+def set_up(): setattr(CFG, "width", VALUE)
+set_up()
+return CFG.width
 === a helper of a prune_fn and of the function
 def keep(config, *args): return h(config)
 @autotune(S, K, keep)
