@@ -26,7 +26,7 @@ from rich.text import Text
 
 from triton_dist._archive import Pack
 from triton_dist._tuning.store.layout import readable_json
-from triton_dist._tuning.store.packs import COLUMNS
+from triton_dist._tuning.store.packs import LINE_WIDTH
 from triton_dist._tuning.values import merge
 
 PAGE = ROOT / "docs" / "explanation" / "performance-report.md"
@@ -99,7 +99,7 @@ def merge_packs(folder: Path, records: Path) -> list[Path]:
         shipped = json.loads(file.read_text("ascii")) if file.exists() else {}
         # Drop shipped results of an earlier version of the op: lookups would ignore them.
         trees = [each for each in (shipped, tree) if each.get("version") == tree["version"]]
-        file.write_text(readable_json(merge(trees), COLUMNS), encoding="ascii")
+        file.write_text(readable_json(merge(trees), LINE_WIDTH), encoding="ascii")
         written.append(file)
     return written
 

@@ -136,7 +136,9 @@ def _configs(reported: ReportedRecord) -> dict[str, Any]:
     ]  # fmt: skip
     rows: list[list[Any]] = []
     for position, each in enumerate(analysis.timed, 1):
-        status = [n for n, of in (("default", default), ("winner", analysis.winner)) if of is each]
+        status = [
+            n for n, one in (("default", default), ("winner", analysis.winner)) if one is each
+        ]
         rows.append([
             position, round(each.ms, 6), round(analysis.ratio(each.ms), 5),
             default and round(default.ms / max(each.ms, 1e-9), 5),
@@ -156,7 +158,8 @@ def _parameters(reported: ReportedRecord) -> dict[str, Any]:
     rows = [
         [name, 100 * share,
          ", ".join(
-             f"{value} {p:+.1%}" for value, p in reported.analysis.slowdown_by_value(name).items()
+             f"{value} {slowdown:+.1%}"
+             for value, slowdown in reported.analysis.slowdown_by_value(name).items()
          )]
         for name, share in reported.analysis.parameters_by_importance()
     ]  # fmt: skip

@@ -40,17 +40,17 @@ class Figure(NamedTuple):
 def figures(reported: ReportedRecord) -> Iterator[Figure]:
     """Yield the figures that have data."""
     analysis = reported.analysis
-    several = len(analysis.timed) > 1
-    for draw, wanted in (
-        (_sorted_times, several),
+    has_several_configs = len(analysis.timed) > 1
+    for draw, has_data in (
+        (_sorted_times, has_several_configs),
         (_convergence, reported.measurements),
-        (_fastest_configs, several),
+        (_fastest_configs, has_several_configs),
         (_importance, analysis.varying),
         (_cost_of_values, analysis.varying),
         (_phases, sum(reported.phases.values()) > 0),
         (_changes_since_older, reported.changes and reported.changes.common),
     ):
-        if wanted:
+        if has_data:
             yield draw(reported)
     if len(reported.history) > 1:
         yield history([reported])
@@ -66,11 +66,11 @@ def _sorted_times(reported: ReportedRecord) -> Figure:
         ("default", _DEFAULT, "diamond", 12, lambda each: each is reported.default),
         ("winner", _WINNER, "star", 14, lambda each: each is analysis.winner),
     ]
-    for name, colour, symbol, size, wanted in groups:
-        among = [row for row, each in enumerate(analysis.timed) if wanted(each)]
-        x, y = [row + 1 for row in among], [ratios[row] for row in among]
-        if among:
-            data.append(_points(x, y, colour, name, among, size, symbol))
+    for name, colour, symbol, size, is_in_group in groups:
+        group_rows = [row for row, each in enumerate(analysis.timed) if is_in_group(each)]
+        x, y = [row + 1 for row in group_rows], [ratios[row] for row in group_rows]
+        if group_rows:
+            data.append(_points(x, y, colour, name, group_rows, size, symbol))
     layout = _layout(f"config, of {len(ratios)} measured", "time / winner's time", y=ratios)
     layout["shapes"] = [_line(y0=1.01, y1=1.01, x0=0, x1=1, xref="paper")]
     near = ", ".join(f"{analysis.count_within(p / 100)} within {p} %" for p in (1, 5, 10))

@@ -107,16 +107,16 @@ def generate_data(
 def _operand(
     shape: Size | Sequence[Size],
     dtype: torch.dtype,
-    values: tuple[float, float],
+    scale_and_offset: tuple[float, float],
     device: torch.device | str | int | None = None,
 ) -> torch.Tensor:
     shape_or_size = shape() if callable(shape) else shape
     sizes = [shape_or_size] if isinstance(shape_or_size, int) else shape_or_size
     exact_shape = tuple(size() if callable(size) else size for size in sizes)
     device = current_device().torch_device if device is None else device
-    scale, offset = values
+    scale, offset = scale_and_offset
     if dtype.is_floating_point:
-        drawn = torch.rand(exact_shape, dtype=torch.float32, device=device) * 2 - 1
-        return (drawn * scale + offset).to(dtype)
-    whole = torch.randint(-int(scale), int(scale), exact_shape, device=device)
-    return (whole + int(offset)).to(dtype)
+        floats = torch.rand(exact_shape, dtype=torch.float32, device=device) * 2 - 1
+        return (floats * scale + offset).to(dtype)
+    integers = torch.randint(-int(scale), int(scale), exact_shape, device=device)
+    return (integers + int(offset)).to(dtype)

@@ -111,8 +111,8 @@ def mark_shares(marks: list[Mark]) -> dict[str, float]:
         begin, end = rows.get(row, (mark.begin_ns, mark.end_ns))
         rows[row] = min(begin, mark.begin_ns), max(end, mark.end_ns)
         ns_by_name[mark.name] += mark.end_ns - mark.begin_ns
-    whole = sum(end - begin for begin, end in rows.values())
-    return {name: ns / whole for name, ns in ns_by_name.items() if ns and whole}
+    total_ns = sum(end - begin for begin, end in rows.values())
+    return {name: ns / total_ns for name, ns in ns_by_name.items() if ns and total_ns}
 
 
 def _trace_events(rows: _Rows, trace_start_ns: int) -> Iterator[trace.Event]:
@@ -154,5 +154,11 @@ def _flags_in_marks(
             }  # fmt: skip
 
 
-def _name_event(kind: str, number: int, name: str) -> trace.Event:
-    return {"ph": "M", "name": kind, "pid": PROCESS_NAME, "tid": number, "args": {"name": name}}
+def _name_event(event_name: str, number: int, name: str) -> trace.Event:
+    return {
+        "ph": "M",
+        "name": event_name,
+        "pid": PROCESS_NAME,
+        "tid": number,
+        "args": {"name": name},
+    }

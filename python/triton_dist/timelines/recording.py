@@ -78,7 +78,7 @@ def group_profile(
     if marks and tool != "torch":
         raise InvalidArgument("group_profile", "tool", tool, "'torch', with marks=True")
     ranks, rank_folder = group_for(group), Path(folder) / name
-    process, failure = os.getpid(), ""
+    pid, failure = os.getpid(), ""
     suffix = _PROTON_SUFFIX if tool == "proton" else "json.gz" if compress else "json"
     rank_file = rank_folder / f"rank-{ranks.rank}.{suffix}"
     merged = rank_folder.with_name(f"{name}_merged.{suffix}")
@@ -91,7 +91,7 @@ def group_profile(
         with recording.on():
             yield
         failure = recording.failure
-    if os.getpid() != process:  # a forked child that leaves the context
+    if os.getpid() != pid:  # a forked child that leaves the context
         return
     ranks.barrier("timelines are written", _WRITING_SECONDS)
     if ranks.is_leader and merge_group:
@@ -119,18 +119,18 @@ class Recording:
 
     Args:
         file: file to write.
-        clock_ns: offset from this host's clock to the clock of rank 0, in nanoseconds.
+        clock_offset_ns: offset from this host's clock to the clock of rank 0, in nanoseconds.
         marks: record marks, which are time spans inside kernels.
     """
 
-    def __init__(self, file: Path, clock_ns: int = 0, marks: bool = False) -> None:
+    def __init__(self, file: Path, clock_offset_ns: int = 0, marks: bool = False) -> None:
         self._marks = KernelMarks() if marks else None
         make_marking = nullcontext if self._marks is None else self._marks.around_call
         self.scopes = scopes.Scopes(
             lambda name, _: torch.profiler.record_function(name), make_marking
         )
-        self._file, self._clock_ns = file, clock_ns
-        self._profile, self._process = timeline_profile(), os.getpid()
+        self._file, self._clock_offset_ns = file, clock_offset_ns
+        self._profile, self._pid = timeline_profile(), os.getpid()
         self.failure = ""
 
     @contextmanager
@@ -151,7 +151,7 @@ class Recording:
 
     def stop(self) -> None:
         """End and write the recording. An error only sets ``failure``: the program continues."""
-        if os.getpid() == self._process:
+        if os.getpid() == self._pid:
             try:
                 device = current_device()
                 device.synchronize(_WRITING_SECONDS)
@@ -172,9 +172,9 @@ class Recording:
                 torch_file.unlink()
                 trace.annotate(content, self.scopes.calls)
                 content[trace.METADATA_KEY] = {
-                    "process": self._process,
+                    "process": self._pid,
                     "host": socket.gethostname(),
-                    "clock_ns": self._clock_ns,
+                    "clock_ns": self._clock_offset_ns,
                     "device": device.name,
                     "gpu": device.facts()["gpu"],
                     "peak": asdict(device_peak()),

@@ -16,7 +16,7 @@ Event: TypeAlias = dict[str, Any]
 
 METADATA_KEY = "triton_dist"
 """Key of the metadata of this package: in ``args`` of an event, of a call (op, shape, times); in a
-trace, of the rank (such as ``clock_ns``)."""
+trace, of the rank (such as ``clock_ns``, the offset from its clock to the first rank's clock)."""
 COPIED_BYTES = "bytes"
 """Key of the size of a copy in ``args`` of an event, as in the events of torch's profiler."""
 _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
@@ -146,9 +146,11 @@ def merge(traces: Sequence[tuple[int, Trace]]) -> Trace:
     for rank, trace in traces:
         run = sum(each["rank"] == rank for each in ranks)
         metadata = dict(trace.get(METADATA_KEY, {}))
-        shift = (trace.get("baseTimeNanoseconds", 0) - base + metadata.get("clock_ns", 0)) / 1e3
+        shift_us = (trace.get("baseTimeNanoseconds", 0) - base + metadata.get("clock_ns", 0)) / 1e3
         for event in metadata.pop("flags", ()):
-            flags.append({**event, "pid": f"rank-{rank} {event['pid']}", "ts": event["ts"] + shift})
+            flags.append(
+                {**event, "pid": f"rank-{rank} {event['pid']}", "ts": event["ts"] + shift_us}
+            )
         ranks.append({"rank": rank, **metadata})
         first_event = len(events)
         for event in trace["traceEvents"]:
@@ -156,10 +158,10 @@ def merge(traces: Sequence[tuple[int, Trace]]) -> Trace:
             if "pid" in event:
                 shifted_event["pid"] = f"rank-{rank} {event['pid']}"
             if "ts" in event:
-                shifted_event["ts"] = event["ts"] + shift
+                shifted_event["ts"] = event["ts"] + shift_us
             if METADATA_KEY in event.get("args", {}):
                 call = event["args"][METADATA_KEY]
-                begin = {"begin_us": call["begin_us"] + shift}
+                begin = {"begin_us": call["begin_us"] + shift_us}
                 shifted_event["args"] = {
                     **event["args"],
                     METADATA_KEY: {**call, **begin, "rank": rank, "run": run},

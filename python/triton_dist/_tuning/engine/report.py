@@ -41,10 +41,10 @@ class Report:
         self._is_printing = components.settings.verbose and components.ranks.is_leader
         self._title = f"autotune {key.full_name}, key {key}"
         self._log = components.log(key)
-        self._total = 0
+        self._max_configs = 0
         self._medians: dict[str, float] = {}
         self._failed: set[str] = set()
-        self._start_seconds, self._clock_before = 0.0, dict(clock.seconds)
+        self._start_seconds, self._seconds_by_phase_before = 0.0, dict(clock.seconds)
         self._default_digest = ""
         self._bar: Any = None
         self._task: Any = None
@@ -52,11 +52,11 @@ class Report:
     def cached(self, record: TuningRecord, location: str, accepted: str) -> None:
         """Report that a record is used, with ``accepted`` differences, and nothing is tuned."""
         note = f" (differences that are accepted: {accepted})" if accepted else ""
-        best, kind = record.best, "record"
+        best, origin = record.best, "record"
         if record.is_shipped:
-            kind = f"shipped record for {record.fingerprint.hardware['gpu']}"
+            origin = f"shipped record for {record.fingerprint.hardware['gpu']}"
         self._show(
-            f"{self._title}: using the {kind} from {location}{note}: "
+            f"{self._title}: using the {origin} from {location}{note}: "
             f"{_outcome_text(best.outcome)} {best}"
         )
 
@@ -69,8 +69,11 @@ class Report:
         """Context manager around the tuning. It always removes the progress bar."""
         ranks, policy = self._components.ranks, self._components.settings.policy
         self._default_digest = default.digest
-        self._total = policy.max_tried(len(candidate_set.candidates))
-        self._start_seconds, self._clock_before = time.monotonic(), dict(self._clock.seconds)
+        self._max_configs = policy.max_tried(len(candidate_set.candidates))
+        self._start_seconds, self._seconds_by_phase_before = (
+            time.monotonic(),
+            dict(self._clock.seconds),
+        )
         line = (
             f"{self._title}: {reason}; tuning {candidate_set.count_text(policy)} "
             f"on {ranks.size} rank{'' if ranks.size == 1 else 's'}"
@@ -92,7 +95,7 @@ class Report:
         with suppress(OSError, ValueError):  # standard error is closed
             if self._is_printing and sys.stderr is not None and sys.stderr.isatty():
                 self._bar = _bar()
-                self._task = self._bar.add_task("", total=self._total)
+                self._task = self._bar.add_task("", total=self._max_configs)
                 self._bar.start()
         try:
             yield
@@ -174,8 +177,10 @@ class Report:
         best = f"best {min(self._medians.values()):.4f} ms" if self._medians else "none measured"
         failed = f", {len(self._failed)} failed" if self._failed else ""
         done = len(self._medians) + len(self._failed)
-        remaining = (time.monotonic() - self._start_seconds) / max(done, 1) * (self._total - done)
-        left = f", {remaining:.0f} s left" if done < self._total else ""
+        remaining = (
+            (time.monotonic() - self._start_seconds) / max(done, 1) * (self._max_configs - done)
+        )
+        left = f", {remaining:.0f} s left" if done < self._max_configs else ""
         return f"{best}{failed}{left}"
 
     def _durations(self) -> dict[str, Any]:
@@ -186,7 +191,7 @@ class Report:
     def _phases(self, total: float) -> dict[str, float]:
         """Return the seconds by phase since ``begin``. ``other`` is the rest of ``total``."""
         phases: dict[str, float] = {
-            name: seconds - self._clock_before[name]
+            name: seconds - self._seconds_by_phase_before[name]
             for name, seconds in self._clock.seconds.items()
         }
         return {**phases, "other": max(0.0, total - sum(phases.values()))}
@@ -234,7 +239,7 @@ def _outcome_text(outcome: Outcome) -> str:
 
 
 _NUM_LISTED_CONFIGS = 5
-_NUM_PRUNED = 20
+_NUM_LISTED_PRUNED = 20
 """Maximum number of pruned configs that a summary lists."""
 _LEGEND = (
     "  to best, to default: time relative to the fastest config and to the first config of the "
@@ -264,9 +269,9 @@ def summary(record: TuningRecord, default: str, phases: Mapping[str, float]) -> 
     by_rank = record.times_by_rank.get(best)
     lines += [] if by_rank is None else [f"  the winner by rank: {by_rank}"]
     pruned = [f"  pruned: {config}, {one_line(reason)}" for config, reason in analysis.pruned]
-    lines += [_LEGEND, *pruned[:_NUM_PRUNED]]
-    if len(pruned) > _NUM_PRUNED:
-        lines.append(f"  and {len(pruned) - _NUM_PRUNED} more were pruned")
+    lines += [_LEGEND, *pruned[:_NUM_LISTED_PRUNED]]
+    if len(pruned) > _NUM_LISTED_PRUNED:
+        lines.append(f"  and {len(pruned) - _NUM_LISTED_PRUNED} more were pruned")
     for each in analysis.failed:
         lines.append(f"  {each.count} x {each.kind}, the first: {one_line(each.first)}")
     lines += [

@@ -116,6 +116,8 @@ _KINDS: dict[str, FileKind] = {".json": "record", ".journal": "journal"}
 
 
 def _read_journal(path: Path) -> InterruptedTuning:
+    """Read a journal. ``head`` is the tuning's header, ``n`` the number of a request with its
+    outcome, and ``stuck`` the digest of a config that is excluded."""
     key: Key | None = None
     tried: set[object] = set()
     stuck: set[object] = set()

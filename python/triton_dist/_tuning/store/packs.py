@@ -40,7 +40,7 @@ from triton_dist._tuning.values import (
 from triton_dist._warn import warn
 from triton_dist.errors import CacheWarning, NoSuchFunction, PackRefused
 
-COLUMNS = 200
+LINE_WIDTH = 200
 """Width of a line in a file of records, enough for one result per line."""
 
 
@@ -242,7 +242,8 @@ def _contents_of_trees(
         name = f"{function}.{codec.digest(*identity)[:8]}.json"
         files.setdefault(name, []).append(tree)
     records = {
-        name: readable_json(merge(parts), COLUMNS).encode("ascii") for name, parts in files.items()
+        name: readable_json(merge(parts), LINE_WIDTH).encode("ascii")
+        for name, parts in files.items()
     }
     return PackContents(records, kernels)
 

@@ -134,21 +134,21 @@ class CompilePool:
             self._end(connection)
 
     def _end(self, connection: Connection) -> None:
-        process = self._servers.pop(connection)
+        pid = self._servers.pop(connection)
         connection.close()  # the process then ends its children and itself
         # If the rank uses CUDA, the end takes 0.3 s: the process unmaps the rank's memory.
         threading.Thread(
-            target=_reap, args=(process,), name="triton_dist-compile-pool", daemon=True
+            target=_reap, args=(pid,), name="triton_dist-compile-pool", daemon=True
         ).start()
 
 
-def _reap(process: int) -> None:
-    """Wait until the child ``process`` has ended, and kill it if this takes too long."""
+def _reap(pid: int) -> None:
+    """Wait until the child process ``pid`` has ended, and kill it if this takes too long."""
     deadline = time.monotonic() + _END_SECONDS
     with suppress(ChildProcessError):  # another thread may have waited for any child
-        while os.waitpid(process, os.WNOHANG) == (0, 0):
+        while os.waitpid(pid, os.WNOHANG) == (0, 0):
             if time.monotonic() > deadline:
-                os.kill(process, signal.SIGKILL)
-                os.waitpid(process, 0)
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
                 break
             time.sleep(0.01)

@@ -164,12 +164,12 @@ def _extract(pack: Pack, digest: str) -> dict[str, str] | None:
 
 
 @functools.cache
-def _folder(process: int) -> Path:
-    """Return the temporary folder of a process, which deletes it at exit."""
+def _folder(pid: int) -> Path:
+    """Return the temporary folder of process ``pid``, which deletes it at exit."""
     folder = Path(tempfile.mkdtemp(prefix="triton_dist-kernels-"))
 
     def remove() -> None:
-        if os.getpid() == process:
+        if os.getpid() == pid:
             shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(remove)

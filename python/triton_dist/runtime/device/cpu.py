@@ -160,7 +160,7 @@ class CpuCopyStream:
         self._end_thread.atexit = False
 
     def _queue(self, step: Callable[[], object]) -> None:
-        def guarded() -> None:
+        def run_unless_failed() -> None:
             if self._failure is not None or self._abandoned.is_set():
                 return  # later steps rely on the data of this one
             try:
@@ -168,7 +168,7 @@ class CpuCopyStream:
             except Exception as failure:  # raised on the thread that joins
                 self._failure = failure
 
-        self._steps.put(guarded)
+        self._steps.put(run_unless_failed)
 
     def join_current(self) -> None:
         """Wait for all queued steps. Raise the first exception of a step."""
