@@ -55,8 +55,8 @@ _DAMAGE_ERRORS = (
 _ZIP_DATE = (1980, 1, 1, 0, 0, 0)  # fixed, so that equal contents give equal files
 _ELF, _EM_CUDA = b"\x7fELF", 190  # first bytes of an ELF file, and the ELF machine number of cubins
 _ARCHITECTURE = {51: 0, 65: 8}
-"""By ELF OS ABI (51: CUDA 12, 65: CUDA 13): bit at which the architecture begins in a cubin's ELF
-flags."""
+"""First bit of the GPU architecture in a cubin's ELF flags, for each ELF OS ABI. The ABI is 51 for
+cubins of CUDA 12, and 65 for cubins of CUDA 13."""
 
 PACKAGE_RECORDS = Path(__file__).parent / "records"
 """Folder of the records shipped with the package."""

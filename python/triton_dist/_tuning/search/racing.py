@@ -5,7 +5,7 @@ this. The race has four stages. In the table, *samples* counts all samples of a 
 end of the stage, and *slower* means slower than the fastest candidate. Numbers are for GPUs.
 
 The clock of the GPU may drift during stage 1. Therefore stage 2 divides the candidates, in the
-order of stage 1, into runs of 16, and first samples the three fastest of each run. Then it samples
+order of stage 1, into groups of 16, and first samples the three fastest of each. Then it samples
 the others, fastest first, until it has taken 1/6 of the time of stage 1 and the next candidate is
 slower by more than clock drift and noise explain.
 

@@ -41,8 +41,8 @@ class Algorithm(ABC, Generic[CallT, SizesT]):
     tunables: ClassVar[tuple[str, ...]] = ()
     """Names of the values in a config of this algorithm."""
     is_fallback: ClassVar[bool] = False
-    """True if the algorithm is near the fastest at every size, like a library. Every tuning then
-    measures it."""
+    """True if every tuning must measure the algorithm, because it is near the fastest at every
+    size, like a library."""
 
     @abstractmethod
     def candidates(self) -> Iterable[tuple[Any, ...]]:

@@ -5,15 +5,16 @@ computed from the call's sizes, for example its number of rows. The bits above c
 (``language.tagged``). A waiting kernel compares the call tag with its own, so it detects a peer
 that called with other sizes.
 
-*Timeout words* are control words. A memory has two buffers, called slots, each with its own timeout
-words. In production a wait has no limit. During tuning, a wait gives up after a number of polls
-(``runtime/waits.py``). It records this in the timeout words, which ends all waits that use them.
+*Timeout words* are control words. An op's symmetric memory has two buffers (slots), each with
+its own timeout words. In production a wait has no limit. During tuning, a wait gives up after a
+number of polls (``runtime/waits.py``). It records this in the timeout words, which ends all waits
+that use them.
 
 *Disagreements*: a kernel that sees another call tag records it in its timeout words and sets a word
 in host memory. All timeout words of a context form a ring, through which the kernel also ends the
 other waits of the context, in this call and in later calls. The results of these calls are invalid.
-The host reads its word around each launch, which takes no device time, and raises. It waits for the
-device only if the word is set.
+The host reads its word before and after each launch, which takes no device time. If the word is
+set, the host waits for the device and raises the error.
 """
 
 from __future__ import annotations
@@ -147,7 +148,8 @@ class GatheredShards:
     scales: torch.Tensor | None = None
 
 
-# Indices of the timeout words, int64 (``language.wait``). The last two hold addresses.
+# Indices of the timeout words, int64 (``language.wait``), and their number, TIMEOUT_WORDS. FLAG,
+# HOST_WORD and NEXT_WORDS hold addresses. GAVE_UP is 1 after a timeout, or DISAGREED.
 MAX_POLLS, GAVE_UP, SEEN, AWAITED, FLAG, HOST_WORD, NEXT_WORDS, TIMEOUT_WORDS = range(8)
 DISAGREED = 2
 

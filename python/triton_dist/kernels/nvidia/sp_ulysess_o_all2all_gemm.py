@@ -1,4 +1,4 @@
-"""Exchange after attention and output projection, under the names of Triton-distributed.
+"""Output projection of sequence-parallel attention, under the names of Triton-distributed.
 
 New programs should call ``ulysses_post_attn_gemm``.
 """
@@ -17,7 +17,7 @@ from triton_dist.kernels.nvidia.ulysses_gemm import ulysses_post_attn_gemm
 
 
 class SpUlysessOAll2AllGemmKernel(UlyssesKernel):
-    """Exchange the heads for the sequence, and multiply by the output projection. Tuned.
+    """Exchange shards of heads for shards of the sequence, and apply the output projection. Tuned.
 
     Args:
         world_group: process group; ``None``: the world.

@@ -27,7 +27,7 @@ class GEMMReduceScatterOpInfo(SummedGEMMOpInfo):
     key_option = "reduce_st"
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return the baselines. The reduce-scatter alone sums ``A @ B``, computed once."""
+        """Return the baselines. ``collective_name`` sums a product that was computed before."""
         A, B, group, scales = operands["A"], operands["B"], ctx.group, scales_of(operands)
         product = multiply(A, B, scales)
 

@@ -98,8 +98,8 @@ class Spec(NamedTuple):
     keys, and V equals D0. PAGE is 0 for a dense cache. In a cyclic cache, the ranks hold INTERLEAVE
     consecutive tokens in turn; else INTERLEAVE is 0. WINDOW is 0 without a window. SHARD_HEADS is
     the number of heads of a shard of q, OUT_HEADS of a shard of the output. HEAD_TILES is the
-    number of tiles of a KV head, TILES of a sequence. A tile has ITEMS blocks of ROWS rows and
-    CHUNKS chunks of COLUMNS columns. PARTS is the number of parts that a program combines at
+    number of tiles of a KV head, TILES of a sequence. A tile has ITEMS x CHUNKS items
+    of ROWS rows and COLUMNS columns. PARTS is the number of parts that a program combines at
     once. If HAS_SCALE_PER_HEAD is true, each KV head has its own ``k_scale`` and ``v_scale``.
     """
 
@@ -390,7 +390,8 @@ def with_sink(max_lse, sinks_ptr, head, valid):
 
 @jit
 def lse_of(base, total, spec: tl.constexpr):
-    """Return the LSE, in the caller's base, of weights with sum ``total`` relative to ``base``."""
+    """Return the log-sum-exp of weights whose sum is ``total * 2**base``, as a natural or base-2
+    logarithm."""
     lse = base + tl.log2(tl.where(total > 0, total, 1.0))
     lse = tl.where(total > 0, lse, float("-inf"))
     return lse if spec.IS_LSE_BASE_2 else lse * LN2
