@@ -179,8 +179,8 @@ def test_a_copy_of_a_program_elsewhere_uses_the_same_records(program, kind, tmp_
 CHANGING = """
 def make(begin):
     def op(x, n): return begin
-    return tuned(op{})
-ops = [make(time.time())]
+    return op
+ops = [tuned(make(time.time()){})]
 """
 
 
