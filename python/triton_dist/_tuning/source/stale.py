@@ -29,8 +29,13 @@ def changes(recorded: Mapping[str, str], module: str, function: str) -> tuple[li
         folders, module = [str(root), *folders], ".".join(parts)
     find = functools.cache(functools.partial(_find, folders))
     name = function.partition(".")[0]
-    # A package may import the function from the module that defines it.
+    # A package may import the function from the module that defines it. Two modules may import one
+    # name from each other, so each is visited once.
+    visited = set[tuple[str, str]]()
     while found := min(find(module)[0].imports.get(name, ()), default=None):
+        if (module, name) in visited:
+            break
+        visited.add((module, name))
         module, name = found.full_name(find(module)[1]), found.attribute
     unknown, sentences = list[str](), dict[str, None]()
     for label, value in recorded.items():
