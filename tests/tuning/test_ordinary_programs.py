@@ -855,6 +855,20 @@ program.STEPS.append(act)
 STEPS = []
 return STEPS[0](x)
 import elsewhere
+=== a global that an inner function reads by name
+LIMIT = VALUE
+def make():
+    @autotune(S, K)
+    def op(x, n): return globals()["LIMIT"]
+    return op
+op = make()
+=== a function whose name is an attribute
+def run(x): return VALUE
+---
+import types
+import elsewhere
+CHOICE = types.SimpleNamespace(name="run")
+return getattr(elsewhere, CHOICE.name)(x)
 === setattr in a function that is called at import
 CFG = types.SimpleNamespace()
 def set_up(): setattr(CFG, "width", VALUE)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import triton
 
-from triton_dist._tuning.source import libraries, source_of
+from triton_dist._tuning.source import libraries, source_of, sources_of
 from triton_dist._tuning.source.runtime_values import Snapshot
 from triton_dist._tuning.source.stale import changes
 from triton_dist.kernels.nvidia.allgather_gemm import ag_gemm
@@ -104,6 +104,22 @@ def test_files_tell_of_libraries_and_of_what_they_do_not_have(tmp_path, monkeypa
     ]
     assert unknown == ["elsewhere:f"]
     assert changes(recorded, "no_such_ops", "op") == (found[:1], ["TABLE", "gone", "elsewhere:f"])
+    for module, other in (("one", "two"), ("two", "one")):
+        (tmp_path / f"{module}.py").write_text(f"from {other} import op\n")
+    assert changes({"op": "1"}, "one", "op")[0] == ["source: one: a statement that sets op is gone"]
+
+
+def test_an_edited_lambda_among_the_hooks_is_seen(imported, tmp_path):
+    text = "from triton_dist.tune import autotune\n@autotune([{'B': 1}], lambda x: 0, prune_fn="
+    text += "lambda config, x: config['B'] < VALUE)\ndef op(x, B): return x\n"
+    found = []
+    for value in "12":
+        (tmp_path / value).mkdir()
+        (tmp_path / value / "hooked.py").write_text(text.replace("VALUE", value))
+        op = imported(tmp_path / value, "hooked").op
+        found.append(sources_of([op.fn], [op.prune_fn])[1].digests)
+    assert found[0].keys() == found[1].keys()
+    assert found[0] != found[1]
 
 
 INSTALLED = """

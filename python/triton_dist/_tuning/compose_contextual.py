@@ -117,7 +117,7 @@ def contextual_autotune(
             _interception,
             default_group if is_dist else NoWorld,
             ranks_now,
-            lambda: is_off() or is_predict_only(),  # kernels have no prior_fn
+            lambda: is_off() or is_predict_only(),  # inner kernels have no predictions
             functools.partial(RandomState, torch_only=True),
         )
 

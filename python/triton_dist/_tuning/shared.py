@@ -163,8 +163,8 @@ def fingerprint_of(
 
     Args:
         function_source: statements and constants that the tuned function depends on.
-        hooks_source: statements and constants that the user's functions depend on, such as
-            ``prune_fn``, which decide which configs can win and what is timed.
+        hooks_source: statements and constants that the hooks (such as ``prune_fn``) depend on.
+            Hooks decide which configs can win and what is timed.
         space: digest of the config space and the hooks.
         version: the version that the author of the function declared.
     """
@@ -186,8 +186,8 @@ def fingerprint_of(
 
 
 def _additional_constants(constants: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
-    """Return the ``constants`` of validators that differ from ``known``, with "(pruning)" in the
-    name."""
+    """Return the ``constants`` of hooks that are not in ``known`` or have other values there, with
+    "(pruning)" in the name."""
     return {
         f"{name} (pruning)": text for name, text in constants.items() if known.get(name) != text
     }

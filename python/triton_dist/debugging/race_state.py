@@ -24,11 +24,11 @@ from triton_dist.runtime import addresses
 from triton_dist.runtime.interpreter_program import current_program_number
 from triton_dist.runtime.job import create_job_folder
 
-_SHADOW = "~race"  # suffix of the name of a region with the last accesses of another region
+_SHADOW = "~race"  # A shadow region has the name of its region with this suffix.
 WRITER, WRITER_COUNT, WRITER_LINE, WRITER_PROGRAM, READER_PROGRAM, FIRST_CLOCK = 0, 1, 2, 3, 4, 5
 """Columns of a shadow. Last store: actor (number + 1), its release count, line (negative for TMA),
-program. Last load: program. From ``FIRST_CLOCK``: the release count of each actor at its last load,
-then the clock that the last releases have stored, if the element is a flag."""
+program. Last load: program. The columns from ``FIRST_CLOCK`` on are the release count of each actor
+at its last load, and the clock of the last releases to this element, if it is a flag."""
 
 
 def own_rank() -> int:
@@ -110,8 +110,8 @@ class Clocks:
     def __init__(self) -> None:
         self.queued_copy = _QueuedCopy()
         self._clocks: dict[tuple[int, int], Any] = {}  # by actor and size of the world
-        # Part of a file name, because earlier checks have left files in the folder. The number is
-        # equal on all ranks, because they start checks in the same order.
+        # This number is part of a file name, because earlier checks have left files in the folder.
+        # It is equal on all ranks, because they start checks in the same order.
         self._instance = next(_instances)
         self._shared: tuple[Any, Any] = (None, None)
 

@@ -136,7 +136,8 @@ class UnlistedGrid(Grid):
     def __init__(self, candidates: UnlistedCandidates) -> None:
         self._candidates, self._product = candidates, candidates.product
         self._varying_names = [name for name, each in self._product.values.items() if len(each) > 1]
-        # For each varying parameter: grid index by position in the product's values, and inverse.
+        # For each varying parameter, the grid index of each of its values in the product.
+        # ``_positions`` is the inverse.
         self._grid_indices: list[list[int]] = []
         ordered = []
         for name in self._varying_names:

@@ -78,14 +78,14 @@ def version_of(package: str) -> str:
 @functools.cache
 def _package_of(file: str) -> str:
     """Return the top-level package of an installed file; ``""`` if the file is not installed."""
-    if _INSTALLED.search(file):
-        return _top(_INSTALLED.split(file)[-1])
-    for folder in filter(None, map(str, sys.path)):
+    found = [_top(each) for each in _INSTALLED.split(file)[1:]]
+    for folder in () if found else filter(None, map(str, sys.path)):
         # ``pip install --target`` installs into any folder, which may contain programs too.
         inside = file.removeprefix(folder.rstrip("/") + "/")
         if inside != file and _top(inside) in _installed_in(folder):
-            return _top(inside)
-    return "(standard library)" if file.startswith(_STDLIB) else ""
+            found.append(_top(inside))
+    found += ["(standard library)"] if file.startswith(_STDLIB) and not found else []
+    return found[-1] if found else ""
 
 
 @functools.cache

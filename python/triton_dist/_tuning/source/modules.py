@@ -9,9 +9,12 @@ included. No values are read, so a file has equal statements in every process.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib.util
+import itertools
 import linecache
+import operator
 import os
 import re
 import threading
@@ -25,22 +28,22 @@ from triton_dist._tuning.values.codec import nested_code
 from triton_dist.runtime.garbage import no_garbage_collection
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-_IRRELEVANT_FIELDS = frozenset({"ctx", "kind", "type_comment", "type_params"})
-"""Left out of digests. ``type_params`` exists since Python 3.12 only."""
 _NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-_RUN_TIME_NODES = {ast.Call, ast.Attribute, ast.Subscript, ast.Await, ast.comprehension}
-"""An expression that contains one may have another value in each process."""
+_DEFINITIONS = (*_NAMED, ast.Lambda)
 _CONTAINER_MUTATORS = frozenset({"add", "append", "extend", "insert", "setdefault", "update"})
+"""Methods that put a value into a container."""
 _TUNER = "(contextual_)?autotune"
-_TUNER_METHODS = frozenset({"", "tune", "best_config"})
-"""Calls of these methods do not change their object. Empty: a call of a function."""
+_HARMLESS_METHODS = frozenset({"tune", "best_config"})
+"""Methods of a tuned function that do not change its code."""
 
 
 class Import(NamedTuple):
-    """One name of an import statement. Without ``attribute``, the module itself is imported."""
+    """One name of an import statement."""
 
     module: str
+    """Begins with dots if the import is relative."""
     attribute: str = ""
+    """The imported name in the module. Empty: the module itself is imported."""
 
     def full_name(self, package: str | None) -> str:
         """Return the absolute module name; ``""`` if a relative import leaves ``package``."""
@@ -52,131 +55,141 @@ class Import(NamedTuple):
 class Statement:
     """A statement and the names in it. Names may be dotted, such as ``a.b``.
 
-    The tuner's decorators of a function are a statement of their own, because a record of the
-    function compares their arguments by value.
-
     Attributes:
         binds: names that the statement binds when the module is imported.
-        changes: names of objects that the statement changes at import (``A`` for ``A[0] = 1``).
+        changes: names whose parts the statement assigns at import (``A`` for ``A[0] = 1``), or
+            whose methods it calls.
         call_arguments: names in a call whose result is not used (``fill(A)``). It may change them.
         called: functions that are called at import, and base classes.
-        changed_later: names that functions in the statement change when they run.
-        reads: names that are read, also in functions. ``a.*``: any attribute of ``a``. ``*``: any
-            name of the module.
+        assigned_later: names that functions in the statement change when they run.
+        reads: names that are read, also in functions. In ``a.b*``, ``b`` is the beginning of an
+            attribute's name.
         imports, inner_imports: names that are imported at the top level, and in functions.
         aliases: names that may refer to one object.
-        tuned_line: first line of the tuned function, if the statement is a decorator of the tuner.
-        tuners: the tuner's decorators in the statement, each with the first line of its function.
+        values: by bound name, the expression of its value.
+        without_tuner: by the first line of a tuned function, the statement without the function's
+            tuner decorators.
     """
 
     def __init__(
-        self, file: File, node: Any, conditions: Iterable[Any] = (), tuned_line: int = 0
+        self, file: File, node: Any, conditions: Iterable[Any] = (), omit_tuner_at: int = 0
     ) -> None:
-        """Scan ``node``, which runs under ``conditions``."""
+        """Scan ``node``, which runs under ``conditions``.
+
+        Tuner decorators of a function that begins at the line ``omit_tuner_at`` are left out.
+        """
         self.line, self.end, self.shown_line = _first_line(node), node.end_lineno, node.lineno
-        self.tuned_line, self.defines = tuned_line, getattr(node, "name", "")
+        self.defines: str = getattr(node, "name", "")
         self.is_function = isinstance(node, _FUNCTIONS)
+        self.is_conditional = bool(conditions) or isinstance(node, ast.AugAssign)
         self.binds, self.changes, self.call_arguments, self.called = (set[str]() for _ in range(4))
-        self.changed_later, self.reads, self.aliases = (set[str]() for _ in range(3))
-        self._not_local = set[str]()
+        self.assigned_later, self.nonlocals, self.aliases = (set[str]() for _ in range(3))
+        self.reads, self._inner_reads, tokens = set[str](), set[str](), list[object]()
         self.imports, self.inner_imports = dict[str, Import](), dict[str, Import]()
-        self.registers_subclasses, self.tuners = False, dict[ast.expr, int]()
-        tokens, pending = list[object](), list[tuple[Any, bool]]([([*conditions, node], False)])
+        self.registers_subclasses, tuned_lines, omitted = False, set[int](), set[ast.expr]()
+        pending: list[tuple[Any, bool]] = [([*conditions, node], False)]
         while pending:
             part, later = pending.pop()  # later: runs when a function is called, not at import
             if isinstance(part, list):
                 pending += [((), later), *((each, later) for each in reversed(part))]
             elif not isinstance(part, ast.AST):
                 tokens.append(part)
-            elif isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant):
-                continue  # a docstring
-            elif part not in self.tuners:
+            elif part not in omitted and not _is_text(part):
                 tokens.append(part.__class__.__name__)
                 self._scan(part, later)
-                for each in getattr(part, "decorator_list", ()):
-                    if file.is_from_triton_dist(each, _TUNER):
-                        self.tuners[each] = _first_line(part)
-                for field in part._fields:
-                    if field not in _IRRELEVANT_FIELDS:
-                        runs_later = later or (field == "body" and isinstance(part, _FUNCTIONS))
-                        pending.append((getattr(part, field, None), runs_later))
-        self._not_local.update(self.inner_imports, ["*"])
+                if isinstance(part, _NAMED):
+                    decorators = part.decorator_list
+                    tuner = {x for x in decorators if file.is_from_triton_dist(x, _TUNER)}
+                    tuned_lines |= {_first_line(part) for _ in tuner}
+                    omitted |= tuner if _first_line(part) == omit_tuner_at else set()
+                for field in _fields(part.__class__):  # type: ignore[arg-type]
+                    runs_later = later or (field == "body" and isinstance(part, _FUNCTIONS))
+                    pending.append((getattr(part, field, None), runs_later))
+        self.without_tuner = (
+            {} if omit_tuner_at else {x: Statement(file, node, conditions, x) for x in tuned_lines}
+        )
+        names = {*self.inner_imports}  # and names in functions that are not local to them
         for _, code in file.code_objects:
             if self.line <= code.co_firstlineno <= self.end:
-                self._not_local.update(code.co_names, code.co_freevars)
-        for names in (self.reads, self.changed_later):
-            names -= {each for each in names if each.partition(".")[0] not in self._not_local}
+                names.update(code.co_names, code.co_freevars)
+        self.reads |= {each for each in self._inner_reads if _first_part(each) in names}
+        self.assigned_later = {each for each in self.assigned_later if _first_part(each) in names}
         self.binds &= file.names  # without the variables of comprehensions
         read = sorted(first_parts(self.reads) & file.imports.keys())
         self.digest = digest([*tokens, *((each, sorted(file.imports[each])) for each in read)])
         targets = getattr(node, "targets", [getattr(node, "target", None)])
-        value, iterated = getattr(node, "value", None), getattr(node, "iter", None)
-        for expression in (*targets, value, iterated):
-            # After ``A = B["x"]``, ``A`` may be a part of ``B``.
-            parts = getattr(expression, "elts", [expression])
-            objects = [x for x in parts if isinstance(x, (ast.Name, ast.Subscript))]
-            self.aliases |= set(map(base_name, objects))
-        is_fixed = not conditions and not isinstance(node, ast.AugAssign)
-        self.constant_kind = _constant_kind(file, value, is_fixed)
+        pairs = [x for each in targets for x in _assigned_pairs(each, getattr(node, "value", None))]
+        self.values = {x.id: y for x, y in pairs if y and isinstance(x, ast.Name)}
+        for part in itertools.chain(*pairs, *_assigned_pairs(getattr(node, "iter", None), None)):
+            while isinstance(part, ast.Subscript) and part not in targets:
+                part = part.value  # after ``A = B["x"]``, ``A`` may be a part of ``B``
+            self.aliases |= {part.id} if isinstance(part, ast.Name) else set()
 
     def _scan(self, node: Any, later: bool) -> None:
-        """Add the names that ``node`` itself, without its parts, binds, changes and reads."""
         kind = node.__class__
-        changes = self.changed_later if later else self.changes
-        if kind is ast.Name and not isinstance(node.ctx, ast.Load):
-            self.binds |= set() if later else {node.id}
-        elif kind is ast.Name:
-            self.reads.add("*" if node.id == "globals" else node.id)
-            self._not_local |= set() if later else {node.id}
+        reads = self._inner_reads if later else self.reads
+        stores = self.assigned_later if later else self.changes
+        if kind is ast.Name:
+            if isinstance(node.ctx, ast.Load):
+                reads.add(node.id)
+            elif not later:
+                self.binds.add(node.id)
         elif kind is ast.Attribute or kind is ast.Subscript:
             if not isinstance(node.ctx, ast.Load):
-                changes.add(base_name(node))
+                stores.add(base_name(node))
             if chain := dotted(node):
-                self.reads.add(chain)
+                reads.add(chain)
             elif dotted(getattr(node.value, "value", None)) == "sys.modules":
-                self.reads.add(getattr(node, "attr", ""))  # sys.modules[__name__].name
+                reads.add(getattr(node, "attr", ""))  # sys.modules[__name__].name
         elif kind is ast.Call:
-            name, method = dotted(node.func), getattr(node.func, "attr", "")
-            self.called |= set() if later else {name}
-            if method in _CONTAINER_MUTATORS if later else method not in _TUNER_METHODS:
-                changes.add(base_name(node.func.value))
-            if name in ("getattr", "setattr", "vars") and node.args:
-                attribute = getattr([*node.args, None][1], "value", "*")
-                accessed = changes if name == "setattr" else self.reads
-                accessed.add(f"{dotted(node.args[0])}.{attribute}")
-        elif kind is ast.Expr and not later:
-            if getattr(getattr(node.value, "func", None), "attr", None) not in _TUNER_METHODS:
+            self._call(node, later, reads, stores)
+        elif kind is ast.Expr:
+            method = getattr(getattr(node.value, "func", None), "attr", "")
+            if not later and method not in _HARMLESS_METHODS:
                 self.call_arguments |= {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
         elif kind is ast.Import or kind is ast.ImportFrom:
             found = _imports_of(node)
             (self.inner_imports if later else self.imports).update(found)
+            if kind is ast.Import:  # ``import a.b`` binds ``a``, and imports ``a.b``
+                self.inner_imports |= {f"import {x.name}": Import(x.name) for x in node.names}
             self.binds |= set() if later else found.keys()
-        elif kind is ast.Global:
-            self.changed_later.update(node.names)
+        elif kind is ast.Global or kind is ast.Nonlocal:
+            (self.assigned_later if kind is ast.Global else self.nonlocals).update(node.names)
         elif kind in _NAMED:
-            names = {node.name, *(x.arg for x in getattr(node, "keywords", ()))}
-            self.registers_subclasses |= bool(names & {"__init_subclass__", "metaclass"})
-            callees = [getattr(each, "func", each) for each in node.decorator_list]
+            if kind is ast.ClassDef:
+                self.called.update(map(dotted, node.bases))
+                self.registers_subclasses |= any(x.arg == "metaclass" for x in node.keywords)
+            self.registers_subclasses |= node.name == "__init_subclass__"
             if not later:
                 self.binds.add(node.name)
-                self.called |= set(map(dotted, (*getattr(node, "bases", ()), *callees)))
+                callees = [getattr(each, "func", each) for each in node.decorator_list]
+                self.called.update(map(dotted, callees))
                 self.changes |= {
-                    base_name(x.value) for x in callees if isinstance(x, ast.Attribute)
+                    _first_part(dotted(x)) for x in callees if isinstance(x, ast.Attribute)
                 }
 
+    def _call(self, node: Any, later: bool, reads: set[str], stores: set[str]) -> None:
+        name, method = dotted(node.func), getattr(node.func, "attr", "")
+        first = dotted(node.args[0]) if node.args else ""
+        self.called |= set() if later else {name}
+        if method in _CONTAINER_MUTATORS if later else method not in ("", *_HARMLESS_METHODS):
+            stores.add(base_name(node.func.value))
+        if name in ("getattr", "setattr") and len(node.args) > 1 and first:
+            constant = getattr(node.args[1], "value", None)
+            attribute = constant if isinstance(constant, str) else "*"
+            (reads if name == "getattr" else stores).add(f"{first}.{attribute}")
+        elif name in ("globals", "vars"):
+            self.reads.add(f"{first}.*" if node.args else "*")
 
-def _constant_kind(file: File, value: Any, is_fixed: bool) -> str:
-    """Return the kind of constant that a statement binds to ``value``: ``"marked"`` with
-    :func:`triton_dist.tune.constant`, ``"computed"`` at run time, ``"derived"`` from other names,
-    ``"literal"``, or ``"conditional"``, which is a literal that other statements may replace."""
-    if isinstance(value, ast.Call) and file.is_from_triton_dist(value, "constant"):
-        return "marked"
-    if isinstance(value, ast.Call) and dotted(value.func).endswith("constexpr"):
-        value = next(iter(value.args), None)
-    kinds = {type(each) for each in ast.walk(value)} if value else {ast.Call}
-    if kinds & _RUN_TIME_NODES or ast.Name in kinds:
-        return "computed" if kinds & _RUN_TIME_NODES else "derived"
-    return "literal" if is_fixed else "conditional"
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _assigned_pairs(target: Any, value: Any) -> list[tuple[Any, Any]]:
+    """Return the target and the value of an assignment, then the pairs of their elements."""
+    elements = (getattr(each, "elts", ()) for each in (target, value))
+    return [(target, value), *itertools.zip_longest(*elements)]
 
 
 def _imports_of(node: ast.AST) -> dict[str, Import]:
@@ -184,8 +197,17 @@ def _imports_of(node: ast.AST) -> dict[str, Import]:
         module = "." * node.level + (node.module or "")
         return {x.asname or x.name: Import(module, x.name) for x in node.names}
     names = node.names if isinstance(node, ast.Import) else ()
-    pairs = ((x.asname or x.name.partition(".")[0], x) for x in names)
-    return {name: Import(x.name if x.asname else name) for name, x in pairs}
+    return {
+        x.asname or _first_part(x.name): Import(x.name if x.asname else _first_part(x.name))
+        for x in names
+    }
+
+
+@functools.cache
+def _fields(kind: Any) -> tuple[str, ...]:
+    """Return the fields in a digest. ``type_params`` exists since Python 3.12 only."""
+    left_out = ("ctx", "kind", "type_comment", "type_params")
+    return tuple(each for each in kind._fields if each not in left_out)
 
 
 def digest(parts: Iterable[object]) -> str:
@@ -208,8 +230,12 @@ def base_name(node: Any) -> str:
     return dotted(node) or (base_name(inner) if isinstance(inner, ast.AST) else "")
 
 
+def _first_part(name: str) -> str:
+    return name.partition(".")[0]
+
+
 def first_parts(names: Iterable[str]) -> set[str]:
-    return {each.partition(".")[0] for each in names}
+    return {_first_part(each) for each in names}
 
 
 def _first_line(node: Any) -> int:
@@ -217,40 +243,32 @@ def _first_line(node: Any) -> int:
     return min(int(each.lineno) for each in (node, *getattr(node, "decorator_list", ())))
 
 
-def names_in(code: types.CodeType, imported: Iterable[str] = ()) -> set[str]:
-    """Return the names in a function, and in functions inside it, that are not local to them, or
-    that are in ``imported``."""
-    codes = [each for _, each in nested_code(code)]
-    names = {name for each in codes for name in (*each.co_names, *each.co_freevars)}
-    return names.union(*({*each.co_varnames}.intersection(imported) for each in codes))
+def _location(code: types.CodeType) -> tuple[int, str]:
+    return code.co_firstlineno, code.co_name
 
 
 class File:
-    """The statements of a file, or of a notebook cell."""
+    """The statements of a file, or of a notebook cell, and which of them bind or change a name."""
 
     def __init__(self, lines: list[str], is_cell: bool = False) -> None:
         self.lines, self._is_cell = lines, is_cell
-        tree = ast.parse("".join(lines))
+        tree = ast.Module(_parse(lines), [])  # not kept: it is large
         code = compile(tree, "", "exec", dont_inherit=True)
         self.code_objects, self.names = [*nested_code(code)][1:], {*code.co_names}
-        self._codes_at = defaultdict[Any, list[tuple[str, types.CodeType]]](list)
-        for each in self.code_objects:
-            self._codes_at[each[1].co_firstlineno, each[1].co_name].append(each)
-        nodes = [*_statement_nodes(tree.body)]
-        self.imports = defaultdict[str, set[Import]](set)
-        for name, found in (pair for node, _ in nodes for pair in _imports_of(node).items()):
-            self.imports[name].add(found)
+        # A notebook compiles each statement separately, which yields other instructions.
+        self._comparable_codes = {
+            _location(each) if is_cell else each for _, each in self.code_objects
+        }
+        self._matched_codes: dict[int, types.CodeType] = {}
+        self.imports: dict[str, set[Import]] = {}
+        leaves = [*_statement_nodes(tree.body)]
+        for node, _ in leaves:
+            for name, found in _imports_of(node).items():
+                self.imports.setdefault(name, set()).add(found)
         self.star_imports = self.imports.pop("*", set())
-        self.statements = list[Statement]()
-        for node, conditions in nodes:
-            statement = Statement(self, node, conditions)
-            tuners = [Statement(self, x, (), line) for x, line in statement.tuners.items()]
-            for tuner in tuners:
-                tuner.binds = statement.binds
-            self.statements += [statement, *tuners]
-        self.changed_later = {name for each in self.statements for name in each.changed_later}
-        self.changed_later |= first_parts(self.changed_later)
-        self._by_name = self._index()
+        self.statements = [Statement(self, *each) for each in leaves]
+        self.assigned_later = {name for each in self.statements for name in each.assigned_later}
+        self._dotted, self._by_name = self._index()
 
     def is_from_triton_dist(self, call: ast.expr, name: str) -> bool:
         """Return whether an expression is, or calls, a function of triton_dist whose name matches
@@ -259,25 +277,21 @@ class File:
         full = (".".join([x.module, x.attribute, *path]) for x in self.imports.get(root, ()))
         return any(re.fullmatch(rf"triton_dist\b.*\.{name}", each) for each in full)
 
-    def _index(self) -> dict[str, list[Statement]]:
-        """Return the statements that bind or change a name. For a dotted name ``a.b``, return the
-        statements that change ``a.b`` or a part of it."""
+    def _index(self) -> tuple[list[tuple[list[str], Statement]], dict[str, list[Statement]]]:
+        """Return the statements that change dotted names, and those that bind or change a name."""
         defined = {each.defines: each for each in self.statements if each.defines}
         functions = {name for name, each in defined.items() if each.is_function}
         bound = {name for each in self.statements for name in each.binds}
         changes, by_name = defaultdict[str, list[Statement]](list), defaultdict[Any, Any](list)
         for each in self.statements:
+            callees = {name: defined[name] for name in each.called & defined.keys()}
             # A function is not changed by being called or passed to a call. A class is not changed
             # by constructing an object.
-            callees = {name: defined[name] for name in each.called & defined.keys()}
-            changed = each.changes | each.call_arguments - functions - callees.keys()
-            later = each.changed_later
-            changed |= {x for x in later if x.partition(".")[0] in bound - {each.defines}}
-            for callee in callees.values():
-                changed |= callee.changed_later  # ``set_up()`` changes what the function changes
-                if each.defines and callee.registers_subclasses:
-                    changed.add(callee.defines)
-            changed |= {".".join(name.split(".")[:2]) for name in changed} | first_parts(changed)
+            changed = first_parts(each.changes) | each.call_arguments - functions - callees.keys()
+            changed |= first_parts(each.assigned_later) & bound - {each.defines}
+            for name, callee in callees.items():  # ``set_up()`` changes what the function changes
+                changed |= first_parts(callee.assigned_later)
+                changed |= {name} if each.defines and callee.registers_subclasses else set()
             for name in changed:
                 changes[name].append(each)
             for name in each.binds | changed:
@@ -286,32 +300,58 @@ class File:
             found = [each for name in group for each in changes[name]]
             for name in group:
                 by_name[name] = [*dict.fromkeys([*by_name[name], *found])]
-        return by_name
+        stored = ((x, each) for each in self.statements for x in each.changes | each.assigned_later)
+        return [(name.split("."), each) for name, each in stored if "." in name], by_name
 
     def statements_of(self, name: str) -> list[Statement]:
-        """Return the statements that bind or change ``name``, which may have one dot."""
-        return self._by_name.get(name, [])
+        """Return the statements that bind or change ``name``.
 
-    def statements_at(self, line: int) -> list[Statement]:
-        """Return the statements that contain a line."""
-        return [x for x in self.statements if x.line <= line <= x.end and not x.tuned_line]
+        For a dotted name ``a.b``, return the statements that assign ``a.b``, a part of it
+        (``a.b.c``), or a name of which it is a part.
+        """
+        parts = name.split(".")
+        if len(parts) == 1:
+            return self._by_name.get(name, [])
+        return [x for path, x in self._dotted if all(map(operator.eq, path, parts))]
 
     def compiles_to(self, code: types.CodeType) -> bool:
         """Return whether the file compiles to ``code``, so it was not edited after the import."""
-        return any(self._equal_codes(code))
+        if self._matched_codes.get(id(code)) is not code:  # a hash of a code object is slow
+            if (_location(code) if self._is_cell else code) not in self._comparable_codes:
+                return False
+            self._matched_codes[id(code)] = code
+        return True
 
-    def num_earlier_definitions(self, code: types.CodeType, first_line: int = 0) -> int:
-        """Return how many definitions since ``first_line`` have the dotted name of ``code`` and
-        are before it."""
-        path, found = next(self._equal_codes(code))
-        same = [x for name, x in self.code_objects if name == path]
-        return [x for x in same if x.co_firstlineno >= first_line].index(found)
+    def num_earlier_definitions(self, code: types.CodeType) -> int:
+        """Return the number of earlier definitions with the dotted name of ``code``."""
+        location = _location(code)
+        path, found = min(
+            self.code_objects, key=lambda each: (each[1] != code, _location(each[1]) != location)
+        )
+        return [each for name, each in self.code_objects if name == path].index(found)
 
-    def _equal_codes(self, code: types.CodeType) -> Iterator[tuple[str, types.CodeType]]:
-        for each in self._codes_at.get((code.co_firstlineno, code.co_name), ()):
-            # A notebook compiles each statement separately, which yields other instructions.
-            if self._is_cell or each[1] == code:
-                yield each
+    @functools.cache  # noqa: B019
+    def definitions(self, name: str, code: types.CodeType | None = None) -> list[Statement]:
+        """Return the definitions of functions, lambdas and classes with a name, in file order.
+
+        Only the definition itself is a part of the returned statement, without the code around it.
+
+        Args:
+            name: end of the qualified name.
+            code: return only the definition that has this code.
+        """
+        end = f".{name.replace('.<locals>', '')}"
+        same = [each for path, each in self.code_objects if path.endswith(end)]
+        if code is not None:
+            same = [each for _, each in self.code_objects if _location(each) == _location(code)]
+        places = {*map(_location, same)}
+        nodes: list[Any] = [x for each in _parse(self.lines) for x in ast.walk(each)]
+        nodes = [x for x in nodes if isinstance(x, _DEFINITIONS)]
+        nodes = [x for x in nodes if (_first_line(x), getattr(x, "name", "<lambda>")) in places]
+        nodes.sort(key=lambda each: (each.lineno, each.col_offset))
+        if code in same and len(same) == len(nodes):  # several lambdas may be in one line
+            nodes = [nodes[same.index(code)]]
+        return [Statement(self, node, (), _first_line(node)) for node in nodes]
 
 
 def _statement_nodes(body: Iterable[ast.stmt], conditions: Any = ()) -> Iterator[tuple[Any, Any]]:
@@ -322,8 +362,9 @@ def _statement_nodes(body: Iterable[ast.stmt], conditions: Any = ()) -> Iterator
                 yield from _statement_nodes(node.body, (*conditions, "if", node.test))
             yield from _statement_nodes(node.orelse, (*conditions, "else", node.test))
         elif isinstance(node, ast.Try):
-            block = [*node.body, *node.orelse, *node.finalbody]
-            yield from _statement_nodes(block, (*conditions, "try"))
+            yield from _statement_nodes(
+                [*node.body, *node.orelse, *node.finalbody], (*conditions, "try")
+            )
             for handler in node.handlers:
                 yield from _statement_nodes(handler.body, (*conditions, "except", handler.type))
         else:
@@ -338,6 +379,13 @@ os.register_at_fork(
     after_in_child=_parse_lock.release,
 )
 _files: dict[str, tuple[list[str], File]] = {}
+
+
+def _parse(lines: list[str]) -> list[ast.stmt]:
+    with _parse_lock, no_garbage_collection():
+        return ast.parse("".join(lines)).body
+
+
 EMPTY_FILE = File([])
 
 
@@ -350,10 +398,13 @@ def parsed_file(path: str, scope: dict[str, Any] | None = None) -> File:
     # An identical list is returned until the size or the modification time of the file changes.
     lines = linecache.getlines(path, scope)
     if path not in _files or _files[path][0] is not lines:
-        file, errors = EMPTY_FILE, (SyntaxError, ValueError, RecursionError)
-        with suppress(*errors), _parse_lock, no_garbage_collection():
+        file = EMPTY_FILE
+        with (
+            suppress(SyntaxError, ValueError, RecursionError),
+            _parse_lock,
+            no_garbage_collection(),
+        ):
             # Cells of notebooks have no modification time.
-            is_cell = bool(lines) and linecache.cache[path][1] is None  # type: ignore[misc]
-            file = File(lines, is_cell)
+            file = File(lines, linecache.cache[path][1] is None) if lines else EMPTY_FILE  # type: ignore[misc]
         _files[path] = lines, file
     return _files[path][1]

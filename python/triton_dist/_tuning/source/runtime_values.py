@@ -1,15 +1,14 @@
 """Read values that a function depends on and that its source does not show, such as closure cells.
 
 A list in a closure may be an option, or a log that each call extends. An attribute of a callable
-object may be a setting or a counter. :class:`Snapshot` stores these values at decoration, before
-any call changes them.
+object may be a setting or a counter. :class:`Snapshot` stores the texts of these values at
+decoration, before any call changes them.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import dis
 import functools
 import sys
 import types
@@ -67,12 +66,12 @@ def text_of(value: Any) -> str | None:
     if type(value).__module__ == "torch" and type(value).__name__ == "device":
         return f"device {value.type}"  # the index differs by rank
     try:
-        text = "" if _contains_code(value) else show(codec.encode(value))
+        text = None if _contains_code(value) else show(codec.encode(value))
     except TypeError:
         return None
-    if len(text) > _MAX_TEXT_LENGTH:
-        text = f"{text[:_MAX_TEXT_LENGTH]}... ({codec.digest(text)[:8]})"
-    return text or None
+    if text is None or len(text) <= _MAX_TEXT_LENGTH:
+        return text
+    return f"{text[:_MAX_TEXT_LENGTH]}... ({codec.digest(text)[:8]})"
 
 
 def _contains_code(value: Any) -> bool:
@@ -101,24 +100,20 @@ def describe(value: Any, depth: int = 0) -> str | None:
 
 
 class Snapshot:
-    """Values that the callables ``roots`` store (see ``bound_values``) when this object is created:
-    the texts of collections and dataclasses, and the attributes of callable objects."""
+    """Texts of the collections and dataclasses that the callables ``roots`` store (see
+    ``bound_values``).
+
+    The texts are read when this object is created. For callable objects, and for methods, the
+    attributes of the object are also stored.
+    """
 
     def __init__(self, roots: Iterable[Any]) -> None:
         # By id of an object. The objects are stored too, because the id of a deleted object may be
         # used again.
-        self._texts = dict[int, tuple[Any, str | None]]()
-        self._states = dict[int, tuple[Any, dict[str, Any]]]()
-        pending = [*roots]
-        for root in pending:
-            bound = bound_values(root)
-            for each in bound.values():
-                if isinstance(each, COLLECTION_TYPES) or dataclasses.is_dataclass(each):
-                    self._texts[id(each)] = each, describe(each)
-            if isinstance(root, functools.partial):
-                pending.append(root.func)
-            elif not isinstance(root, types.FunctionType):
-                self._states[id(root)] = root, bound
+        self._texts: dict[int, tuple[Any, str | None]] = {}
+        self._states: dict[int, tuple[Any, dict[str, Any]]] = {}
+        for root in roots:
+            self._store(root)
 
     def text(self, value: Any) -> str | None:
         """Return the stored text of a collection or dataclass, or ``None``."""
@@ -126,15 +121,26 @@ class Snapshot:
 
     def state(self, root: Any) -> dict[str, Any]:
         """Return the stored attributes of a callable object, or of the object of a bound method."""
-        while isinstance(root, functools.partial):
-            root = root.func
         return self._states.get(id(root), (None, {}))[1]
+
+    def _store(self, root: Any) -> None:
+        bound = bound_values(root)
+        for each in bound.values():
+            if isinstance(each, COLLECTION_TYPES) or dataclasses.is_dataclass(each):
+                self._texts[id(each)] = each, describe(each)
+        if isinstance(root, functools.partial):
+            self._store(root.func)
+            bound = self.state(root.func)
+        if not isinstance(root, types.FunctionType):
+            self._states[id(root)] = root, bound
 
 
 def bound_values(value: Any) -> dict[str, Any]:
-    """Return, by name, the values that a callable has stored: the closure cells and defaults of a
-    function, the arguments of a partial, and the attributes of a callable object or of the object
-    of a bound method."""
+    """Return, by name, the values that a callable has stored.
+
+    These are the closure cells and defaults of a function, the arguments of a partial, and the
+    attributes of a callable object or of the object of a bound method.
+    """
     values: dict[Any, Any]
     if isinstance(value, types.FunctionType):
         full = getattr(value.__code__, "co_qualname", value.__qualname__)
@@ -159,15 +165,6 @@ def cells_of(function: types.FunctionType) -> dict[str, Any]:
         with suppress(ValueError):
             values[name] = cell.cell_contents
     return values
-
-
-def reassigned_cells(function: Any) -> set[str]:
-    """Return the names of closure cells that a function, or a function inside it, assigns."""
-    if not isinstance(function, types.FunctionType):
-        return set()
-    codes = [each for _, each in codec.nested_code(function.__code__)]
-    stores = (x for each in codes for x in dis.get_instructions(each) if x.opname == "STORE_DEREF")
-    return {x.argval for x in stores}.intersection(function.__code__.co_freevars)
 
 
 def get_attribute(value: Any, name: str, default: Any = None) -> Any:
@@ -202,8 +199,11 @@ def items_of(value: Any) -> list[Any]:
 
 def is_code(value: Any) -> bool:
     """Return whether ``value`` is callable, a property, a class method or a Triton kernel."""
-    kinds = (property, classmethod)
-    return callable(value) or isinstance(value, kinds) or _has_stored_attribute(value, "fn")
+    return (
+        callable(value)
+        or isinstance(value, (property, classmethod))
+        or _has_stored_attribute(value, "fn")
+    )
 
 
 def _has_stored_attribute(value: object, name: str) -> bool:
@@ -227,8 +227,10 @@ def wrapped_objects(value: Any) -> Iterator[Any]:
 def function_in(value: Any) -> types.FunctionType | None:
     """Return ``value`` if it is a function, or the function inside a wrapper; else ``None``."""
     for _ in range(_MAX_DEPTH):
-        if isinstance(value, (types.FunctionType, *_NEVER_WRAPPERS)):  # saves a generator's time
-            return value if isinstance(value, types.FunctionType) else None
+        if value is None or isinstance(value, types.FunctionType):
+            return value
+        if isinstance(value, _NEVER_WRAPPERS):  # saves the time of a generator
+            return None
         value = next(wrapped_objects(value), None)
     return None
 

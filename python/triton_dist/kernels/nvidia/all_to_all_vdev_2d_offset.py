@@ -71,8 +71,8 @@ class AllToAllContext(RowContext):
             rows, out: [rows, token_len_elem].
             splits: [nsplits], number of rows of each chunk.
             offsets: [nsplits], first row of each chunk in ``rows``; ``None``: chunks have no gaps.
-            align: the first chunk of each row of the 2D splits begins in ``out`` at a multiple of
-                this number of rows. Gaps are filled with zeros.
+            align: in ``out``, the chunks of each row of the 2D splits begin at a multiple of this
+                number of tensor rows. Gaps are filled with zeros.
         """
         expert = torch.arange(self.nsplits, device=rows.device)
         if not rank_in_row:
@@ -132,8 +132,8 @@ def all_to_all_v_offset_op(
         copy_to_symm_buffer: ``False``: rows, splits and offsets are already in ``ctx``, and the
             result stays there.
         return_tensor: return the result.
-        major_align: the first chunk of each row of the 2D splits begins in the result at a multiple
-            of this number of rows. If it is above 1, a row reserves at least this number of rows.
+        major_align: in the result, the chunks of each row of the 2D splits begin at a multiple of
+            this number of tensor rows. If it is above 1, they occupy at least this number.
         grid_size, profiling: ignored; accepted for existing scripts.
 
     Returns:

@@ -72,16 +72,17 @@ class CompilePool:
             1, min(len(os.sched_getaffinity(0)) // num_sharing_ranks, len(digests), _MAX_WORKERS)
         )
         job = Job({each: self._kernels[each] for each in digests}, num_workers, self._limit_seconds)
-        receiver, sender = multiprocessing.Pipe()
-        with warnings.catch_warnings(), suppress(OSError):  # out of processes or memory
+        # Out of file descriptors, processes or memory: ``wait`` compiles.
+        with warnings.catch_warnings(), suppress(OSError):
+            receiver, sender = multiprocessing.Pipe()
             # Python warns about a fork with threads; the server does not touch their state.
             warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
-            if pid == 0:
-                server.main(job, sender.fileno())
+            with sender:
+                pid = os.fork()
+                if pid == 0:
+                    server.main(job, sender.fileno())
             self._servers[receiver] = pid
             self._connection_by_digest.update(dict.fromkeys(digests, receiver))
-        sender.close()
 
     def wait(self, digest: str) -> None:
         """Wait until a kernel passed to ``begin`` is in the cache.

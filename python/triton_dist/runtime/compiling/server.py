@@ -101,6 +101,8 @@ class _Server:
                 status = 1
                 try:
                     os.setpgid(0, 0)
+                    # If the server is killed, the rank then sees the end of the connection.
+                    self._connection.close()
                     os.dup2(output.fileno(), 1)
                     os.dup2(output.fileno(), 2)
                     use_target(kernel.target)

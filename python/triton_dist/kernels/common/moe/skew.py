@@ -14,7 +14,7 @@ _ZIPF_EXPONENT = 1.2
 
 class SkewedKey(NamedTuple):
     """Tuning key of a call with the argument ``routing_skew``. It also has the attributes of
-    ``key``, but ``E`` counts only experts that receive tokens."""
+    ``key``. For "same_experts", ``E`` counts only the experts that receive tokens."""
 
     key: Any
     routing_skew: str

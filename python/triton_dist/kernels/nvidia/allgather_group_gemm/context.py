@@ -33,8 +33,8 @@ from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
 from triton_dist.runtime.ranks import Group, process_group_of
 
 MAX_GATHERED_BYTES = 16 << 20
-"""Maximum bytes of the gathered tensor for our all-gather in one launch. Larger transfers should
-overlap with the GEMM, or a library is faster."""
+"""Maximum bytes of the gathered tensor for our all-gather in one launch. For larger tensors, an
+all-gather that overlaps with the GEMM, or a library's, is faster."""
 _TILE = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M")
 
 
